@@ -95,7 +95,7 @@ async def near(home: str, host: str, seconds: float, way: str) -> dict[str, floa
     transport, address = TcpTransport(credentials(home, "client"), rates=rates), [f"tcp://{host}:{PORT}"]
     if way == "measured":
         channel = await transport.dial(address, expect=server, stream="state")
-        rates.turns.measured((await measure_link(channel, SystemClock())).bandwidth_bytes_per_s)
+        rates.uplink.measured((await measure_link(channel, SystemClock())).bandwidth_bytes_per_s)
         await channel.close()
     small = await transport.dial(address, expect=server, stream="control")
     large = await transport.dial(address, expect=server, stream="tensors")

@@ -1,22 +1,22 @@
 """What spot checks find, whom they wrong, and what they cost.
 
-    python benchmarks/verification.py [--part honest|liars|late|overhead|serving]... [--tasks 10000] [--rounds 3]
+    python benchmarks/verification.py [--part honest|faulty_peers|late|overhead|serving]... [--tasks 10000] [--rounds 3]
         [--json FILE]
 
 A task is one microbatch of one stage, forward and back.
 
-- *honest*: a stage is trained by one machine and every stretch of it run again by another, with the shipped referee, in
-  pairs of PyTorch with one and two threads and JAX, both ways; of all comparisons the largest difference beside the
-  limit it is held against, and how many stretches were found wrong: each would be a false accusation.
-- *liars*: whole jobs in one process on the shipped driver and members, in which one of three stages lies in a fifth of
-  its tasks: after how many of its tasks it is named, whether anybody else is, whether the result is that of honest
-  machines, bit for bit.
-- *late*: a liar that was honest for ten stretches: by the shipped inspector's draws over many secrets, tasks until a
-  stretch with a lie in it is checked.
-- *overhead*: the same job without and with checks in turns, in one process on this machine: with marks alone, with
-  peers that are trusted (checks at the floor), with newcomers (everything is run again). Ratios of the mean step and
-  of the time that all threads computed, which other programs on the machine change less. The guards share these
-  cores with the stages they check, which machines of their own would not: what those would feel is the marks.
+- *honest*: one machine trains a stage and another runs every audit interval of it again with the shipped verifier, in
+  pairs of PyTorch with one and two threads and JAX, both ways. It reports the largest difference of all comparisons
+  beside the limit it is held against, and how many audit intervals were found wrong: each would be a false accusation.
+- *faulty_peers*: whole jobs in one process on the shipped driver and members, in which one of three stages falsifies a
+  fifth of its tasks. It reports after how many of its tasks the stage is named, whether anybody else is, and whether
+  the result is that of honest machines, bit for bit.
+- *late*: a faulty peer that was honest for ten audit intervals: tasks until an audit interval with a false task is
+  checked, by the shipped inspector's draws over many secrets.
+- *overhead*: the same job without and with checks in turns, in one process on this machine: with sketches alone, with
+  peers that are trusted (checks at the floor), with newcomers (everything is run again). Ratios of the mean step, and
+  of the time that all threads computed, which other programs on the machine change less. The standbys share these cores
+  with the stages they check, which machines of their own would not: what those would feel is the sketches.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from harness.backend_kinds import opened  # noqa: E402
-from harness.liars import LIES, Lie, LyingBackend  # noqa: E402
+from harness.faulty_peers import LIES, Lie, LyingBackend  # noqa: E402
 from harness.pool import Data, Job, MemoryPool, Run, peer_id, tensor, tokens  # noqa: E402
 
 FENCE: Final = Fence(1, 1, 0)
 SECRET: Final = bytes(range(32))
-PARTS: Final = ("honest", "liars", "late", "overhead", "serving")
-SERVING_PARTS: Final = ("honest", "liars", "overhead", "pool")
+PARTS: Final = ("honest", "faulty_peers", "late", "overhead", "serving")
+SERVING_PARTS: Final = ("honest", "faulty_peers", "overhead", "pool")
 LLAMA: Final = {
     "model_type": "llama",
     "vocab_size": 64,
@@ -108,8 +108,8 @@ def main() -> None:
         match part:
             case "honest":
                 found[part] = _honest(options.tasks)
-            case "liars":
-                found[part] = [_liar(lie) for lie in LIES]
+            case "faulty_peers":
+                found[part] = [_faulty_peer(lie) for lie in LIES]
             case "late":
                 found[part] = [_late(tasks) for tasks in (1, 2, 4, 8, 16, 32, 64)]
             case "serving":
@@ -132,26 +132,26 @@ def _machine(kind: str) -> Backend:
 
 
 def _honest(tasks: int) -> dict[str, Any]:
-    per_stretch = STRETCH * MICROBATCHES
+    per_interval = STRETCH * MICROBATCHES
     jobs = [(model, pair) for model in (LLAMA, GPT2) for pair in PAIRS]
-    stretches = -(-tasks // (per_stretch * len(jobs)))
+    intervals = -(-tasks // (per_interval * len(jobs)))
     rows: list[dict[str, Any]] = []
     for model, pair in jobs:
-        rows.append(asyncio.run(_pair(model, *pair, stretches)))
+        rows.append(asyncio.run(_pair(model, *pair, intervals)))
         print(_shown(rows[-1]), flush=True)
     total = sum(row["tasks"] for row in rows)
     wronged = sum(row["wronged"] for row in rows)
-    print(f"{total} tasks of honest machines: {wronged} stretches held against one", flush=True)
+    print(f"{total} tasks of honest machines: {wronged} audit intervals held against one", flush=True)
     return {"tasks": total, "wronged": wronged, "pairs": rows}
 
 
 def _shown(row: dict[str, Any]) -> str:
     margins = ", ".join(f"{what} {row['largest'][what]:.1e} of {most:.1e}" for what, most in row["limits"].items())
-    who = f"{row['model']}, {row['worker']} by {row['referee']}"
+    who = f"{row['model']}, {row['worker']} by {row['verifier']}"
     return f"{who}: {row['tasks']} tasks, {row['wronged']} wronged; {margins}"
 
 
-async def _pair(model: dict[str, Any], worker: str, referee: str, stretches: int) -> dict[str, Any]:
+async def _pair(model: dict[str, Any], worker: str, verifier: str, intervals: int) -> dict[str, Any]:
     """The middle stage, its inputs and the gradients of its outputs drawn: normal, and a hundredth of that."""
     captured = capture(ConfigSource(model), batch=(1, 4), sequence=(1, 64))
     partition = cut_blocks(captured.graph, RANGES)
@@ -161,19 +161,19 @@ async def _pair(model: dict[str, Any], worker: str, referee: str, stretches: int
     )
     loaded = [
         LoadedStage(graph, boundary, _machine(kind).load(graph, grad_inputs=boundary.grad_inputs, options=options))
-        for kind in (worker, referee)
+        for kind in (worker, verifier)
     ]
     first = loaded[0].program
     missing = [name.removeprefix("model/") for name in first.initialise()]
     first.import_state((f"model/{key}", value) for key, value in captured.state(missing))
     compute = ComputeThread()
-    largest = dict.fromkeys(("marks", "norms", "state"), 0.0)
+    largest = dict.fromkeys(("sketches", "norms", "state"), 0.0)
     apart = limits(options, "one", "other")
     wronged = 0
     try:
-        for stretch in range(stretches):
-            opinion, seen = await _stretch(
-                stretch, loaded, options, compute, apart, _threads(worker), _threads(referee)
+        for interval in range(intervals):
+            opinion, seen = await _interval(
+                interval, loaded, options, compute, apart, _threads(worker), _threads(verifier)
             )
             wronged += bool(opinion.own or opinion.inputs or opinion.links or opinion.void)
             largest = {what: max(largest[what], seen[what]) for what in largest}
@@ -182,11 +182,11 @@ async def _pair(model: dict[str, Any], worker: str, referee: str, stretches: int
     return {
         "model": model["model_type"],
         "worker": worker,
-        "referee": referee,
-        "tasks": stretches * STRETCH * MICROBATCHES,
+        "verifier": verifier,
+        "tasks": intervals * STRETCH * MICROBATCHES,
         "wronged": wronged,
         "largest": largest,
-        "limits": msgspec.to_builtins({"marks": apart.marks, "norms": apart.norms, "state": apart.state}),
+        "limits": msgspec.to_builtins({"sketches": apart.sketches, "norms": apart.norms, "state": apart.state}),
     }
 
 
@@ -194,7 +194,7 @@ def _threads(kind: str) -> int:
     return int(kind.partition(" ")[2] or 1)
 
 
-async def _stretch(
+async def _interval(
     number: int,
     loaded: list[LoadedStage],
     options: StageOptions,
@@ -211,12 +211,12 @@ async def _stretch(
     passed = StagePass(worker.program, boundary, options)
     sent: list[tuple[Any, dict[str, HostTensor]]] = []
     records: list[CommitRecord] = []
-    said: list[wire.Prepared] = []
+    reported: list[wire.Prepared] = []
     for step in range(first, below):
         key = step_key(inspection.secret_of(1, "worker"), step)
-        marks: list[wire.Sketch] = []
+        sketches: list[wire.Sketch] = []
         for microbatch in range(MICROBATCHES):
-            marks += _task(passed, step, microbatch, key, sent)
+            sketches += _task(passed, step, microbatch, key, sent)
         norms = worker.program.gradient_norms()
         records.append(
             CommitRecord(
@@ -230,10 +230,10 @@ async def _stretch(
             )
         )
         worker.program.apply(scale=1.0, learning_rate=1e-3)
-        said.append(wire.Prepared(fence=FENCE, stage=1, step=step, norms=norms, marks=tuple(marks)))
-        inspection.hear("worker", said[-1])
+        reported.append(wire.Prepared(fence=FENCE, stage=1, step=step, norms=norms, sketches=tuple(sketches)))
+        inspection.hear("worker", reported[-1])
     end = dict(worker.program.export_state(("model", "optimizer")))
-    check = Check(1, "worker", "referee", first, below)
+    check = Check(1, "worker", "verifier", first, below)
     told = wire.Recheck(
         fence=FENCE,
         stage=1,
@@ -246,11 +246,11 @@ async def _stretch(
         keys=inspection.keys(check, ()),
     )
     torch.set_num_threads(their_threads)
-    referee = StepVerifier(told, loaded[1], compute, held_limit_bytes=2**30)
+    verifier = StepVerifier(told, loaded[1], compute, held_limit_bytes=2**30)
     for message, tensors in sent:
-        referee.take(message, tensors)
-    answer = await referee.run(begin, end)
-    return inspection.opinion(check, answer, apart), _largest(said, answer)
+        verifier.take(message, tensors)
+    answer = await verifier.run(begin, end)
+    return inspection.opinion(check, answer, apart), _largest(reported, answer)
 
 
 def _task(
@@ -264,10 +264,8 @@ def _task(
         sent.append((_forward(step, microbatch, port.other, values), values))
     _, gave = passed.forward(call, inputs)
     arrived: dict[str, dict[int, Any]] = {}
-    for port in graph.boundary.sends:
-        if not port.needs_grad:
-            continue
-        values = {name: _drawn(name, draw, size=0.01) for name in port.needs_grad}
+    for port in graph.boundary.returned:
+        values = {name: _drawn(name, draw, size=0.01) for name in port.values}
         for name, value in values.items():
             arrived.setdefault(name, {})[port.other] = value
         message = wire.Backward(
@@ -282,10 +280,10 @@ def _task(
         sent.append((message, values))
     back = passed.backward(call, arrived)
     return [
-        *passed.marks_got_forward(microbatch, inputs, key),
-        *passed.marks_got_back(microbatch, arrived, key),
-        *passed.marks_gave(microbatch, gave, key, forward=True),
-        *passed.marks_gave(microbatch, back, key, forward=False),
+        *passed.sketches_got_forward(microbatch, inputs, key),
+        *passed.sketches_got_back(microbatch, arrived, key),
+        *passed.sketches_gave(microbatch, gave, key, forward=True),
+        *passed.sketches_gave(microbatch, back, key, forward=False),
     ]
 
 
@@ -308,22 +306,25 @@ def _drawn(name: str, draw: np.random.Generator, *, size: float = 1.0) -> HostTe
     return tensor((size * draw.standard_normal((ROWS, LENGTH, 32))).astype(np.float32))
 
 
-def _largest(said: list[wire.Prepared], answer: wire.Rechecked) -> dict[str, float]:
+def _largest(reported: list[wire.Prepared], answer: wire.Rechecked) -> dict[str, float]:
     """As `training.inspection` compares."""
-    marks, norms = 0.0, 0.0
-    theirs = {one.step: one for one in answer.marks if one.stage == 1}
-    for prepared in said:
-        again = {(one.sent, one.forward, one.other, one.microbatch): one.values for one in theirs[prepared.step].marks}
-        for one in prepared.marks:
+    sketches, norms = 0.0, 0.0
+    theirs = {one.step: one for one in answer.sketches if one.stage == 1}
+    for prepared in reported:
+        again = {
+            (one.sent, one.forward, one.other, one.microbatch): one.values for one in theirs[prepared.step].sketches
+        }
+        for one in prepared.sketches:
             other = np.array(again[one.sent, one.forward, one.other, one.microbatch])
-            marks = max(marks, float(np.linalg.norm(np.array(one.values) - other) / np.linalg.norm(other)))
+            sketches = max(sketches, float(np.linalg.norm(np.array(one.values) - other) / np.linalg.norm(other)))
         found = next(one.norms for one in answer.norms if one.step == prepared.step)
         whole = sum(norm * norm for norm in found.values()) ** 0.5
         norms = max(norms, max(abs(norm - prepared.norms[key]) for key, norm in found.items()) / whole)
-    return {"marks": marks, "norms": norms, "state": max(answer.state_apart, answer.begin_apart)}
+    return {"sketches": sketches, "norms": norms, "state": max(answer.state_distance, answer.begin_distance)}
 
 
-# ---------------------------------------------------------------------------------------------------------- liars
+# ---------------------------------------------------------------------------------------------------------- faulty
+# peers
 
 
 def _run(directory: Path, captured: Captured, machines: dict[int, Backend], **changes: Any) -> Run:
@@ -359,49 +360,50 @@ def _unheard(_job: Job, _event: progress.Progress) -> None:
     return
 
 
-def _liar(lie: Lie) -> dict[str, Any]:
+def _faulty_peer(lie: Lie) -> dict[str, Any]:
     captured = capture(ConfigSource(LLAMA), batch=(1, 4), sequence=(1, 64))
-    liar = LyingBackend(lie, part=0.2)
+    faulty_peer = LyingBackend(lie, part=0.2)
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         honest = _run(Path(one), captured, {})
-        done = _run(Path(other), captured, {1: liar})
+        done = _run(Path(other), captured, {1: faulty_peer})
         with CommitJournal(Path(other) / "commits.sqlite") as journal:
             same = [record.loss for record in journal.records()] == honest.losses
-    named = [event for event in done.events if isinstance(event, progress.FaultSeen) and event.kind == "liar"]
+    named = [event for event in done.events if isinstance(event, progress.FaultSeen) and event.kind == "faulty"]
     wronged = [event.peer for event in named if event.peer != peer_id(1)]
     row = {
         "lie": lie,
-        "tasks": liar.tasks,
-        "lied": liar.lied,
+        "tasks": faulty_peer.tasks,
+        "lied": faulty_peer.lied,
         "named": bool(named) and not wronged,
         "reason": named[0].reason if named else "",
         "wronged": len(wronged),
         "same_bits": same,
     }
     print(
-        f"{lie}: named {row['named']} after {liar.tasks} tasks, {liar.lied} of them false; bits as honest: {same}",
+        f"{lie}: named {row['named']} after {faulty_peer.tasks} tasks, {faulty_peer.lied} of them false; "
+        f"bits as honest: {same}",
         flush=True,
     )
     return row
 
 
 def _late(tasks: int, *, secrets: int = 2000) -> dict[str, Any]:
-    """Honest for `NEEDED` stretches, then a fifth of its tasks false."""
+    """Honest for `NEEDED` audit intervals, then a fifth of its tasks false."""
     until: list[int] = []
     for number in range(secrets):
         secret, draw = number.to_bytes(32, "little"), np.random.default_rng(number)
-        reputation, stretch = Reputation(NEEDED), 0
+        reputation, interval = Reputation(NEEDED), 0
         while True:
             lied = bool((draw.random(tasks) < 0.2).any())
-            checked = drawn(secret, "liar", 1, stretch, reputation.chance(tasks))
-            stretch += 1
+            checked = drawn(secret, "faulty_peer", 1, interval, reputation.chance(tasks))
+            interval += 1
             if checked and lied:
                 break
             reputation = reputation.held() if checked else reputation
-        until.append(stretch * tasks)
+        until.append(interval * tasks)
     median, most = statistics.median(until), float(np.quantile(until, 0.95))
-    print(f"stretches of {tasks}: found after {median:.0f} tasks, in 19 of 20 cases by {most:.0f}", flush=True)
-    return {"tasks_per_stretch": tasks, "floor": floor(tasks), "median_tasks": median, "tasks_95": most}
+    print(f"audit intervals of {tasks}: found after {median:.0f} tasks, in 19 of 20 cases by {most:.0f}", flush=True)
+    return {"tasks_per_audit_interval": tasks, "floor": floor(tasks), "median_tasks": median, "tasks_95": most}
 
 
 # ------------------------------------------------------------------------------------------------------- overhead
@@ -410,7 +412,7 @@ def _late(tasks: int, *, secrets: int = 2000) -> dict[str, Any]:
 def _overhead(rounds: int, steps: int) -> dict[str, Any]:
     model = LLAMA | {"hidden_size": 192, "intermediate_size": 512, "vocab_size": 2048, "max_position_embeddings": 128}
     captured = capture(ConfigSource(model), batch=(1, 8), sequence=(1, 128))
-    ways = ("none", "marks", "trusted", "newcomers")
+    ways = ("none", "sketches", "trusted", "newcomers")
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for number in range(rounds):
         for way in ways:
@@ -430,8 +432,8 @@ def _overhead(rounds: int, steps: int) -> dict[str, Any]:
 
 
 def _timed(directory: Path, captured: Captured, way: str, steps: int, number: int) -> dict[str, float]:
-    """Mean time of a step, mean time that all threads of this process computed in it, part of the guarded tasks that
-    was run again. The first steps warm up; means, for checks fall into few steps."""
+    """Mean time of a step, mean time that all threads of this process computed in it, part of the with a standby tasks
+    that was run again. The first steps warm up; means, for checks fall into few steps."""
     used_s: list[float] = []
 
     def see(job: Job, event: progress.Progress) -> None:
@@ -441,7 +443,7 @@ def _timed(directory: Path, captured: Captured, way: str, steps: int, number: in
             return
         machine = job.driver._machine
         assert machine.inspector is not None
-        if way == "marks":
+        if way == "sketches":
             machine.inspector = None
         else:
             machine.inspector.reputations = {peer_id(stage): Reputation(100) for stage in GUARDS}

@@ -3,15 +3,13 @@
 A task is one pass of one text through one stage.
 
 - *honest*: texts go through a stage token by token on one machine and are read again at once by another, with the
-  shipped marks and referee; pairs of PyTorch with one and two threads, JAX and ONNX Runtime, in several formats of
-  weights and caches. The largest difference of a row beside the limit, and how many texts were held against the stage.
-- *apart*: how far the rows of a liar are from what the referee finds, on the same texts: 4-bit weights in place of
-  each other format, rows times 1.01. What is below the limit is not found.
-- *liars*: whole jobs in one process in which one of three stages lies in a fifth of its passes: after how many of its
-  passes it is named, and whether answers afterwards are those of honest machines.
-- *overhead*: the same answers without and with checks in turns, in one process on this machine.
-- *pool*: likewise where every machine is a process (`verification_serving_pool`).
-"""
+shipped sketches and verifier; pairs of PyTorch with one and two threads, JAX and ONNX Runtime, in several formats of
+weights and caches. The largest difference of a row beside the limit, and how many texts were held against the stage. -
+*apart*: how far the rows of a faulty peer are from what the verifier finds, on the same texts: 4-bit weights in place
+of each other format, rows times 1.01. What is below the limit is not found. - *faulty peers*: whole jobs in one process
+in which one of three stages lies in a fifth of its passes: after how many of its passes it is named, and whether
+answers afterwards are those of honest machines. - *overhead*: the same answers without and with checks in turns, in one
+process on this machine. - *pool*: likewise where every machine is a process (`verification_serving_pool`)."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ from fusionai.ir.serving import serving_graph
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.problem.types import Standby
 from fusionai.serving import job as progress
-from fusionai.serving.inspection import Measured, Neighbours, Words, limits, measured, opinion, sketches_of
+from fusionai.serving.inspection import Measured, Neighbours, SketchReport, limits, measured, opinion, sketches_of
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.wire import messages as wire
@@ -157,11 +155,11 @@ def _shown(row: dict[str, Any]) -> str:
 
 
 async def _compared(
-    stage: Bench, weights: str, cache: str, worker: str, referee: str, *, tasks: int, lie: str = ""
+    stage: Bench, weights: str, cache: str, worker: str, verifier: str, *, tasks: int, lie: str = ""
 ) -> dict[str, Any]:
     options = options_of(weights, cache)
     one = stage.program(worker, msgspec.structs.replace(options, weights="int4") if lie == "int4" else options)
-    other = stage.program(referee, options)
+    other = stage.program(verifier, options)
     apart = limits(options, chooses=False)
     compute = ComputeThread()
     done, wronged, seen, least_text = 0, 0, Measured(0.0, 0.0, 0.0), np.inf
@@ -169,7 +167,7 @@ async def _compared(
         while done < tasks:
             texts = _texts(stage, one, options, worker, first=1 + done, lie=lie)
             for session, (rows, said) in texts.items():
-                again, moved = await _again(stage, other, options, compute, referee, session, rows)
+                again, moved = await _again(stage, other, options, compute, verifier, session, rows)
                 around = Neighbours(before="before", after="after")
                 found = opinion(said, again, apart.of(moved), around, selected=False)
                 wronged += bool(found.own or found.inputs or found.links or found.void)
@@ -181,7 +179,7 @@ async def _compared(
         compute.close()
     return {
         "formats": (weights, cache),
-        "pair": (worker, referee),
+        "pair": (worker, verifier),
         "tasks": done,
         "texts": TOGETHER * (done // (TOGETHER * (1 + TEXT - PROMPT))),
         "wronged": wronged,
@@ -193,8 +191,8 @@ async def _compared(
 
 def _texts(
     stage: Bench, program: Any, options: ServeOptions, kind: str, *, first: int, lie: str
-) -> dict[int, tuple[dict[str, HostTensor], Words]]:
-    """Prompts at once, then token by token, all texts together. Gives what went in of each, and its marks."""
+) -> dict[int, tuple[dict[str, HostTensor], SketchReport]]:
+    """Prompts at once, then token by token, all texts together. Gives what went in of each, and its sketches."""
     threads(kind)
     sessions = range(first, first + TOGETHER)
     draw = np.random.default_rng(first)
@@ -216,11 +214,11 @@ def _texts(
         own.add(segments, (), inputs, gave)
         after.add(segments, (), gave, {})
     program.forget(list(sessions))
-    found: dict[int, tuple[dict[str, HostTensor], Words]] = {}
+    found: dict[int, tuple[dict[str, HostTensor], SketchReport]] = {}
     for one in sessions:
-        got, gave = own.told(one, 0, TEXT)
-        words = Words(got=got, gave=gave, seen=after.told(one, 0, TEXT)[0])
-        found[one] = ({stage.boundary.receives[0].name: _tensor(whole[one], stage)}, words)
+        got, gave = own.of_positions(one, 0, TEXT)
+        reported = SketchReport(got=got, gave=gave, seen=after.of_positions(one, 0, TEXT)[0])
+        found[one] = ({stage.boundary.receives[0].name: _tensor(whole[one], stage)}, reported)
     return found
 
 
@@ -243,7 +241,7 @@ async def _again(
     kind: str,
     session: int,
     rows: dict[str, HostTensor],
-) -> tuple[Words, float]:
+) -> tuple[SketchReport, float]:
     """And how far the stage moves rows."""
     threads(kind)
     order = wire.ReadAgain(
@@ -255,13 +253,13 @@ async def _again(
         keys=(text_key(SECRETS[0], session), text_key(SECRETS[1], session)),
         reply=FENCE,
     )
-    referee = TextVerifier(
+    verifier = TextVerifier(
         order, boundary=stage.boundary, graph=stage.graph, program=program, options=options, compute=compute
     )
-    told = await referee.compute(wire.ShownRows(fence=FENCE, stage=0, number=1, start=0), rows)
-    assert told is not None
-    words = {name: sketches_of(told.marks[name], TEXT) for name in ("got", "gave", "seen")}
-    return Words(**{name: marks for name, marks in words.items() if marks is not None}), told.moved
+    result = await verifier.compute(wire.ShownRows(fence=FENCE, stage=0, number=1, start=0), rows)
+    assert result is not None
+    reported = {name: sketches_of(result.sketches[name], TEXT) for name in ("got", "gave", "seen")}
+    return SketchReport(**{name: sketches for name, sketches in reported.items() if sketches is not None}), result.moved
 
 
 def apart() -> list[dict[str, Any]]:
@@ -280,14 +278,15 @@ def apart() -> list[dict[str, Any]]:
     return rows
 
 
-# ---------------------------------------------------------------------------------------------------------- liars
+# ---------------------------------------------------------------------------------------------------------- faulty
+# peers
 
 THREE_PEERS: Final = ((0, 1), (1, 2), (2, 3), (3, 5), (5, 6))
 GUARDS: Final = tuple(Standby(stage=stage, peer=peer_id(2 + stage)) for stage in (1, 2, 3))
 SECRET: Final = bytes(range(32))
 
 
-def liars() -> list[dict[str, Any]]:
+def faulty_peers() -> list[dict[str, Any]]:
     captured = capture(ConfigSource(dict(MODEL)), batch=(1, 4), sequence=(1, 256), train=False)
     with tempfile.TemporaryDirectory() as directory:
         honest_answers = asyncio.run(_answered(Path(directory) / "honest", captured))
@@ -316,7 +315,7 @@ async def _answers(job: Served, count: int = 16, tokens: int = 24) -> list[list[
 
 
 async def _answered(directory: Path, captured: Captured) -> list[list[int]]:
-    async with _pool(directory, captured, guards=(), secret=b"") as job:
+    async with _pool(directory, captured, standbys=(), secret=b"") as job:
         return await _answers(job)
 
 
@@ -328,26 +327,28 @@ async def _warm(job: Served) -> None:
 async def _liar(
     directory: Path, captured: Captured, lie: ServingLie, seed: int, expected: list[list[int]]
 ) -> dict[str, Any]:
-    liar = LyingServer(lie, seed=seed)
-    async with _pool(directory, captured, {1: liar}) as job:
+    faulty_peer = LyingServer(lie, seed=seed)
+    async with _pool(directory, captured, {1: faulty_peer}) as job:
         await _warm(job)
-        while not job.replanner.distrusted and liar.passes < 2000:
+        while not job.replanner.distrusted and faulty_peer.passes < 2000:
             await _answers(job, count=2)
         while job.engine.status.state != "ready":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        named, passes = dict(job.replanner.distrusted), liar.passes
+        named, passes = dict(job.replanner.distrusted), faulty_peer.passes
         same = await _answers(job) == expected
     row = {
         "lie": lie,
         "seed": seed,
         "passes": passes,
-        "lied": liar.lied,
+        "lied": faulty_peer.lied,
         "named": list(named) == [peer_id(1)],
         "wronged": len(set(named) - {peer_id(1)}),
         "reason": next(iter(named.values()), ""),
         "same_answers": same,
     }
-    print(f"{lie}: named {row['named']} after {passes} passes, {liar.lied} false; then equal: {same}", flush=True)
+    print(
+        f"{lie}: named {row['named']} after {passes} passes, {faulty_peer.lied} false; then equal: {same}", flush=True
+    )
     return row
 
 
@@ -358,7 +359,7 @@ def overhead(rounds: int) -> dict[str, Any]:
     """Tokens of eight streams together; a stage of a width at which a pass takes some milliseconds."""
     wide = MODEL | {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
     captured = capture(ConfigSource(wide), batch=(1, 4), sequence=(1, 256), train=False)
-    ways = ("none", "marks", "trusted", "newcomers")
+    ways = ("none", "sketches", "trusted", "newcomers")
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for number in range(rounds):
         for way in ways:
@@ -384,7 +385,7 @@ async def _timed(directory: Path, captured: Captured, way: str, number: int) -> 
         await _warm(job)
         machine = job.engine._driver.machine
         if machine.checks is not None:
-            if way == "marks":
+            if way == "sketches":
                 machine.checks, machine.batcher.holds = None, False
             elif way == "trusted":
                 machine.checks.inspector.reputations = {peer_id(stage): Reputation(100) for stage in range(3)}
@@ -407,7 +408,7 @@ def serving(parts: tuple[str, ...], *, tasks: int, rounds: int) -> dict[str, Any
                 found[part] = honest(tasks)
             case "liars":
                 found["apart"] = apart()
-                found[part] = liars()
+                found[part] = faulty_peers()
             case "pool":
                 found[part] = pool(rounds)
             case _:

@@ -145,12 +145,12 @@ class Owner:
             await asyncio.sleep(dice.random() * 0.01)
 
     async def _request(self, talk: Conversation, dice: random.Random) -> None:
-        runs, guards = dice.sample([one.membership.peer for one in self.providers], 2)
+        runs, standbys = dice.sample([one.membership.peer for one in self.providers], 2)
         plan = Plan(
             graph_hash=str(dice.random()),
             stages=(StagePlacement(stage=0, peer=runs, blocks=(0, 1)),),
             feed=self.membership.peer,
-            guards=(Standby(stage=0, peer=guards),),
+            standbys=(Standby(stage=0, peer=standbys),),
             snapshot_every=2,
             microbatches=1,
             step_time_s=1.0,

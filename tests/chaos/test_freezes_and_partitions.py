@@ -92,13 +92,13 @@ def frozen_for(siege: Siege, seed: int, freeze_s: float) -> Outcome:
         said = len(process.lines)
         time.sleep(killer.wake_due() or 0.0)
         killer.wake_due()
-        # Fenced, it forgets the job; or the job has enlisted it anew already, as a guard, under a later fence.
+        # Fenced, it forgets the job; or the job has enlisted it anew already, as a standby, under a later fence.
         words = ("is over here", " opened")
         heard = process.wait_until(
             lambda: next((line for line in process.lines[said:] if any(word in line for word in words)), None)
         )
         assert heard is not None, process.text
-    # It stands by or guards; only a later plan than the takeover's may give it a stage again (somebody else is slow).
+    # It stands by or standbys; only a later plan than the takeover's may give it a stage again (somebody else is slow).
     wait_until(
         siege,
         name,

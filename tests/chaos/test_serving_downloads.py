@@ -28,7 +28,7 @@ STREAMS: Final = 2
 EQUAL_BYTES: Final = 10_000
 """Tensors that both stages have alike (norms of a new model are all ones) come once."""
 WORDS_BYTES: Final = 1_000_000
-"""More than all a job owner says to a guard besides weights."""
+"""More than all a job owner says to a standby besides weights."""
 
 
 @dataclass
@@ -136,7 +136,7 @@ def test_a_killed_download_goes_on_and_the_next_peer_has_its_weights_from_the_fi
     assert len(second) == 1
     assert 0 < rest_bytes <= half.total_bytes - half.done_bytes
     both_bytes = half.total_bytes + sum(stages[0][0].values())
-    assert both_bytes - EQUAL_BYTES < in_all_bytes <= both_bytes, "it guards both stages"
+    assert both_bytes - EQUAL_BYTES < in_all_bytes <= both_bytes, "it stands by for both stages"
     assert from_owner_bytes == 0
     assert third.taken_bytes < WORDS_BYTES
     Reference(model).compare([(answer.ask, answer.tokens) for answer in siege.answers])

@@ -1,4 +1,4 @@
-"""Somebody joins while streams run: it becomes a guard, fetches its weights from the others, and disturbs no stream.
+"""Somebody joins while streams run: it becomes a standby, fetches its weights from the others, and disturbs no stream.
 
 Beside it, as a control, the same process starts and joins another pool on the same machine: what that costs is the
 machine's, not the pool's. FUSION_CHAOS_ROUNDS sets how often both are done.
@@ -67,7 +67,7 @@ async def window(siege: ServingSiege, arm: Arm) -> None:
     arm.gaps_s.append([gap_s for answer in siege.answers for gap_s in answer.gaps_s(since_s, until_s)])
     arm.pool.kill(name)
     if arm.joins:
-        await siege.until(lambda: not any(one.spare for one in siege.stages()), "the guard is missed")
+        await siege.until(lambda: not any(one.spare for one in siege.stages()), "the standby is missed")
     await asyncio.sleep(REST_S)
 
 

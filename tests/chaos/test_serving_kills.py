@@ -121,9 +121,9 @@ async def kill_many(siege: ServingSiege, killer: Killer, kills: int, hurry: floa
 
 
 def told(fall: Fall) -> str:
-    guard = ("warm guard" if fall.warm else "no warm guard") + (", into another takeover" if fall.hurried else "")
+    standby = ("warm standby" if fall.warm else "no warm standby") + (", into another takeover" if fall.hurried else "")
     noticed = "never" if fall.noticed_s is None else f"{fall.noticed_s:.3f} s"
-    return f"{fall.what} ({guard}): noticed {noticed}, longest gap of a stream {fall.longest_gap_s:.3f} s"
+    return f"{fall.what} ({standby}): noticed {noticed}, longest gap of a stream {fall.longest_gap_s:.3f} s"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_peers_killed_at_random_change_no_token(
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_who_came_back_is_the_next_guard_as_soon_as_a_stage_has_none(
+def test_who_came_back_is_the_next_standby_as_soon_as_a_stage_has_none(
     pool: LivePool, model: Path, reference: Reference, tell: Callable[[str], None]
 ):
     """A spare is lost and returns; then a stage's holder falls, and right after it its heir: nobody waits for the
@@ -183,7 +183,7 @@ def test_who_came_back_is_the_next_guard_as_soon_as_a_stage_has_none(
                     holder = siege.strike(killer)
                     await siege.until(lambda: siege.plans_since(fell_s), "another plan")
                     plan = siege.plans_since(fell_s)[0]
-                    members = [siege.served.names[one.peer] for one in (*plan.stages, *plan.guards)]
+                    members = [siege.served.names[one.peer] for one in (*plan.stages, *plan.standbys)]
                     assert back.name in members, f"{back.name} is there, the first plan has only {members}"
                     (heir,) = [one.name for one in siege.stages() if one.stage == holder.stages[0]]
                     fall = siege.strike(killer, name=heir)

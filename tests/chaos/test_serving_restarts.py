@@ -169,7 +169,7 @@ def tell(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
 def test_a_machine_that_leaves_hands_its_sessions_over_first(
     pool: LivePool, model: Path, reference: Reference, tell: Callable[[str], None]
 ):
-    """It ends by itself, after its guard has its stage; nobody waits for a machine, nothing is called a loss."""
+    """It ends by itself, after its standby has its stage; nobody waits for a machine, nothing is called a loss."""
 
     invitation = pool.invite()
 
@@ -211,8 +211,8 @@ def test_a_machine_that_leaves_hands_its_sessions_over_first(
 def test_a_fast_machine_that_comes_back_gets_a_stage_again_when_no_session_runs(
     stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None]
 ):
-    """A slow one has all of the model meanwhile: as the other's guard, or because it is cut anew over what is left. The
-    model is large enough for plans to count its layers more than the way between processes of a busy machine."""
+    """A slow one has all of the model meanwhile: as the other's standby, or because it is cut anew over what is left.
+    The model is large enough for plans to count its layers more than the way between processes of a busy machine."""
     model = write_model(tmp_path / "tiny", hidden_size=256, intermediate_size=1024)
     monkeypatch.setenv("FUSION_HOME", str(tmp_path / "default"))
     port = free_port()
@@ -291,7 +291,7 @@ def test_every_peer_of_a_local_pool_is_killed_once_while_streams_run(
                 os.kill(pid, signal.SIGKILL)
                 said(f"{name} was killed (signal 9); it is started again in")
                 said(f"{name} runs again")
-                said("can be guarded now", struck)
+                said("can have a standby now", struck)
                 said(f" is on {name} as a spare")
             stop.set()
             for one in over:

@@ -39,12 +39,12 @@ def random_layout(topology: Topology, choose: random.Random) -> tuple[Layout, tu
     if choose.random() < 0.6:
         places[topology.last] = OWNER
     spares = tuple(f"q{number}" for number in range(choose.choice((0, 1, 1, 2, 2, 3))))
-    guards = {
+    standbys = {
         stage: choose.choice(spares)
         for stage in range(topology.stages)
         if spares and stage not in topology.stateless and places[stage] != OWNER and choose.random() < 0.9
     }
-    return Layout(places=places, guards=guards, snapshot_every=choose.choice((1, 2, 2, 3))), spares
+    return Layout(places=places, standbys=standbys, snapshot_every=choose.choice((1, 2, 2, 3))), spares
 
 
 def undisturbed(seed: int, *, any_order: bool = False) -> World:
@@ -99,7 +99,7 @@ class Faults:
         return self._kill(self._one_of(self._workers()))
 
     def a_guard_dies(self) -> bool:
-        return self._kill(self._one_of(set(self._layout.guards.values())))
+        return self._kill(self._one_of(set(self._layout.standbys.values())))
 
     def two_peers_die_at_once(self) -> bool:
         members = sorted(self._layout.members - {OWNER})
@@ -108,7 +108,9 @@ class Faults:
         return len(members) > 1
 
     def a_peer_dies_with_its_guard(self) -> bool:
-        guarded = {stage: guard for stage, guard in self._layout.guards.items() if self._layout.places[stage] != OWNER}
+        guarded = {
+            stage: standby for stage, standby in self._layout.standbys.items() if self._layout.places[stage] != OWNER
+        }
         if not guarded:
             return False
         stage = self.choose.choice(sorted(guarded))
@@ -211,16 +213,16 @@ class Faults:
 
     def a_stage_is_to_move(self) -> bool:
         def move(layout: Layout) -> Layout | None:
-            spares = sorted(set(layout.guards.values()))
+            spares = sorted(set(layout.standbys.values()))
             stages = [stage for stage, peer in layout.places.items() if peer != OWNER]
             if not spares or not stages:
                 return None
             stage, spare = self.choose.choice(stages), self.choose.choice(spares)
             places = {**layout.places, stage: spare}
-            guards = {at: guard for at, guard in layout.guards.items() if guard not in places.values()}
-            if layout.guards.get(stage) == spare and layout.places[stage] not in places.values():
-                guards[stage] = layout.places[stage]  # they change places
-            return Layout(places=places, guards=guards, snapshot_every=layout.snapshot_every, cut=layout.cut)
+            standbys = {at: standby for at, standby in layout.standbys.items() if standby not in places.values()}
+            if layout.standbys.get(stage) == spare and layout.places[stage] not in places.values():
+                standbys[stage] = layout.places[stage]  # they change places
+            return Layout(places=places, standbys=standbys, snapshot_every=layout.snapshot_every, cut=layout.cut)
 
         self.world.driver.propose(move)
         return True
@@ -229,7 +231,7 @@ class Faults:
         def cut(layout: Layout) -> Layout:
             return Layout(
                 places=layout.places,
-                guards=layout.guards,
+                standbys=layout.standbys,
                 snapshot_every=layout.snapshot_every,
                 cut="b" if layout.cut == "a" else "a",
             )
@@ -239,9 +241,9 @@ class Faults:
 
     def guards_change(self) -> bool:
         def change(layout: Layout) -> Layout:
-            spares = sorted(set(layout.guards.values()))
-            guards = {stage: self.choose.choice(spares) for stage in layout.guards if self.choose.random() < 0.7}
-            return Layout(places=layout.places, guards=guards, snapshot_every=layout.snapshot_every, cut=layout.cut)
+            spares = sorted(set(layout.standbys.values()))
+            standbys = {stage: self.choose.choice(spares) for stage in layout.standbys if self.choose.random() < 0.7}
+            return Layout(places=layout.places, standbys=standbys, snapshot_every=layout.snapshot_every, cut=layout.cut)
 
         self.world.driver.propose(change)
         return True

@@ -114,7 +114,7 @@ def found_in_memory(pid: int, wanted: Mapping[str, bytes]) -> set[str]:
             memory.seek(start)
             try:
                 data = memory.read(end - start)
-            except OSError:  # guard pages, or gone meanwhile
+            except OSError:  # protection pages, or gone meanwhile
                 continue
             for written in _written(data):
                 found |= {name for name, search in patterns.items() if name not in found and search(written)}
@@ -125,6 +125,6 @@ def _written(region: bytes) -> Iterator[bytes]:
     """Its stretches of pages that are not all zero: most of what a process has reserved was never touched."""
     whole = len(region) // PAGE_BYTES * PAGE_BYTES
     pages = np.frombuffer(region, np.uint64, whole // 8).reshape(-1, PAGE_BYTES // 8)
-    marks = np.diff(pages.any(axis=1).astype(np.int8), prepend=0, append=0)
-    for start, end in zip(np.flatnonzero(marks == 1), np.flatnonzero(marks == -1), strict=True):
+    sketches = np.diff(pages.any(axis=1).astype(np.int8), prepend=0, append=0)
+    for start, end in zip(np.flatnonzero(sketches == 1), np.flatnonzero(sketches == -1), strict=True):
         yield region[start * PAGE_BYTES : end * PAGE_BYTES]

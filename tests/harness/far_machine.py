@@ -82,7 +82,7 @@ async def reach(home: Path, invitation: str, peer: PeerId) -> None:
             took_s = time.monotonic() - started_s
             link = await measure_link(channel, SystemClock(), largest_probe_bytes=2**20)
             say(
-                way=channel.way,
+                route=channel.route,
                 took_s=took_s,
                 round_trip_s=link.round_trip_s,
                 bytes_per_s=link.bandwidth_bytes_per_s,

@@ -46,8 +46,8 @@ def why_not() -> str:
 
 
 class Homes:
-    """`kinds`: what each home's router is; `machines`: how many each home has. `line`: bandwidth in bit/s and delay in
-    seconds of every home's line, each way."""
+    """`kinds`: what each home's router is; `machines`: how many each home has. `watermark`: bandwidth in bit/s and
+    delay in seconds of every home's line, each way."""
 
     def __init__(
         self, kinds: Mapping[str, str], machines: Mapping[str, int], *, line: tuple[float, float] = (0.0, 0.0)

@@ -74,7 +74,7 @@ class Lender:
 
 
 class MaliciousPool:
-    """Use as an async context. `signer`: a signing key that the owner trusts; `circle`: its trust file."""
+    """Use as an async context. `signer`: a signing key that the owner trusts; `trust_list`: its trust file."""
 
     def __init__(self, directory: Path, *, level: PrivacyLevel = "trusted") -> None:
         self.directory = directory
@@ -82,7 +82,7 @@ class MaliciousPool:
         self.signer = Ed25519PrivateKey.from_private_bytes(b"the key that the owner trusts...")
         self.lenders: dict[str, Lender] = {}
         self.authority: Authority = load_authority(directory / "broker", "pool", now_wall_s=self.clock.wall_s())
-        self.circle = TrustListFile(directory / "trust.json", self.clock.wall_s)
+        self.trust_list = TrustListFile(directory / "trust.json", self.clock.wall_s)
         self._level: PrivacyLevel = level
         self._serial = 0
         self._stack = AsyncExitStack()
@@ -112,7 +112,7 @@ class MaliciousPool:
 
     async def __aenter__(self) -> MaliciousPool:
         save_trust_list(
-            self.circle.path, TrustList(signers=(Signer(key_text(public_bytes(self.signer.public_key()))),))
+            self.trust_list.path, TrustList(signers=(Signer(key_text(public_bytes(self.signer.public_key()))),))
         )
         broker = self.credentials("broker", "broker")
         journal = Journal.open(self.directory / "broker" / "journal.sqlite", "pool")
@@ -133,7 +133,7 @@ class MaliciousPool:
             level=self._level,
             me=owner.identity.peer,
             seal=Seal(owner.identity.key, self._level),
-            trust_list=self.circle,
+            trust_list=self.trust_list,
         )
         self.membership = Membership("pool", "owner", self.addresses, owner)
         self.session = await self._stack.enter_async_context(PoolSession(self.membership, trust=self.trust))

@@ -207,15 +207,15 @@ class ObservedTransport:
 
 @dataclass
 class HandReplanner:
-    """Makes plans by hand as the broker's pool would: the guard, else whoever is idle, else those that remain with the
-    cut `recut`, if that is given; else waits for somebody."""
+    """Makes plans by hand as the broker's pool would: the standby, else whoever is idle, else those that remain with
+    the cut `recut`, if that is given; else waits for somebody."""
 
     pool: MemoryPool
     journal: CommitJournal
     dead: asyncio.Event
     """The driver that asks is dead already."""
     recut: Sequence[tuple[int, int]] = ()
-    liars: dict[str, str] = field(default_factory=dict[str, str])
+    faulty_peers: dict[str, str] = field(default_factory=dict[str, str])
     """Peer -> why nothing is for it any more."""
 
     async def replacement(
@@ -235,34 +235,34 @@ class HandReplanner:
         return self.pool.deployment(plan)
 
     def distrust(self, peer: str, reason: str) -> None:
-        self.liars[peer] = reason
+        self.faulty_peers[peer] = reason
 
     def _replaced(self, plan: Plan, lost: frozenset[str]) -> Plan | None:
-        gone = {*lost, *self.pool.dead, *self.liars}
-        guards = {guard.stage: guard.peer for guard in plan.guards if guard.peer not in gone}
+        gone = {*lost, *self.pool.dead, *self.faulty_peers}
+        standbys = {standby.stage: standby.peer for standby in plan.standbys if standby.peer not in gone}
         placed = {stage.peer for stage in plan.stages} - lost
-        living = [host.peer for host in self.pool.hosts if host.peer not in self.pool.dead | self.liars.keys()]
+        living = [host.peer for host in self.pool.hosts if host.peer not in self.pool.dead | self.faulty_peers.keys()]
         stages: list[StagePlacement] = []
         for stage in plan.stages:
             if stage.peer in lost:
                 idle = [
                     peer
                     for peer in living
-                    if peer not in placed and peer not in set(guards.values()) - {guards.get(stage.stage)}
+                    if peer not in placed and peer not in set(standbys.values()) - {standbys.get(stage.stage)}
                 ]
-                peer = guards.pop(stage.stage, None) or next(iter(idle), None)
+                peer = standbys.pop(stage.stage, None) or next(iter(idle), None)
                 if peer is None:
                     return self._cut_anew(plan, [one for one in living if one not in lost]) if self.recut else None
                 placed.add(PeerId(peer))
                 stages.append(msgspec.structs.replace(stage, peer=peer))
             else:
                 stages.append(stage)
-        kept = tuple(Standby(stage=stage, peer=peer) for stage, peer in sorted(guards.items()) if peer not in placed)
+        kept = tuple(Standby(stage=stage, peer=peer) for stage, peer in sorted(standbys.items()) if peer not in placed)
         return msgspec.structs.replace(
             plan,
             version=self.pool.newest_version + 1,
             stages=tuple(stages),
-            guards=kept,
+            standbys=kept,
             snapshot_every=plan.snapshot_every if kept else 0,
         )
 
@@ -281,7 +281,7 @@ class HandReplanner:
             for number, blocks in enumerate(self.recut)
         )
         return msgspec.structs.replace(
-            plan, version=self.pool.newest_version + 1, stages=stages, guards=(), snapshot_every=0
+            plan, version=self.pool.newest_version + 1, stages=stages, standbys=(), snapshot_every=0
         )
 
 
@@ -345,8 +345,8 @@ class Job:
     precision: str = "fp32"
     codecs: tuple[Codec, ...] = ()
     seed: int = 7
-    guards: Mapping[int, int] = field(default_factory=dict[int, int])
-    """Stage -> number of the peer that guards it."""
+    standbys: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Stage -> number of the peer that stands by for it."""
     snapshot_every: int = 2
     save_base: bool = True
     checkpoint_every: int = 0
@@ -404,14 +404,14 @@ class Job:
             for replica in range(self.replicas)
             for number, blocks in enumerate(self.ranges)
         )
-        guards = tuple(Standby(stage=stage, peer=peer_id(number)) for stage, number in sorted(self.guards.items()))
+        standbys = tuple(Standby(stage=stage, peer=peer_id(number)) for stage, number in sorted(self.standbys.items()))
         return Plan(
             version=self.version,
             graph_hash="",
             stages=stages,
             feed=OWNER,
-            guards=guards,
-            snapshot_every=self.snapshot_every if guards else 0,
+            standbys=standbys,
+            snapshot_every=self.snapshot_every if standbys else 0,
             microbatches=self.microbatches,
             step_time_s=1.0,
             tokens_per_s=1.0,

@@ -39,13 +39,13 @@ def random_world(choose: random.Random, *, any_order: bool) -> World:
         places = dict(enumerate(peers))
         caching = frozenset(places)
     spares = tuple(f"q{number}" for number in range(choose.choice((0, 1, 1, 2, 3))))
-    guards = {
+    standbys = {
         stage: choose.choice(spares)
         for stage, peer in places.items()
         if spares and peer != OWNER and choose.random() < 0.8
     }
     checkable = frozenset(range(len(places) - 1))
-    roles = ServingRoles(version=1, owner=OWNER, places=places, guards=guards, caching=caching, checkable=checkable)
+    roles = ServingRoles(version=1, owner=OWNER, places=places, standbys=standbys, caching=caching, checkable=checkable)
     page_tokens = choose.choice((2, 4))
     chunk = choose.choice((4, 8))
     limits = BatchLimits(
@@ -138,7 +138,7 @@ class Faults:
         return self._kill(self._one_of(set(self._roles.places.values())))
 
     def a_guard_dies(self) -> bool:
-        return self._kill(self._one_of(set(self._roles.guards.values())))
+        return self._kill(self._one_of(set(self._roles.standbys.values())))
 
     def two_die_at_once(self) -> bool:
         members = sorted(self._roles.members - {OWNER})
@@ -152,9 +152,9 @@ class Faults:
         return True
 
     def a_peer_dies_with_its_guard(self) -> bool:
-        guards = self._roles.guards
-        stage = self.choose.choice(sorted(guards)) if guards else -1
-        return stage >= 0 and self._kill(self._roles.places[stage]) and self._kill(guards[stage])
+        standbys = self._roles.standbys
+        stage = self.choose.choice(sorted(standbys)) if standbys else -1
+        return stage >= 0 and self._kill(self._roles.places[stage]) and self._kill(standbys[stage])
 
     def a_peer_freezes(self) -> bool:
         peer = self._one_of(self._roles.members)
@@ -259,12 +259,12 @@ class Faults:
         return self._give(places, partition)
 
     def _give(self, places: dict[int, str], partition: str) -> bool:
-        guards = {stage: peer for stage, peer in self._roles.guards.items() if peer not in places.values()}
+        standbys = {stage: peer for stage, peer in self._roles.standbys.items() if peer not in places.values()}
         roles = ServingRoles(
             version=0,
             owner=OWNER,
             places=places,
-            guards=guards,
+            standbys=standbys,
             caching=self._roles.caching,
             checkable=self._roles.checkable,
             partition=partition,

@@ -24,12 +24,12 @@ LIMITS = BatchLimits(pages=40, page_tokens=4, sessions=4, pass_tokens=16, in_fli
 C = TypeVar("C", bound=commands.ServingCommand)
 
 
-def roles(version: int = 1, guards: Mapping[int, str] | None = None, **places: str) -> ServingRoles:
+def roles(version: int = 1, standbys: Mapping[int, str] | None = None, **places: str) -> ServingRoles:
     return ServingRoles(
         version=version,
         owner="me",
         places=PLACES | {int(stage[1:]): peer for stage, peer in places.items()},
-        guards={2: "g"} if guards is None else guards,
+        standbys={2: "g"} if standbys is None else standbys,
         caching=frozenset({1, 2, 3}),
         checkable=frozenset({0, 1, 2, 3}),
     )
@@ -90,8 +90,8 @@ def running(given: ServingRoles | None = None, *, retain: bool = True, warm: boo
     job.probe("x", "x")
     assert job.phase is ServingPhase.RUNNING
     if warm:
-        guards = job.machine.roles.guards
-        job.tell(*(events.StandbyLoaded(job.fence, peer, stage) for stage, peer in guards.items()))
+        standbys = job.machine.roles.standbys
+        job.tell(*(events.StandbyLoaded(job.fence, peer, stage) for stage, peer in standbys.items()))
     return job
 
 
@@ -106,7 +106,7 @@ def decoding(job: Job, number: int = 1) -> int:
 
 def rebuilding() -> Job:
     """Its probe is on its way behind what is rebuilt."""
-    job = running(roles(guards={2: "g"}))
+    job = running(roles(standbys={2: "g"}))
     computed = decoding(job)
     job.tell(events.PeerLost("b", "x"))
     job.enlist()

@@ -1,8 +1,8 @@
 """Machines that serve wrong rows, for tests of spot checks: the shipped program, which lies in some of its passes.
 
-Which passes are lied in follows from (seed, number of the pass). Probes are answered rightly: a liar knows them by
-their session. Neighbours: `harness.serving_pool` has jobs with such machines in them, `harness.liars` those that train.
-"""
+Which passes are lied in follows from (seed, number of the pass). Probes are answered rightly: a faulty peer knows them
+by their session. Neighbours: `harness.serving_pool` has jobs with such machines in them, `harness.faulty_peers` those
+that train."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class ServingPool(MemoryPool):
         return host if peer == OWNER else replace(host, weights=WeightStore(self._directory / peer[:4]))
 
 
-def serving_plan(ranges: Sequence[tuple[int, int]], peers: Sequence[str], guards: Sequence[Standby] = ()) -> Plan:
+def serving_plan(ranges: Sequence[tuple[int, int]], peers: Sequence[str], standbys: Sequence[Standby] = ()) -> Plan:
     return Plan(
         version=1,
         task="serve",
@@ -67,7 +67,7 @@ def serving_plan(ranges: Sequence[tuple[int, int]], peers: Sequence[str], guards
             for number, (blocks, peer) in enumerate(zip(ranges, peers, strict=True))
         ),
         feed=OWNER,
-        guards=tuple(guards),
+        standbys=tuple(standbys),
         microbatches=1,
         step_time_s=0.0,
         tokens_per_s=0.0,
@@ -77,8 +77,8 @@ def serving_plan(ranges: Sequence[tuple[int, int]], peers: Sequence[str], guards
 
 @dataclass
 class Replanner:
-    """Puts whoever lives and has nothing to do in a lost one's place, and lets it guard what has no guard. With nobody
-    left the model is cut anew as `recut` has it: blocks and places."""
+    """Puts whoever lives and has nothing to do in a lost one's place, and lets it stand by for what has no standby.
+    With nobody left the model is cut anew as `recut` has it: blocks and places."""
 
     pool: ServingPool
     spares: list[PeerId]
@@ -102,7 +102,7 @@ class Replanner:
             await self.pool.changed.wait()
 
     def _replaced(self, plan: Plan, gone: frozenset[str] | set[PeerId]) -> Plan | None:
-        used = {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}
+        used = {stage.peer for stage in plan.stages} | {standby.peer for standby in plan.standbys}
         # Whoever was lost and is back may serve again, after all others.
         living = [peer for peer in self.spares if peer not in self.pool.dead and peer not in self.distrusted]
         idle = [peer for peer in living if peer not in used and peer not in gone]
@@ -115,16 +115,16 @@ class Replanner:
                 stages.append(msgspec.structs.replace(stage, peer=idle.pop(0)))
             else:
                 stages.append(stage)
-        guards = [guard for guard in plan.guards if guard.peer not in gone]
+        standbys = [standby for standby in plan.standbys if standby.peer not in gone]
         if idle:
-            guarded = {guard.stage for guard in guards}
-            guards += [
+            guarded = {standby.stage for standby in standbys}
+            standbys += [
                 Standby(stage=stage.stage, peer=idle[0])
                 for stage in stages
                 if stage.peer != OWNER and stage.stage not in guarded
             ]
         version = max(self.pool.newest_version, plan.version) + 1
-        return msgspec.structs.replace(plan, version=version, stages=tuple(stages), guards=tuple(guards))
+        return msgspec.structs.replace(plan, version=version, stages=tuple(stages), standbys=tuple(standbys))
 
     def _cut_anew(self, plan: Plan) -> Plan | None:
         if not self.recut:
@@ -156,7 +156,7 @@ async def served(
     *,
     weights: ModelWeights | None = None,
     peers: Sequence[PeerId] | None = None,
-    guards: Sequence[Standby] = (),
+    standbys: Sequence[Standby] = (),
     spares: int = 0,
     options: ServeOptions | None = None,
     vocabulary: int,
@@ -183,7 +183,7 @@ async def served(
                 **{"context_tokens": 128, "chunk_tokens": 8, **job},  # pyright: ignore[reportArgumentType]
             ),
             pool.owner,
-            pool.deployment(serving_plan(ranges, places, guards)),
+            pool.deployment(serving_plan(ranges, places, standbys)),
             replanner=replanner,
             names={host.peer: f"peer {host.peer[0]}" for host in pool.hosts},
             incarnation=1,

@@ -1,8 +1,8 @@
 """A serving job under attack: `client.serving.serve` in the test's own process on a pool of real peers, streams that go
 on and on, and what blows against the peers did to them.
 
-Knows who runs and who guards what (from the engine's status), when every token came, and which guard was warm when a
-blow fell. Decides nothing about whom to strike, and when: that is for `harness.killer` and the test.
+Knows who runs what and who is the standby of what (from the engine's status), when every token came, and which standby
+was warm when a blow fell. Decides nothing about whom to strike, and when: that is for `harness.killer` and the test.
 
     async with besieging(pool, model, seed) as siege, siege.streams(8):
         await siege.recover(siege.strike(killer))
@@ -70,7 +70,7 @@ class Fall:
     name: str
     stages: tuple[int, ...]
     warm: bool
-    """Whether each of its stages had a guard with the weights at hand."""
+    """Whether each of its stages had a standby with the weights at hand."""
     hurried: bool
     """Whether it fell while the job was not yet past another."""
     at_s: float
@@ -157,7 +157,7 @@ class ServingSiege:
         return tuple(stage for stage in self.served.engine.status.stages if stage.name != OWNER)
 
     def is_warm(self, stage: StageStatus) -> bool:
-        """Whether its guard has the weights."""
+        """Whether its standby has the weights."""
         ids = {name: peer for peer, name in self.served.names.items()}
         return bool(stage.spare) and (stage.stage, ids[stage.spare]) in self._warm
 
@@ -168,7 +168,7 @@ class ServingSiege:
         ]
 
     def census(self, *roles: Role) -> tuple[Target, ...]:
-        """Peers that may be struck: those that run stages, those that guard or stand by."""
+        """Peers that may be struck: those that run stages, those that stand by."""
         running: dict[str, int] = {stage.name: stage.stage for stage in reversed(self.stages())}
         found = [
             Target(Role.STAGE if name in running else Role.SPARE, process.process.pid, running.get(name, number))
@@ -188,10 +188,10 @@ class ServingSiege:
             await asyncio.sleep(LOOK_S)
 
     async def guarded(self) -> None:
-        """Until every stage has a warm guard."""
+        """Until every stage has a warm standby."""
         await self.until(
             lambda: self.served.engine.status.state == "ready" and all(self.is_warm(one) for one in self.stages()),
-            "every stage has a warm guard",
+            "every stage has a warm standby",
         )
 
     # ------------------------------------------------------------------------------------------------ blows and after
@@ -215,7 +215,7 @@ class ServingSiege:
         return fall
 
     def _forget(self, name: str) -> None:
-        """Whoever comes back guards anew."""
+        """Whoever comes back standbys anew."""
         gone = {peer for peer, known in self.served.names.items() if known == name}
         self._warm = {(stage, peer) for stage, peer in self._warm if peer not in gone}
 

@@ -1,8 +1,8 @@
 """A training job under attack: `fusion train` in a process of its own on a pool of real peers, and what became of it.
 
-Knows who runs and who guards what (from the job's journal), what a blow led to (from the driver's lines), and that no
-official step ever changed. Starts what was killed again. Decides nothing about whom to strike, and when: that is for
-`harness.killer` and the test.
+Knows who runs what and who is the standby of what (from the job's journal), what a blow led to (from the driver's
+lines), and that no official step ever changed. Starts what was killed again. Decides nothing about whom to strike, and
+when: that is for `harness.killer` and the test.
 
     with Siege(pool, recipe, directory) as siege:
         siege.recover(siege.strike(killer, siege.census()))
@@ -240,7 +240,7 @@ class Siege:
                     outcome.bereaved = outcome.role is not Role.DRIVER and met is not self.drivers[outcome.driver]
 
     def judge_all(self) -> None:
-        """Once more at the end: the loss of a guard is told while the job goes on."""
+        """Once more at the end: the loss of a standby is told while the job goes on."""
         for outcome in self.outcomes:
             self._judge(outcome)
 

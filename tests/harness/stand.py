@@ -82,7 +82,7 @@ def rows(value: float = 0.0, *, batch: int = 2, width: int = 4, dtype: str = "fl
 
 
 class Stand:
-    """Use as an async context. `memory_limit_bytes` is what the peer under test lends. `guards`: shipped peers beside
+    """Use as an async context. `memory_limit_bytes` is what the peer under test lends. `standbys`: shipped peers beside
     it, numbered from 1."""
 
     def __init__(
@@ -91,9 +91,9 @@ class Stand:
         memory_limit_bytes: int | None = None,
         graph: Graph | None = None,
         backend: Callable[[], Backend] = NullBackend,
-        guards: int = 0,
+        standbys: int = 0,
     ) -> None:
-        self.pool = MemoryPool(1 + guards, backend)
+        self.pool = MemoryPool(1 + standbys, backend)
         self.memory_limit_bytes = memory_limit_bytes
         self.partition = cut_blocks(graph or layers(), RANGES)
         self.boundaries = boundaries(self.partition)
@@ -173,7 +173,7 @@ class Stand:
         )
 
     def enlist(self, to: PeerId | None = None, **changes: Any) -> wire.Enlist:
-        """A good one but for `changes`; `to` guards what they say, by default the peer under test."""
+        """A good one but for `changes`; `to` standbys what they say, by default the peer under test."""
         fence: Fence = changes.get("fence", FENCE)
         fields: dict[str, Any] = {
             "fence": fence,
@@ -183,8 +183,8 @@ class Stand:
             "ticket": self.pool.ticket(self.peer, version=fence.plan_version),
         }
         told = {**fields, **changes}
-        guards = [(stage, to or self.peer) for stage in told.get("guards", ())]
-        placement = signed(told["neighbours"], fence, job=told["job"], guards=guards)
+        standbys = [(stage, to or self.peer) for stage in told.get("standbys", ())]
+        placement = signed(told["neighbours"], fence, job=told["job"], standbys=standbys)
         return wire.Enlist(**{"placement": placement, **told})
 
     def attach(
@@ -260,10 +260,10 @@ class Stand:
 
 
 def signed(
-    neighbours: Iterable[wire.Neighbour], fence: Fence, *, job: str = JOB, guards: Iterable[tuple[int, str]] = ()
+    neighbours: Iterable[wire.Neighbour], fence: Fence, *, job: str = JOB, standbys: Iterable[tuple[int, str]] = ()
 ) -> bytes:
     """Their placement, signed by the owner."""
-    return SEAL.placement(job, fence, stages=((one.stage, one.peer) for one in neighbours), guards=guards)
+    return SEAL.placement(job, fence, stages=((one.stage, one.peer) for one in neighbours), standbys=standbys)
 
 
 class Running:
@@ -371,5 +371,5 @@ def commit(step: int = 0, **changes: Any) -> wire.Commit:
         fence=FENCE,
         loss=1.0,
     )
-    fields: dict[str, Any] = {"fence": FENCE, "stage": 0, "record": record, "line": step + 1}
+    fields: dict[str, Any] = {"fence": FENCE, "stage": 0, "record": record, "watermark": step + 1}
     return wire.Commit(**{**fields, **changes})

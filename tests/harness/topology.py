@@ -109,23 +109,23 @@ class Layout:
     """Who does what: a plan, less all that only a planner needs. `cut` names the partition."""
 
     places: Mapping[int, str]
-    guards: Mapping[int, str] = field(default_factory=dict[int, str])
+    standbys: Mapping[int, str] = field(default_factory=dict[int, str])
     snapshot_every: int = 0
     cut: str = "a"
 
     @property
     def members(self) -> frozenset[str]:
-        return frozenset(self.places.values()) | frozenset(self.guards.values())
+        return frozenset(self.places.values()) | frozenset(self.standbys.values())
 
     def encoded(self) -> bytes:
-        return json.dumps([dict(self.places), dict(self.guards), self.snapshot_every, self.cut]).encode()
+        return json.dumps([dict(self.places), dict(self.standbys), self.snapshot_every, self.cut]).encode()
 
     def roles(self, topology: Topology, version: int, owner: str) -> Roles:
         return Roles(
             version=version,
             owner=owner,
             places=self.places,
-            guards=self.guards,
+            standbys=self.standbys,
             snapshot_every=self.snapshot_every,
             feed_window=topology.feed_window,
             neighbours={stage: topology.neighbours(stage) for stage in range(topology.stages)},

@@ -142,7 +142,7 @@ class Broker:
             MemberPlacement(
                 peer,
                 tuple(stage for stage, at in sorted(layout.places.items()) if at == peer),
-                tuple(stage for stage, at in sorted(layout.guards.items()) if at == peer),
+                tuple(stage for stage, at in sorted(layout.standbys.items()) if at == peer),
             )
             for peer in sorted(layout.members - {OWNER})
         )
@@ -156,19 +156,19 @@ class Broker:
 def stand_in(
     layout: Layout, lost: frozenset[str], pool: Candidates, stateless: frozenset[int], pick: Callable[[int], int]
 ) -> Layout | None:
-    """The plan without `lost`, as `scheduling.standby.takeover` makes it less memory and speed: a guard first, then an
-    idle machine, then one that works already, then one that is back or was to leave. None: nobody can be found."""
+    """The plan without `lost`, as `scheduling.standby.takeover` makes it less memory and speed: a standby first, then
+    an idle machine, then one that works already, then one that is back or was to leave. None: nobody can be found."""
     unwanted = lost | (pool.draining & layout.members)
     there = pool.known - pool.draining
     places = dict(layout.places)
-    guards = {stage: guard for stage, guard in layout.guards.items() if guard not in unwanted}
+    standbys = {stage: standby for stage, standby in layout.standbys.items() if standby not in unwanted}
     for stage, peer in sorted(layout.places.items()):
         if peer not in unwanted:
             continue
         working = set(places.values()) - unwanted - {OWNER}
-        guarding = set(guards.values())
+        guarding = set(standbys.values())
         choices = (
-            ([guards[stage]] if stage in guards else [])
+            ([standbys[stage]] if stage in standbys else [])
             or sorted(there - unwanted - working - guarding)
             or sorted((there - unwanted) & guarding)
             or sorted((there & working) - unwanted)
@@ -179,9 +179,9 @@ def stand_in(
             return None
         places[stage] = choices[pick(len(choices))]
     working = set(places.values())
-    guards = {stage: guard for stage, guard in guards.items() if guard not in working}
-    spares = sorted((there - working - unwanted) | set(guards.values()))
+    standbys = {stage: standby for stage, standby in standbys.items() if standby not in working}
+    spares = sorted((there - working - unwanted) | set(standbys.values()))
     for stage in sorted(places):
-        if spares and stage not in guards and stage not in stateless and places[stage] != OWNER:
-            guards[stage] = spares[pick(len(spares))]
-    return Layout(places=places, guards=guards, snapshot_every=layout.snapshot_every, cut=layout.cut)
+        if spares and stage not in standbys and stage not in stateless and places[stage] != OWNER:
+            standbys[stage] = spares[pick(len(spares))]
+    return Layout(places=places, standbys=standbys, snapshot_every=layout.snapshot_every, cut=layout.cut)

@@ -108,9 +108,9 @@ class Driver:
     def handle(self, event: object) -> None:
         if self.alive:
             self.world.before_event(self, event)
-            line, guards = self.machine.line, self.machine.guards
+            line, standbys = self.machine.watermark, self.machine.standbys
             given = self.machine.handle(event)  # pyright: ignore[reportArgumentType]
-            if self.machine.line > line and self.machine.guards == guards:
+            if self.machine.watermark > line and self.machine.standbys == standbys:
                 self.world.check_line(self)
             self._perform_all(given)
 
@@ -150,8 +150,8 @@ class Driver:
     def _perform(self, command: commands.DriverCommand) -> None:
         world = self.world
         match command:
-            case commands.SendAttach(fence=fence, roles=roles, guards=guards):
-                self._attach(fence, roles, dict(guards))
+            case commands.SendAttach(fence=fence, roles=roles, standbys=standbys):
+                self._attach(fence, roles, dict(standbys))
             case commands.PassSnapshot(stage=stage, step=step, holder=holder, peer=peer):
                 self._send(holder, "control", Pass(stage, step, peer))
             case commands.SendResume():
@@ -169,7 +169,7 @@ class Driver:
                 self._later(lambda: self.handle(events.ScaleDecided(step, total, scale)))
             case commands.JournalCommit(record=record):
                 self._later(lambda: self._journal(record))
-            case commands.SendCommit(record=record, line=line, save=save):
+            case commands.SendCommit(record=record, watermark=line, save=save):
                 assert record in world.journal, "sent before it was journalled"
                 for stage, peer in self.layout.places.items():
                     self._send(peer, "control", (stage, staging.Committed(record, line, save)))
@@ -201,7 +201,7 @@ class Driver:
             case commands.WarnTolerant():
                 raise AssertionError(command.detail)
 
-    def _attach(self, fence: Fence, roles: Roles, guards: dict[int, str]) -> None:
+    def _attach(self, fence: Fence, roles: Roles, standbys: dict[int, str]) -> None:
         """What was under way for the old fence is dropped; states on their way to the disk get there."""
         self.member.linked.clear()
         self.saving = None
@@ -212,7 +212,7 @@ class Driver:
             self.version, self.layout = roles.version, self.layouts[roles.version]
             self.without = None
         self.world.plan = (self.version, self.layout)
-        members = sorted({*roles.places.values(), *guards.values()})
+        members = sorted({*roles.places.values(), *standbys.values()})
         for peer in sorted(self.connections.keys() - set(members)):
             self._send(peer, "control", Detach(fence))
             del self.connections[peer]
@@ -229,13 +229,13 @@ class Driver:
             if not process.alive:
                 self._later(lambda peer=peer, process=process: self._unreachable(peer, process))
                 continue
-            guarding = frozenset(stage for stage, guard in guards.items() if guard == peer)
+            guarding = frozenset(stage for stage, standby in standbys.items() if standby == peer)
             self._send(peer, "control", Enlist(fence, roles.places, guarding, roles.partition))
             for stage in roles.stages_of(peer):
-                guard = guards.get(stage)
-                every = roles.snapshot_every if guard is not None else 0
-                attached = staging.Attached(fence, retain=bool(guards), snapshot_every=every)
-                self._send(peer, "control", Attach(stage, attached, guard))
+                standby = standbys.get(stage)
+                every = roles.snapshot_every if standby is not None else 0
+                attached = staging.Attached(fence, retain=bool(standbys), snapshot_every=every)
+                self._send(peer, "control", Attach(stage, attached, standby))
 
     def _unreachable(self, peer: str, process: Process) -> None:
         if self.connections.get(peer) is process:
@@ -250,7 +250,7 @@ class Driver:
             command.records,
             command.replaying,
             command.snapshot,
-            command.line,
+            command.watermark,
         )
         self._send(peer, "control", (command.stage, resumed))
         if command.source == "import":
@@ -375,14 +375,14 @@ class Driver:
         self.world.network.send(self.process, broker.process, "control", asked)
 
     def _as_it_is(self) -> Layout:
-        """The plan in force, less the guards that are lost."""
-        return dataclasses.replace(self.layout, guards=dict(self.machine.guards))
+        """The plan in force, less the standbys that are lost."""
+        return dataclasses.replace(self.layout, standbys=dict(self.machine.standbys))
 
     def _pick(self, count: int) -> int:
         return self.world.choose.randrange(count)
 
     def _look_for_better(self) -> None:
-        """Guards for those without, a way out for those that drain."""
+        """Standbys for those without, a way out for those that drain."""
         if not self.alive:
             return
         self._report(done=False)
@@ -391,7 +391,7 @@ class Driver:
         self.world.network.timer(self.process, RETRY_S, self._look_for_better)
 
     def propose(self, change: Callable[[Layout], Layout | None]) -> None:
-        """A plan nobody needs: better guards, a moved stage, another cut."""
+        """A plan nobody needs: better standbys, a moved stage, another cut."""
         self._request(frozenset(), change)
 
     def _report(self, *, done: bool) -> None:

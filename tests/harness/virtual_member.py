@@ -37,14 +37,14 @@ class Enlist:
 class Attach:
     stage: int
     attached: staging.Attached
-    guard: str | None
+    standby: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     stage: int
     step: int
-    line: int
+    watermark: int
     value: str
 
 
@@ -72,7 +72,7 @@ class Member:
     cut: str = ""
     places: Mapping[int, str] = field(default_factory=dict[int, str])
     guarding: frozenset[int] = frozenset()
-    guards: dict[int, str] = field(default_factory=dict[int, str])
+    standbys: dict[int, str] = field(default_factory=dict[int, str])
     """Stage here -> who keeps its snapshots."""
     stages: dict[int, Stage] = field(default_factory=dict[int, Stage])
     snapshots: dict[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
@@ -102,13 +102,13 @@ class Member:
                     self.fence = fence
             case _ if fence != self.fence:
                 self.world.stale += 1
-            case Attach(stage=stage, attached=attached, guard=guard):
+            case Attach(stage=stage, attached=attached, standby=standby):
                 if stage not in self.stages:
                     machine = StageMachine(self.world.topology.stage_shape(stage))
                     self.stages[stage] = Stage(self, stage, machine)
-                self.guards.pop(stage, None)
-                if guard is not None:
-                    self.guards[stage] = guard
+                self.standbys.pop(stage, None)
+                if standby is not None:
+                    self.standbys[stage] = standby
                 self.stages[stage].receive(fence, attached)
             case Pass(stage=stage, step=step, peer=peer):
                 value = self.snapshots[stage, step]
@@ -129,7 +129,7 @@ class Member:
             self.snapshots.clear()
         for number in [number for number in self.stages if message.places.get(number) != self.name]:
             if number in message.guarding:
-                self.guards.pop(number, None)  # at hand until there is a snapshot of it
+                self.standbys.pop(number, None)  # at hand until there is a snapshot of it
             else:
                 del self.stages[number]
         self._watch()
@@ -150,7 +150,7 @@ class Member:
         assert message.value == self.world.expected.states[message.step][message.stage], "not that state"
         self.snapshots[message.stage, message.step] = message.value
         mine = sorted(step for stage, step in self.snapshots if stage == message.stage)
-        kept = [step for step in mine if message.line <= step <= message.step][-MOST_WHOLE:]
+        kept = [step for step in mine if message.watermark <= step <= message.step][-MOST_WHOLE:]
         for step in mine:
             if step not in kept:
                 del self.snapshots[message.stage, step]
@@ -170,7 +170,7 @@ class Member:
     def clear(self) -> None:
         self.stages.clear()
         self.snapshots.clear()
-        self.guards.clear()
+        self.standbys.clear()
         self.linked.clear()
         self.places, self.guarding, self.driver = {}, frozenset(), None
         self._watch()
@@ -192,11 +192,11 @@ class Member:
         for _ in range(1 + again):
             self._to_member(self.places[tensor.receiver], "tensors", fence, tensor)
 
-    def give_snapshot(self, stage: int, step: int, line: int, value: str) -> None:
-        """In the background: a newer one may be under way to the same guard."""
-        fence, guard = self.stages[stage].fence, self.guards.get(stage)
-        if guard is not None:
-            self._to_member(guard, "snapshots", fence, Snapshot(stage, step, line, value))
+    def give_snapshot(self, stage: int, step: int, watermark: int, value: str) -> None:
+        """In the background: a newer one may be under way to the same standby."""
+        fence, standby = self.stages[stage].fence, self.standbys.get(stage)
+        if standby is not None:
+            self._to_member(standby, "snapshots", fence, Snapshot(stage, step, watermark, value))
 
     def _to_member(self, peer: str, stream: Stream, fence: Fence, message: object) -> None:
         target = self.world.members[peer]
@@ -207,10 +207,10 @@ class Member:
             self.process, target.process, stream, lambda: target.from_member(self.process, fence, message)
         )
 
-    def drop_own_snapshots(self, stage: int, line: int) -> None:
-        """What a stage was promoted from, once its guard has something newer."""
-        if line < EVERY_STEP and stage not in self.guarding:
-            for key in [key for key in self.snapshots if key[0] == stage and key[1] < line]:
+    def drop_own_snapshots(self, stage: int, watermark: int) -> None:
+        """What a stage was promoted from, once its standby has something newer."""
+        if watermark < EVERY_STEP and stage not in self.guarding:
+            for key in [key for key in self.snapshots if key[0] == stage and key[1] < watermark]:
                 del self.snapshots[key]
 
     # ---------------------------------------------------------------------------------------------------- watching
@@ -222,7 +222,7 @@ class Member:
             for stage in self.stages
             if self.places[stage] == self.name
             for other in self.world.topology.neighbours(stage)
-        } | set(self.guards.values())
+        } | set(self.standbys.values())
         for peer in self.silence.watched - neighbours:
             self.silence.forget(peer)
         for peer in sorted(neighbours - self.silence.watched - {self.name}):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from fusionai.coordination.round.liveness import PING_S, Silence
@@ -80,8 +80,8 @@ class World:
         self.choose = random.Random(seed)
         self.opinions = random.Random(f"opinions {seed}")
         self.accuses = 0.0
-        """Part of the checks in which a referee takes exception; half the time rightly."""
-        self.liars: set[str] = set()
+        """Part of the checks in which a verifier takes exception; half the time rightly."""
+        self.faulty_peers: set[str] = set()
         self.network = Network(self.choose, any_order=any_order)
         self.limits = limits
         self.any_order = any_order
@@ -241,37 +241,39 @@ class World:
         return process.alive and not process.frozen and peer not in self.draining
 
     def replaced(self, roles: ServingRoles, without: frozenset[str]) -> ServingRoles | None:
-        """Lost stages to guards, to others that are there, at last to those that are back."""
-        gone = without | self.liars | {p for p in roles.members if not self.present(p) and p not in self.draining}
+        """Lost stages to standbys, to others that are there, at last to those that are back."""
+        gone = (
+            without | self.faulty_peers | {p for p in roles.members if not self.present(p) and p not in self.draining}
+        )
         free = [p for p in sorted(self.members) if p != OWNER and self.present(p) and p not in gone]
-        back = [p for p in sorted(without - self.liars) if self.present(p) and self._settled(p)]
+        back = [p for p in sorted(without - self.faulty_peers) if self.present(p) and self._settled(p)]
         places = dict(roles.places)
         living = {p for p in places.values() if p not in gone}
         for stage, peer in sorted(places.items()):
             if peer in gone:
-                guard = roles.guards.get(stage)
-                others = [guard] if guard in free else [p for p in [*free, *back] if p not in living]
+                standby = roles.standbys.get(stage)
+                others = [standby] if standby in free else [p for p in [*free, *back] if p not in living]
                 others = others or [p for p in [*free, *back] if list(places.values()).count(p) < 2]
                 if not others:
                     return None
                 places[stage] = others[0]
                 living.add(others[0])
-        return self._guarded(replace(roles, places=places), roles.guards, free)
+        return self._with_standbys(replace(roles, places=places), roles.standbys, free)
 
-    def _guarded(self, roles: ServingRoles, before: dict[int, str], free: list[str]) -> ServingRoles:
+    def _with_standbys(self, roles: ServingRoles, before: Mapping[int, str], free: list[str]) -> ServingRoles:
         idle = [p for p in free if p not in roles.places.values()]
-        guards = {s: p for s, p in before.items() if p in idle}
+        standbys = {s: p for s, p in before.items() if p in idle}
         for stage, peer in sorted(roles.places.items()):
-            unused = [p for p in idle if p not in guards.values()] or idle
-            if peer != OWNER and stage not in guards and unused:
-                guards[stage] = unused[0]
-        return replace(roles, guards=guards)
+            unused = [p for p in idle if p not in standbys.values()] or idle
+            if peer != OWNER and stage not in standbys and unused:
+                standbys[stage] = unused[0]
+        return replace(roles, standbys=standbys)
 
     def improved(self, roles: ServingRoles) -> ServingRoles | None:
-        """With guards where there are none."""
-        free = [p for p in sorted(self.members) if p != OWNER and self.present(p) and p not in self.liars]
-        better = self._guarded(roles, dict(roles.guards), free)
-        return better if len(better.guards) > len(roles.guards) else None
+        """With standbys where there are none."""
+        free = [p for p in sorted(self.members) if p != OWNER and self.present(p) and p not in self.faulty_peers]
+        better = self._with_standbys(roles, dict(roles.standbys), free)
+        return better if len(better.standbys) > len(roles.standbys) else None
 
     def minted(self, roles: ServingRoles) -> ServingRoles:
         self.version += 1
@@ -343,9 +345,9 @@ class Driver:
 
     def _opinion(self, begun: commands.BeginCheck) -> Opinion:
         world = self.world
-        if begun.check.referee == OWNER:
+        if begun.check.verifier == OWNER:
             return Opinion() if world.opinions.random() < 0.5 else Opinion(own="wrong")
-        if world.liars or world.opinions.random() >= world.accuses:
+        if world.faulty_peers or world.opinions.random() >= world.accuses:
             return Opinion()
         return Opinion(own="wrong")
 
@@ -474,7 +476,7 @@ class Driver:
             case commands.ReportCheck(outcome=outcome):
                 world.told[f"check: {outcome}"] += 1
             case commands.Distrust(peer):
-                world.liars.add(peer)
+                world.faulty_peers.add(peer)
                 self.first_probe = None
             case commands.ResumePasses():
                 if self.fault_at_s is not None:

@@ -1,4 +1,4 @@
-"""One process that runs and guards serving stages: what `execution.serving` does, with numbers for tensors.
+"""One process that runs and standbys serving stages: what `execution.serving` does, with numbers for tensors.
 
 Work is done in the order it came. Neighbours: `harness.virtual_serving_stage` computes, `harness.virtual_serving`
 drives.
@@ -176,7 +176,7 @@ class Member:
 
     def _load(self, message: Load) -> None:
         assert self.roles is not None
-        places = self.roles.guards if message.standby else self.roles.places
+        places = self.roles.standbys if message.standby else self.roles.places
         if places.get(message.stage) != self.name:
             why = "the round does not place it here"
             self._tell(events.StageFailed(message.fence, self.name, message.stage, why))

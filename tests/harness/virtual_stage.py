@@ -169,7 +169,7 @@ class Stage:
                     kept = self.shared.get(self.step)
                     self.shared = {} if kept is None else {self.step: kept}
                     self.waiting_state = self.awaited = None
-            case staging.DropRetained(line=line):
+            case staging.DropRetained(watermark=line):
                 self.retained = {key: sent for key, sent in self.retained.items() if key[0] >= line}
                 self.member.drop_own_snapshots(self.number, line)
             case staging.SendRetained(to=to, first=first, below=below):

@@ -2,8 +2,8 @@
 
 The shells perform the machines' commands as `execution`, `training` and `broker` do. After every event the invariants
 are checked: no stage ahead of the journal, each step applied once and on exactly its sums, every state that of a run
-without faults, credit kept, nothing held, retained, guarded or in transit beyond its bound; nobody goes back to a
-checkpoint while a snapshot could do; and the job ends.
+without faults, credit kept, nothing held, retained, with a standby or in transit beyond its bound; nobody goes back to
+a checkpoint while a snapshot could do; and the job ends.
 
 Neighbours: `harness.topology` says what a job computes, `harness.network` moves time, `harness.course` makes up faults;
 `harness.virtual_*` are the processes; `tests/property` runs it.
@@ -79,7 +79,7 @@ class World:
         self.made_to_fail = False
         self._processes = 0
         self._trouble: list[events.PeerLost | events.LinkBroken | events.StageFailed] = []
-        """Since the job ran undisturbed; the plan of then; stages whose guards had a snapshot newer than the
+        """Since the job ran undisturbed; the plan of then; stages whose standbys had a snapshot newer than the
         checkpoint."""
         self._before = layout
         self._ran = False
@@ -158,7 +158,7 @@ class World:
 
     def stories(self) -> str:
         machine = self.driver.machine
-        lines = [f"{self.network.now_s:.2f} s, driver {machine.phase} at {machine.step}, line {machine.line}:"]
+        lines = [f"{self.network.now_s:.2f} s, driver {machine.phase} at {machine.step}, line {machine.watermark}:"]
         lines += [f"  {line}" for line in machine.story[-12:]]
         lines += [f"  {self.driver.layout}, {self.driver.fence}, without {self.driver.without}, {self.driver.ended}"]
         for member in self.members.values():
@@ -179,11 +179,11 @@ class World:
         if running:
             self._before = driver.layout
             self._covered = {
-                stage: self.members[guard].process
-                for stage, guard in driver.layout.guards.items()
+                stage: self.members[standby].process
+                for stage, standby in driver.layout.standbys.items()
                 if any(
                     at == stage and max(driver.machine.saved, 0) < step <= driver.machine.step
-                    for at, step in self.members[guard].snapshots
+                    for at, step in self.members[standby].snapshots
                 )
             }
         self._trouble.append(event)
@@ -193,13 +193,13 @@ class World:
         self._trouble.append(events.PeerLost(peer, "another process"))
 
     def check_line(self, driver: Driver) -> None:
-        """It has risen: every living guard has a snapshot from which what is retained leads on."""
-        line = driver.machine.line
-        for stage, guard in driver.machine.guards.items():
-            member = self.members[guard]
-            if driver.connections.get(guard) is member.process and member.process.alive and member.holds_anything:
+        """It has risen: every living standby has a snapshot from which what is retained leads on."""
+        line = driver.machine.watermark
+        for stage, standby in driver.machine.standbys.items():
+            member = self.members[standby]
+            if driver.connections.get(standby) is member.process and member.process.alive and member.holds_anything:
                 newest = max((step for at, step in member.snapshots if at == stage), default=-1)
-                assert line <= newest, f"line {line}, but {guard} has stage {stage} of step {newest}"
+                assert line <= newest, f"line {line}, but {standby} has stage {stage} of step {newest}"
 
     def check_ready(self, driver: Driver, base: int) -> None:
         for member in self.members.values():
@@ -217,7 +217,7 @@ class World:
         self.told[f"restored: {kind}"] += 1
 
     def _could_replay(self, driver: Driver) -> bool:
-        """Whether all that happened since the job ran is the loss of one peer whose guards have what it lost."""
+        """Whether all that happened since the job ran is the loss of one peer whose standbys have what it lost."""
         lost = {event.peer for event in self._trouble if isinstance(event, events.PeerLost)}
         if len(lost) != 1 or any(isinstance(event, events.StageFailed) for event in self._trouble):
             return False

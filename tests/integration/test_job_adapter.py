@@ -166,7 +166,7 @@ def test_an_adapter_that_stays_with_the_owner_is_the_same_adapter(
     owned = frozenset({0, 4, 5})
     ranges = ((0, 1), (1, 2), (2, 4), (4, 5), (5, 6), (6, 7))
     first, second = run(
-        tmp_path, held, {"kill_after": 1}, {}, ranges=ranges, owned=owned, checkpoint_every=1, guards={2: 3}
+        tmp_path, held, {"kill_after": 1}, {}, ranges=ranges, owned=owned, checkpoint_every=1, standbys={2: 3}
     )
     assert first.end is None
     assert second.losses == trained.losses[-len(second.losses) :]

@@ -63,7 +63,7 @@ def run(
                 state=captured.state,
                 ranges=RANGES,
                 owned=frozenset({3}),
-                guards={0: 3, 1: 4, 2: 5},
+                standbys={0: 3, 1: 4, 2: 5},
                 data=DATA,
                 steps=STEPS,
                 microbatches=MICROBATCHES,

@@ -1,4 +1,4 @@
-"""Members, guards and drivers die at every point of a job in one process; losses and weights keep their bits.
+"""Members, standbys and drivers die at every point of a job in one process; losses and weights keep their bits.
 
 Strikes fall on messages, never on moments. Neighbours: `harness.strikes`; `test_job_replica_faults`, the same for
 replicas.
@@ -60,7 +60,7 @@ def run(
     fields: dict[str, Any] = {
         "ranges": RANGES,
         "owned": frozenset({3}),
-        "guards": GUARDS,
+        "standbys": GUARDS,
         "snapshot_every": SNAPSHOT_EVERY,
         "checkpoint_every": CHECKPOINT_EVERY,
         "data": DATA,
@@ -73,8 +73,8 @@ def run(
 
 @pytest.fixture(scope="module")
 def undisturbed(llama: Captured, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Nobody guards anything, nobody dies."""
-    (done,) = run(tmp_path_factory.mktemp("undisturbed"), llama, guards={}, peers=3)
+    """Nobody standbys anything, nobody dies."""
+    (done,) = run(tmp_path_factory.mktemp("undisturbed"), llama, standbys={}, peers=3)
     assert done.end is not None
     assert done.end.failed is None
     assert not events(done, progress.FaultSeen)
@@ -94,7 +94,7 @@ POINTS: dict[str, Point] = {
 }
 
 
-def test_guarded_and_in_peace_no_bit_changes(llama: Captured, undisturbed: Run, tmp_path: Path):
+def test_with_standby_and_in_peace_no_bit_changes(llama: Captured, undisturbed: Run, tmp_path: Path):
     (done,) = run(tmp_path, llama)
     assert_same(done, undisturbed, tmp_path, STEPS)
     assert not events(done, progress.FaultSeen)
@@ -102,7 +102,7 @@ def test_guarded_and_in_peace_no_bit_changes(llama: Captured, undisturbed: Run, 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("point", POINTS)
-def test_a_stage_dies_and_its_guard_takes_over(
+def test_a_stage_dies_and_its_standby_takes_over(
     point: str, stage: int, llama: Captured, undisturbed: Run, tmp_path: Path
 ):
     (done,) = run(tmp_path, llama, [Strike(POINTS[point](stage), kills(stage))])
@@ -128,7 +128,8 @@ def test_a_takeover_of_a_stage_that_makes_activations_again_changes_no_bit(
     assert len(events(done, progress.Restored)) == 1
 
 
-# ------------------------------------------------------------------------------------------------- several, and guards
+# ------------------------------------------------------------------------------------------------- several, and
+# standbys
 
 
 @pytest.mark.parametrize("stages", [(0, 1), (1, 2), (0, 2), (0, 1, 2)], ids=str)
@@ -144,16 +145,16 @@ def test_several_stages_die_at_once_and_replay_together(
 
 
 @pytest.mark.parametrize("point", ["a forward", "a snapshot"])
-def test_a_guard_dies_and_nobody_stands_still(point: str, llama: Captured, undisturbed: Run, tmp_path: Path):
+def test_a_standby_dies_and_nobody_stands_still(point: str, llama: Captured, undisturbed: Run, tmp_path: Path):
     (done,) = run(tmp_path, llama, [Strike(POINTS[point](1), kills(GUARDS[1]))])
     assert_same(done, undisturbed, tmp_path, STEPS)
-    assert [event.kind for event in done.events if isinstance(event, progress.FaultSeen)] == ["guard"]
+    assert [event.kind for event in done.events if isinstance(event, progress.FaultSeen)] == ["standby"]
     assert not events(done, progress.PlanChanged)
     assert not events(done, progress.Restored)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_dies_with_its_guard_and_all_go_back_to_the_checkpoint(
+def test_a_stage_dies_with_its_standby_and_all_go_back_to_the_checkpoint(
     stage: int, llama: Captured, undisturbed: Run, tmp_path: Path
 ):
     (done,) = run(tmp_path, llama, [Strike(on_commit(stage, 5), kills(stage, GUARDS[stage]))], peers=7)
@@ -162,7 +163,7 @@ def test_a_stage_dies_with_its_guard_and_all_go_back_to_the_checkpoint(
     assert (final.rollback, final.base, final.committed) == (True, 3, 6)
 
 
-def test_a_guard_dies_first_its_stage_later(llama: Captured, undisturbed: Run, tmp_path: Path):
+def test_a_standby_dies_first_its_stage_later(llama: Captured, undisturbed: Run, tmp_path: Path):
     strikes = [Strike(POINTS["a forward"](1), kills(GUARDS[1])), Strike(on_commit(1, 4), kills(1))]
     (done,) = run(tmp_path, llama, strikes, peers=7)
     assert_same(done, undisturbed, tmp_path, STEPS)
@@ -242,7 +243,7 @@ def test_with_nobody_left_a_job_waits_until_the_machine_is_back(
         if isinstance(event, progress.JobWaiting):
             tasks.append(asyncio.ensure_future(pool.revive(peer_id(1))))
 
-    (done,) = run(tmp_path, llama, [Strike(POINTS[point](1), kills(1))], guards={}, peers=3, then=revive)
+    (done,) = run(tmp_path, llama, [Strike(POINTS[point](1), kills(1))], standbys={}, peers=3, then=revive)
     assert_same(done, undisturbed, tmp_path, STEPS)
     assert len(events(done, progress.JobWaiting)) == 1
     final = [event for event in done.events if isinstance(event, progress.Restored)][-1]
@@ -253,13 +254,13 @@ def test_with_nobody_left_a_job_waits_until_the_machine_is_back(
 
 
 def exchange(pool: MemoryPool, job: Job) -> None:
-    """Stage 1 and its guard are to change places."""
-    plan, former, guard = job.driver.plan, peer_id(1), peer_id(GUARDS[1])
+    """Stage 1 and its standby are to change places."""
+    plan, former, standby = job.driver.plan, peer_id(1), peer_id(GUARDS[1])
     better = msgspec.structs.replace(
         plan,
         version=pool.newest_version + 1,
-        stages=tuple(msgspec.structs.replace(one, peer=guard) if one.stage == 1 else one for one in plan.stages),
-        guards=tuple(msgspec.structs.replace(one, peer=former) if one.stage == 1 else one for one in plan.guards),
+        stages=tuple(msgspec.structs.replace(one, peer=standby) if one.stage == 1 else one for one in plan.stages),
+        standbys=tuple(msgspec.structs.replace(one, peer=former) if one.stage == 1 else one for one in plan.standbys),
     )
     job.driver.offer(pool.deployment(better), "a faster machine")
 
@@ -275,7 +276,7 @@ def test_with_nobody_left_those_that_remain_go_on_with_another_cut(
     (done,) = run(
         *(tmp_path, llama, [Strike(POINTS[point](stage), kills(stage))]),
         peers=3,
-        guards={},
+        standbys={},
         recut=((0, 3), (3, 5), (5, 6)),
     )
     assert_same(done, undisturbed, tmp_path, STEPS)
@@ -289,7 +290,9 @@ def test_with_nobody_left_those_that_remain_go_on_with_another_cut(
     assert len(events(done, progress.Recovered)) == 1
 
 
-def test_a_stage_changes_places_with_its_guard_without_a_checkpoint(llama: Captured, undisturbed: Run, tmp_path: Path):
+def test_a_stage_changes_places_with_its_standby_without_a_checkpoint(
+    llama: Captured, undisturbed: Run, tmp_path: Path
+):
     offered = Strike(POINTS["its vote"](1), exchange)
     (done,) = run(tmp_path, llama, [offered], checkpoint_every=0)
     assert_same(done, undisturbed, tmp_path, STEPS)

@@ -94,9 +94,9 @@ def run(
     **changes: object,
 ) -> Story:
     async def one(outer: Outer, name: str) -> list[Run]:
-        guards = changes.get("guards", {})
-        assert isinstance(guards, dict)
-        async with MemoryPool(2 + len(guards), backend) as pool:
+        standbys = changes.get("standbys", {})
+        assert isinstance(standbys, dict)
+        async with MemoryPool(2 + len(standbys), backend) as pool:
             fields: dict[str, object] = {
                 "ranges": TWO_AND_LOSS,
                 "owned": frozenset({2}),
@@ -136,7 +136,7 @@ def run(
         finally:
             await outer.close()
         agreed = {key: value.reshape(outer._state.shapes[key]).copy() for key, value in outer._state.anchor.items()}
-        told = {name: outer.said(name, 0) for name in JOBS}
+        told = {name: outer.updates(name, 0) for name in JOBS}
         return Story(dict(zip(JOBS, runs, strict=True)), told, agreed, outer.round)
 
     directory.mkdir(exist_ok=True)
@@ -271,15 +271,15 @@ def assert_nothing_changed(story: Story, undisturbed: Story) -> None:
 
 
 @pytest.mark.parametrize(
-    ("guarded", "victim"),
+    ("standbys", "victim"),
     [(True, 1), *(pytest.param(*case, marks=LONG) for case in ((False, 0), (True, 0), (False, 1)))],
-    ids=["guarded-1", "unguarded-0", "guarded-0", "unguarded-1"],
+    ids=["with-1", "without-0", "with-0", "without-1"],
 )
 @pytest.mark.parametrize("at", DIES)
 def test_a_stage_dies_around_an_exchange_and_no_bit_changes(
-    at: str, victim: int, guarded: bool, undisturbed: Story, tmp_path: Path
+    at: str, victim: int, standbys: bool, undisturbed: Story, tmp_path: Path
 ) -> None:
-    strike_a_stage(DIES[at], victim, guarded, undisturbed, tmp_path, lag=0)
+    strike_a_stage(DIES[at], victim, standbys, undisturbed, tmp_path, lag=0)
 
 
 DIES_BESIDE: dict[str, Callable[[wire.Message], bool]] = {
@@ -302,15 +302,15 @@ OFTEN_BESIDE = [
 
 
 @pytest.mark.parametrize(
-    ("guarded", "victim"),
+    ("standbys", "victim"),
     [(True, 1), *(pytest.param(*case, marks=LONG) for case in ((False, 0), (True, 0), (False, 1)))],
-    ids=["guarded-1", "unguarded-0", "guarded-0", "unguarded-1"],
+    ids=["with-1", "without-0", "with-0", "without-1"],
 )
 @pytest.mark.parametrize("at", OFTEN_BESIDE)
 def test_a_stage_dies_beside_an_exchange_and_no_bit_changes(
-    at: str, victim: int, guarded: bool, undisturbed_beside: Story, tmp_path: Path
+    at: str, victim: int, standbys: bool, undisturbed_beside: Story, tmp_path: Path
 ) -> None:
-    strike_a_stage(DIES_BESIDE[at], victim, guarded, undisturbed_beside, tmp_path, lag=LAG)
+    strike_a_stage(DIES_BESIDE[at], victim, standbys, undisturbed_beside, tmp_path, lag=LAG)
 
 
 EARLY = (2, 6, 1)
@@ -326,18 +326,18 @@ def undisturbed_early(tmp_path_factory: pytest.TempPathFactory) -> Story:
     return story
 
 
-@pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=LONG)], ids=["guarded", "unguarded"])
+@pytest.mark.parametrize("standbys", [True, pytest.param(False, marks=LONG)], ids=["standbys", "without"])
 @pytest.mark.parametrize("at", ["the end of its difference", "that it has adopted it"])
 def test_a_stage_dies_in_an_early_round_and_no_bit_changes(
-    at: str, guarded: bool, undisturbed_early: Story, tmp_path: Path
+    at: str, standbys: bool, undisturbed_early: Story, tmp_path: Path
 ) -> None:
-    strike_a_stage(DIES[at], 1, guarded, undisturbed_early, tmp_path, lag=0, early=EARLY)
+    strike_a_stage(DIES[at], 1, standbys, undisturbed_early, tmp_path, lag=0, early=EARLY)
 
 
 def strike_a_stage(
     due: Callable[[wire.Message], bool],
     victim: int,
-    guarded: bool,
+    standbys: bool,
     undisturbed: Story,
     directory: Path,
     *,
@@ -351,7 +351,7 @@ def strike_a_stage(
         if not struck and due(message):
             struck.append(message)
             pool.kill(peer_id(victim))
-            if not guarded:
+            if not standbys:
                 returned.append(asyncio.get_running_loop().create_task(back(pool)))
 
     async def back(pool: MemoryPool) -> None:
@@ -362,7 +362,7 @@ def strike_a_stage(
         directory,
         watch,
         rules=OuterRules(codec="int8", deadline_s=60.0),
-        guards={0: 2, 1: 3} if guarded else {},
+        standbys={0: 2, 1: 3} if standbys else {},
         checkpoint_every=4,
         sync_lag=lag,
         sync_early=early,
@@ -430,7 +430,7 @@ def test_nobody_waits_beyond_the_deadline_and_whoever_was_late_goes_on_from_the_
     story = run(tmp_path, watch, rules=rules, on_end={"a": ended.set})
     assert_ended(story)
     assert [len(runs) for runs in story.runs.values()] == [1, 1]
-    kinds = [agreement.told for agreement in story.told["b"]]
+    kinds = [one.form for one in story.told["b"]]
     assert kinds[0] == "all", "it missed three rounds"
     assert kinds[1:] == ["other", "mean"], "its late difference is the other one; then it is alone"
     assert story.rounds == 2 * STEPS // EVERY - 1

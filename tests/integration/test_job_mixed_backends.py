@@ -149,7 +149,7 @@ def test_a_weight_tied_across_frameworks_is_kept_once_and_the_job_goes_on_from_i
     ("victim", "spare"), [pytest.param(0, "jax", marks=LONG), pytest.param(1, "torch", marks=LONG)]
 )
 def test_a_stage_moves_to_another_framework_in_the_middle_of_training(victim: int, spare: str, tmp_path: Path) -> None:
-    """A peer dies; the one that guarded its stage has the other framework."""
+    """A peer dies; the one that stood by for its stage has the other framework."""
     struck: list[int] = []
 
     def watch(pool: MemoryPool, message: wire.Message) -> None:
@@ -158,7 +158,7 @@ def test_a_stage_moves_to_another_framework_in_the_middle_of_training(victim: in
             pool.kill(peer_id(victim))
 
     pure = run(tmp_path / "pure", "llama", PURE, steps=20)
-    moved = run(tmp_path / "moved", "llama", (*MIXED, spare), watch, steps=20, guards={victim: 4}, replans=True)
+    moved = run(tmp_path / "moved", "llama", (*MIXED, spare), watch, steps=20, standbys={victim: 4}, replans=True)
     assert struck
     assert moved.end is not None
     assert moved.end.failed is None

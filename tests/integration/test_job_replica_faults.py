@@ -51,7 +51,7 @@ def run(
     fields: dict[str, Any] = {
         "ranges": ((0, 2), (2, 4), (4, 5)),
         "owned": frozenset({2}),
-        "guards": GUARDS,
+        "standbys": GUARDS,
         "snapshot_every": 2,
         "checkpoint_every": 3,
         "data": Data(tokens(VOCABULARY, 2, 6)),
@@ -65,7 +65,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def undisturbed(llama: Captured, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    (done,) = run(tmp_path_factory.mktemp("undisturbed"), llama, guards={}, peers=4)
+    (done,) = run(tmp_path_factory.mktemp("undisturbed"), llama, standbys={}, peers=4)
     assert done.end is not None
     assert done.end.failed is None
     assert not events(done, progress.FaultSeen)
@@ -92,7 +92,7 @@ EACH = [point if point in USUAL else pytest.param(point, marks=LONG) for point i
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=LONG), 1, 3, pytest.param(4, marks=LONG)])
 @pytest.mark.parametrize("point", EACH)
-def test_a_stage_dies_and_its_guard_takes_over(
+def test_a_stage_dies_and_its_standby_takes_over(
     point: str, stage: int, llama: Captured, undisturbed: Run, tmp_path: Path
 ):
     (done,) = run(tmp_path, llama, [Strike(POINTS[point](stage), kills(STAGES[stage]))])
@@ -133,15 +133,15 @@ def test_several_die_at_once_and_replay_together(
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=LONG), 3])
-def test_a_guard_dies_and_nobody_stands_still(stage: int, llama: Captured, undisturbed: Run, tmp_path: Path):
+def test_a_standby_dies_and_nobody_stands_still(stage: int, llama: Captured, undisturbed: Run, tmp_path: Path):
     (done,) = run(tmp_path, llama, [Strike(POINTS["a forward"](stage), kills(GUARDS[stage]))])
     assert_same(done, undisturbed, tmp_path, STEPS)
-    assert [event.kind for event in done.events if isinstance(event, progress.FaultSeen)] == ["guard"]
+    assert [event.kind for event in done.events if isinstance(event, progress.FaultSeen)] == ["standby"]
     assert not events(done, progress.Restored)
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=LONG)])
-def test_a_stage_dies_with_its_guard_and_all_go_back_to_the_checkpoint(
+def test_a_stage_dies_with_its_standby_and_all_go_back_to_the_checkpoint(
     stage: int, llama: Captured, undisturbed: Run, tmp_path: Path
 ):
     def late(message: wire.Message) -> bool:

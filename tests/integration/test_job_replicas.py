@@ -71,9 +71,9 @@ def run(directory: Path, captured: Captured, watch: Watch = lambda pool, message
             "replans": True,
             **changes,
         }
-        guards = fields.get("guards") or {}
-        assert isinstance(guards, dict)
-        async with MemoryPool(2 * int(str(fields["replicas"])) + len(guards), backend) as pool:
+        standbys = fields.get("standbys") or {}
+        assert isinstance(standbys, dict)
+        async with MemoryPool(2 * int(str(fields["replicas"])) + len(standbys), backend) as pool:
             pool.on_message = lambda sender, receiver, message: watch(pool, message)
             job = Job(pool=pool, directory=directory, graph=captured.graph, state=captured.state, **fields)  # pyright: ignore
             return await job.run()
@@ -209,8 +209,8 @@ def test_a_stage_of_any_replica_dies_and_no_bit_changes(
         await pool.revive(peer_id(victim))
 
     returned: list[asyncio.Task[None]] = []
-    guards = {0: 4, 1: 5, 3: 6, 4: 7} if guarded else {}
-    done = run(tmp_path, untied(), watch, guards=guards, checkpoint_every=2)
+    standbys = {0: 4, 1: 5, 3: 6, 4: 7} if guarded else {}
+    done = run(tmp_path, untied(), watch, standbys=standbys, checkpoint_every=2)
     assert struck
     assert done.end is not None
     assert done.end.failed is None

@@ -56,7 +56,7 @@ def run(directory: Path, name: str, stages: int, strikes: tuple[Strike, ...] = (
     fields: dict[str, Any] = {
         "ranges": evenly(captured, stages),
         "owned": frozenset({stages - 1}),
-        "guards": {},
+        "standbys": {},
         "checkpoint_every": 1,
         "data": data_of(BY_NAME[name]),
         "steps": STEPS,
@@ -88,11 +88,11 @@ def test_a_job_over_four_stages_trains_as_one_process(undisturbed: tuple[str, Ru
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_killed_stages_guard_goes_on_with_the_same_bits(
+def test_a_killed_stages_standby_goes_on_with_the_same_bits(
     undisturbed: tuple[str, Run], stage: int, tmp_path: Path
 ) -> None:
     name, expected = undisturbed
-    done = run(*(tmp_path, name, 4, (dies_in_backward(stage),)), peers=6, guards={0: 3, 1: 4, 2: 5}, snapshot_every=1)
+    done = run(*(tmp_path, name, 4, (dies_in_backward(stage),)), peers=6, standbys={0: 3, 1: 4, 2: 5}, snapshot_every=1)
     assert events(done, progress.Recovered)
     assert_same(done, expected, tmp_path, STEPS)
 

@@ -57,7 +57,7 @@ def run(
                 state=captured.state,
                 ranges=RANGES,
                 owned=frozenset({2}),
-                guards={0: 2, 1: 3},
+                standbys={0: 2, 1: 3},
                 data=Data(tokens(VOCABULARY, 2, 16)),
                 steps=STEPS,
                 microbatches=2,

@@ -67,7 +67,7 @@ def census() -> Counter[str]:
 
 
 class Fate:
-    """Kills at every third step, brings the dead back at the next, gives stages without a guard one at the third."""
+    """Kills at every third step, brings the dead back at the next, gives stages without a standby one at the third."""
 
     def __init__(self, pool: MemoryPool, job: Job) -> None:
         self.pool = pool
@@ -88,7 +88,7 @@ class Fate:
         match step % 3:
             case 0 if not self.pool.dead:
                 plan = self.job.driver.plan
-                parts = {stage.peer for stage in plan.stages[:STAGES]} | {guard.peer for guard in plan.guards}
+                parts = {stage.peer for stage in plan.stages[:STAGES]} | {standby.peer for standby in plan.standbys}
                 victim = PeerId(self._choose.choice(sorted(parts)))
                 self.pool.kill(victim)
                 self.deaths += 1
@@ -101,20 +101,20 @@ class Fate:
 
     def _reinforce(self) -> None:
         plan = self.job.driver.plan
-        guards = {guard.stage: guard.peer for guard in plan.guards}
-        busy = {stage.peer for stage in plan.stages} | set(guards.values()) | self.pool.dead
+        standbys = {standby.stage: standby.peer for standby in plan.standbys}
+        busy = {stage.peer for stage in plan.stages} | set(standbys.values()) | self.pool.dead
         idle = [host.peer for host in self.pool.hosts if host.peer not in busy]
-        missing = [stage for stage in range(STAGES) if stage not in guards]
+        missing = [stage for stage in range(STAGES) if stage not in standbys]
         if not idle or not missing:
             return
-        guards |= dict(zip(missing, idle, strict=False))
+        standbys |= dict(zip(missing, idle, strict=False))
         better = msgspec.structs.replace(
             plan,
             version=self.pool.newest_version + 1,
-            guards=tuple(Standby(stage=stage, peer=peer) for stage, peer in sorted(guards.items())),
+            standbys=tuple(Standby(stage=stage, peer=peer) for stage, peer in sorted(standbys.items())),
             snapshot_every=2,
         )
-        self.job.driver.offer(self.pool.deployment(better), "a guard is back")
+        self.job.driver.offer(self.pool.deployment(better), "a standby is back")
 
     def _start(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)
@@ -145,7 +145,7 @@ def test_many_rounds_leave_nothing_behind(tmp_path: Path) -> None:
                 state=captured.state,
                 ranges=((0, 2), (2, 3), (3, 5), (5, 6)),
                 owned=frozenset({STAGES}),
-                guards={0: 3, 1: 4, 2: 5},
+                standbys={0: 3, 1: 4, 2: 5},
                 data=Data(tokens(VOCABULARY, 2, 6)),
                 steps=STEPS,
                 microbatches=3,

@@ -61,8 +61,8 @@ def run(
     directory: Path, base: Base, form: Stored, watch: Callable[[MemoryPool, wire.Message], None] | None = None
 ) -> Run:
     async def start() -> Run:
-        guards = {} if watch is None else {0: 2, 1: 3}
-        async with MemoryPool(2 + len(guards), lambda: TorchBackend(device="cpu", threads=1)) as pool:
+        standbys = {} if watch is None else {0: 2, 1: 3}
+        async with MemoryPool(2 + len(standbys), lambda: TorchBackend(device="cpu", threads=1)) as pool:
             if watch is not None:
                 pool.on_message = lambda _sender, _receiver, message: watch(pool, message)
             job = Job(
@@ -76,7 +76,7 @@ def run(
                 steps=STEPS,
                 microbatches=MICROBATCHES,
                 base_stays=True,
-                guards=guards,
+                standbys=standbys,
                 replans=watch is not None,
             )
             return await job.run()
@@ -108,7 +108,7 @@ def in_one_process(base: Base, form: Stored, done: Run) -> list[float]:
 
 @pytest.mark.parametrize("form", ["int4", pytest.param("int8", marks=pytest.mark.long)])
 def test_losses_are_those_of_one_process_and_outlive_a_machine(base: Base, form: Stored, tmp_path: Path) -> None:
-    """What is sent and kept of a frozen weight is its packed bytes, to the guard as well."""
+    """What is sent and kept of a frozen weight is its packed bytes, to the standby as well."""
     sent: dict[str, set[int]] = {}
     copied: dict[tuple[wire.Fence, int, str], int] = {}
 

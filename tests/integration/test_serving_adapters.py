@@ -221,11 +221,11 @@ def asked(number: int, prompt: tuple[int, ...], count: int = 14) -> Generation:
 def test_answers_are_those_of_the_merged_models_also_after_a_peer_is_lost(
     llama: Trained, captured: Captured, tmp_path: Path
 ) -> None:
-    """The second peer dies under all of them: its guard's cache is rebuilt with each text's own adapter."""
+    """The second peer dies under all of them: its standby's cache is rebuilt with each text's own adapter."""
     options = ServeOptions(page_tokens=4, pages=64, sessions=9, pass_tokens=32, adapter_ranks=llama.ranks)
 
     async def story() -> list[list[int]]:
-        guard = Standby(stage=2, peer=peer_id(3))
+        standby = Standby(stage=2, peer=peer_id(3))
         async with running(
             captured,
             tmp_path,
@@ -233,7 +233,7 @@ def test_answers_are_those_of_the_merged_models_also_after_a_peer_is_lost(
             vocabulary=VOCABULARY,
             options=options,
             adapters=NAMES[1:],
-            guards=[guard],
+            standbys=[standby],
             spares=1,
         ) as job:
 

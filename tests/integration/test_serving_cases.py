@@ -67,7 +67,7 @@ def ended(events: Sequence[StreamEvent]) -> Finished:
     return events[-1]
 
 
-async def until_guarded(job: Served) -> None:
+async def until_standbys_are_ready(job: Served) -> None:
     async with asyncio.timeout(CEILING_S):
         while not any(isinstance(one, progress.StageLoaded) and one.standby for one in job.told):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -245,13 +245,13 @@ def test_drawn_tokens_depend_on_seed_and_prompt_alone(tmp_path: Path):
     mine = prompts(3)[2]
 
     async def story() -> tuple[list[int], list[int], list[int], list[int]]:
-        guard = Standby(stage=2, peer=peer_id(3))
-        async with running(tmp_path, guards=[guard], spares=1, prefix_cache=False) as job:
+        standby = Standby(stage=2, peer=peer_id(3))
+        async with running(tmp_path, standbys=[standby], spares=1, prefix_cache=False) as job:
             engine = job.engine
             (alone,) = await answers(engine, [mine], 24, DRAWN)
             crowd, *_ = await answers(engine, [mine, *prompts(5)], 24, DRAWN)
             (other,) = await answers(engine, [mine], 24, Sampling(temperature=0.8, seed=12, top_p=0.95))
-            await until_guarded(job)
+            await until_standbys_are_ready(job)
             so_far = engine.status.emitted_tokens
             again = asyncio.create_task(answers(engine, [mine, *prompts(4)], 24, DRAWN))
             await emitted(engine, so_far + 30)
@@ -297,11 +297,11 @@ def test_windows_go_on_beyond_their_length_also_after_a_kill(speculate: str | in
     asked = [prompts(4)[3], prompts(1)[0]]
 
     async def story() -> list[list[int]]:
-        guard = Standby(stage=2, peer=peer_id(3))
+        standby = Standby(stage=2, peer=peer_id(3))
         async with running(
-            tmp_path, captured, guards=[guard], spares=1, prefix_cache=False, speculate=speculate
+            tmp_path, captured, standbys=[standby], spares=1, prefix_cache=False, speculate=speculate
         ) as job:
-            await until_guarded(job)
+            await until_standbys_are_ready(job)
             told = asyncio.create_task(answers(job.engine, asked, 40))
             await emitted(job.engine, 30)
             job.pool.kill(peer_id(1))
@@ -317,11 +317,11 @@ def test_the_pool_may_have_embedding_and_head(victim: int, tmp_path: Path):
     """Whoever has the first or the last stage may die."""
     ends = [(0, 2), (2, 3), (3, 5)]
     peers = [peer_id(0), peer_id(1), peer_id(2)]
-    guards = [Standby(stage=victim, peer=peer_id(3))]
+    standbys = [Standby(stage=victim, peer=peer_id(3))]
 
     async def story() -> list[list[int]]:
-        async with running(tmp_path, ranges=ends, peers=peers, guards=guards, spares=1) as job:
-            await until_guarded(job)
+        async with running(tmp_path, ranges=ends, peers=peers, standbys=standbys, spares=1) as job:
+            await until_standbys_are_ready(job)
             told = asyncio.create_task(answers(job.engine, prompts(3), 20))
             await emitted(job.engine, 20)
             job.pool.kill(peers[victim])

@@ -57,7 +57,7 @@ def placement(running: Served, seal: Seal, fence: Fence, *, job: str = JOB) -> b
     """As the plan is, with the inserted key in the first peer's place."""
     places = [(one.stage, one.peer) for one in running.engine.deployment.plan.stages]
     return seal.placement(
-        job, fence, stages=[(stage, INSERTED if peer == peer_id(0) else peer) for stage, peer in places], guards=()
+        job, fence, stages=[(stage, INSERTED if peer == peer_id(0) else peer) for stage, peer in places], standbys=()
     )
 
 
@@ -100,16 +100,16 @@ async def test_a_key_in_no_placement_gets_neither_passes_nor_weights(llama: Capt
 
 @in_a_loop
 async def test_who_lost_its_part_gets_no_weights_by_what_it_once_was_shown(llama: Captured, tmp_path: Path):
-    """A peer replaced by its guard: its old placement was true, and its ticket of the new plan is the broker's."""
-    guards = [Standby(stage=1, peer=peer_id(3))]
-    async with served(llama, tmp_path, RANGES, guards=guards, spares=1, vocabulary=VOCABULARY) as running:
+    """A peer replaced by its standby: its old placement was true, and its ticket of the new plan is the broker's."""
+    standbys = [Standby(stage=1, peer=peer_id(3))]
+    async with served(llama, tmp_path, RANGES, standbys=standbys, spares=1, vocabulary=VOCABULARY) as running:
         await tokens_of(running.engine, ASKED)
         old = fence_of(running)
         true_once = SEAL.placement(
             JOB,
             old,
             stages=[(one.stage, one.peer) for one in running.engine.deployment.plan.stages],
-            guards=[(1, peer_id(3))],
+            standbys=[(1, peer_id(3))],
         )
         neighbour = peer_id(1)
         channel, answer = await knocked(running, peer_id(0), neighbour, "state", old, true_once)

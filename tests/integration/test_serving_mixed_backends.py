@@ -109,10 +109,10 @@ def test_a_stage_moves_to_another_framework_under_running_streams(model: str, vi
     kinds = Kinds(("torch", victim, "torch", spare))
 
     async def story() -> list[list[int]]:
-        guard = Standby(stage=2, peer=peer_id(3))
+        standby = Standby(stage=2, peer=peer_id(3))
         async with served(
             *(graph, tmp_path, RANGES),
-            guards=[guard],
+            standbys=[standby],
             spares=1,
             vocabulary=VOCABULARY,
             backends=kinds,

@@ -100,7 +100,7 @@ def pool_of(served: Served) -> LocalPool:
     return served.pool
 
 
-async def until_guarded(engine: ServingEngine) -> None:
+async def until_standbys_are_ready(engine: ServingEngine) -> None:
     async with asyncio.timeout(CEILING_S):
         while not any(stage.spare and engine.is_warm(stage.stage) for stage in engine.status.stages):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -108,12 +108,12 @@ async def until_guarded(engine: ServingEngine) -> None:
 
 @pytest.mark.long
 def test_a_killed_stage_changes_no_token_and_whoever_comes_back_lets_others_go_on(directory: Path, tmp_path: Path):
-    """First a guarded stage is killed, then one that nobody can take over: its machine has to come back."""
+    """First a stage with a standby is killed, then one that nobody can take over: its machine has to come back."""
 
     async def story() -> tuple[list[list[int]], list[list[int]], list[str], list[float]]:
         async with serving(request(directory, tmp_path, spares=1), on_event=lambda event: None) as served:
             engine, pool = served.engine, pool_of(served)
-            await until_guarded(engine)
+            await until_standbys_are_ready(engine)
             seen: list[int] = []
             held: list[str] = []
             streams = [asyncio.create_task(answer(engine, number, seen, held)) for number in range(3)]

@@ -86,11 +86,11 @@ def until(reach: Callable[[], dict[str, Any]], good: Callable[[dict[str, Any]], 
     return answers
 
 
-def between_two_homes(town: Town, way: str) -> Callable[[], dict[str, Any]]:
+def between_two_homes(town: Town, route: str) -> Callable[[], dict[str, Any]]:
     reach = town.caller("a2", "b1")
     first, second = reach(), reach()
-    assert [first["way"], second["way"]] == [way, way], (first, second)
-    assert first["host"] == ("203.0.113.12" if way == "quic" else PUBLIC)
+    assert [first["route"], second["route"]] == [route, route], (first, second)
+    assert first["host"] == ("203.0.113.12" if route == "quic" else PUBLIC)
     # What worked is tried first the next time.
     assert second["took_s"] < 1.0
     return reach
@@ -100,9 +100,9 @@ def between_two_homes(town: Town, way: str) -> Callable[[], dict[str, Any]]:
 def test_routers_that_keep_ports_let_both_through_also_after_one_got_another_address(town: Town):
     reach = between_two_homes(town, BY_UDP)
     # The caller's own address may be public: the peer's router lets in what the peer has sent to.
-    assert town.caller("public", "b1")()["way"] == BY_UDP
+    assert town.caller("public", "b1")()["route"] == BY_UDP
     town.homes.rewire("b", "preserving", "203.0.113.77")
-    answers = until(reach, lambda answer: answer.get("way") == BY_UDP)
+    answers = until(reach, lambda answer: answer.get("route") == BY_UDP)
     assert answers[-1]["host"] == ("203.0.113.77" if BY_UDP == "quic" else PUBLIC)
 
 
@@ -110,11 +110,11 @@ def test_routers_that_keep_ports_let_both_through_also_after_one_got_another_add
 def test_between_routers_that_draw_ports_the_relay_stands_in_and_shorter_ways_are_found_where_there_are(town: Town):
     between_two_homes(town, "relay")
     near = town.caller("a2", "a1")()
-    assert (near["way"], near["host"]) == ("lan", "192.168.1.2")
+    assert (near["route"], near["host"]) == ("lan", "192.168.1.2")
     peer = town.serve("public")
     assert f"tcp://{PUBLIC}:" in " ".join(peer["addresses"])
     straight = town.caller("a2", "public")()
-    assert (straight["way"], straight["host"]) == ("direct", PUBLIC)
+    assert (straight["route"], straight["host"]) == ("direct", PUBLIC)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_where_udp_is_blocked_the_relay_stands_in(town: Town):
 @pytest.mark.long
 def test_a_better_way_is_taken_when_one_appears(town: Town):
     reach = town.caller("a2", "b1")
-    assert reach()["way"] == "relay"
+    assert reach()["route"] == "relay"
     town.homes.rewire("b", "preserving", "203.0.113.77")
-    until(reach, lambda answer: answer.get("way") == BY_UDP)
+    until(reach, lambda answer: answer.get("route") == BY_UDP)
 
 
 @pytest.mark.long

@@ -1,4 +1,5 @@
-"""The desk and its journal under random histories: joins, leaves, losses, guarded jobs, lies, restarts, compaction.
+"""The desk and its journal under random histories: joins, leaves, losses, jobs with standbys, lies, restarts,
+compaction.
 
 After every step the journal gives the live pool, nobody is reserved twice, plan versions only grow, leases belong to
 exactly those who are present, who drains gets nothing new, and who flaps rests as long as an independent count says.
@@ -126,7 +127,7 @@ class BrokerHistory(RuleBasedStateMachine):
             assert (member.phase, member.boot) == ("lost", boot)
             assert member.job is not None
             back = self.desk.pool.members[peer]
-            assert (back.job, back.stages, back.guards) == (member.job, member.stages, member.guards)
+            assert (back.job, back.stages, back.standbys) == (member.job, member.stages, member.standbys)
         if peer in self.desk.leftovers and not _refused(decision):
             assert self.desk.leftovers[peer].job in held
 
@@ -314,7 +315,7 @@ class BrokerHistory(RuleBasedStateMachine):
             held = {member.peer for member in pool.members_of(job.job)}
             assert held <= named if job.live else not held
         for member in pool.members.values():
-            assert (member.job is not None) == (member.stages != () or member.guards != ())
+            assert (member.job is not None) == (member.stages != () or member.standbys != ())
             if member.phase in ("active", "draining"):
                 assert member.job is not None
             elif member.phase != "lost":

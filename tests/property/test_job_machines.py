@@ -47,7 +47,7 @@ def layouts(draw: st.DrawFn, stages: int) -> Layout:
     guarded = draw(st.sets(st.integers(0, stages - 1)))
     return Layout(
         places={stage: f"peer {stage}" for stage in range(stages)},
-        guards=dict.fromkeys(sorted(guarded), SPARE),
+        standbys=dict.fromkeys(sorted(guarded), SPARE),
         snapshot_every=draw(st.integers(1, 3)),
     )
 

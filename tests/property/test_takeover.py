@@ -1,4 +1,4 @@
-"""Guards and takeovers over arbitrary pools: no promise is broken, nobody who could help is passed over."""
+"""Standbys and takeovers over arbitrary pools: no promise is broken, nobody who could help is passed over."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def planned(problem: Problem) -> Plan:
 
 
 def roomy(problem: Problem, factor: int) -> Problem:
-    """Machines that lend more, so that guards find room."""
+    """Machines that lend more, so that standbys find room."""
     peers = tuple(msgspec.structs.replace(peer, memory_bytes=peer.memory_bytes * factor) for peer in problem.peers)
     return msgspec.structs.replace(problem, peers=peers)
 
@@ -50,16 +50,16 @@ factors = st.sampled_from([1, 3, 20])
 
 @settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(problems(most_peers=5), takeovers, factors)
-def test_guards_keep_their_promises(problem: Problem, takeover: str, factor: int) -> None:
+def test_standbys_keep_their_promises(problem: Problem, takeover: str, factor: int) -> None:
     problem = msgspec.structs.replace(roomy(problem, factor), takeover=takeover)
     found = planned(problem)
     result = assign_standbys(found, problem)
     assert result.plan == found == with_standbys(found, problem)
     profiles = {peer.peer: peer for peer in problem.peers}
     stages = {stage.stage: stage for stage in found.stages}
-    guarded = [standby.stage for standby in found.guards]
+    guarded = [standby.stage for standby in found.standbys]
     assert len(set(guarded)) == len(guarded)
-    for standby in found.guards:
+    for standby in found.standbys:
         stage = stages[standby.stage]
         assert standby.peer in found.spares
         assert standby.peer not in {s.peer for s in found.stages} | {found.feed}
@@ -67,19 +67,19 @@ def test_guards_keep_their_promises(problem: Problem, takeover: str, factor: int
         same = profiles[standby.peer].fingerprint == profiles[stage.peer].fingerprint != ""
         assert standby.exact == same
         assert same or takeover == "tolerant"
-    for name in {standby.peer for standby in found.guards}:
-        mine = [stages[standby.stage] for standby in found.guards if standby.peer == name]
+    for name in {standby.peer for standby in found.standbys}:
+        mine = [stages[standby.stage] for standby in found.standbys if standby.peer == name]
         total = sum(state(problem, stage) for stage in mine)
         assert max(3 * total, max(s.memory_bytes for s in mine) + 2 * total) <= profiles[name].memory_bytes
-    assert (found.snapshot_every == 0) == (found.guards == ())
+    assert (found.snapshot_every == 0) == (found.standbys == ())
     assert 0 <= found.snapshot_every <= MOST_STEPS
-    for peer in {stage.peer for stage in found.stages} if found.guards else set():
+    for peer in {stage.peer for stage in found.stages} if found.standbys else set():
         mine = [stage for stage in found.stages if stage.peer == peer]
         retained = (2 * found.snapshot_every + 1) * problem.microbatches
         retained *= sum(StageCosts(problem).sent_bytes(stage) for stage in mine)
         lent = profiles[peer].memory_bytes if peer in profiles else problem.owner.memory_bytes if problem.owner else 0
         assert retained + sum(stage.memory_bytes for stage in mine) <= lent
-    # Whoever has state is guarded, or it is said why by nobody.
+    # Whoever has state is with a standby, or it is said why by nobody.
     with_state = {s.stage for s in found.stages if state(problem, s) > 0 and s.peer != found.feed}
     without_standby = {entry.stage for entry in result.without_standby}
     assert set(guarded) | without_standby == with_state
@@ -88,12 +88,12 @@ def test_guards_keep_their_promises(problem: Problem, takeover: str, factor: int
 
 @settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(problems(most_peers=6, most_blocks=5), factors)
-def test_as_many_stages_are_guarded_as_spares_can_take_one_each(problem: Problem, factor: int) -> None:
+def test_as_many_stages_are_with_standby_as_spares_can_take_one_each(problem: Problem, factor: int) -> None:
     problem = roomy(problem, factor)
     found = planned(problem)
     result = assign_standbys(found, problem)
     costs = StageCosts(problem)
-    # Somebody at work has no room to retain: then nobody is guarded, whatever the spares lend.
+    # Somebody at work has no room to retain: then nobody is with a standby, whatever the spares lend.
     assume(all(reason.peer in found.spares for entry in result.without_standby for reason in entry.reasons))
     stages = [s for s in found.stages if costs.needs_standby(found, s)]
     profiles = {peer.peer: peer for peer in problem.peers}
@@ -112,10 +112,10 @@ def test_as_many_stages_are_guarded_as_spares_can_take_one_each(problem: Problem
         sum(1 for stage, name in zip(stages, order, strict=True) if name and fits(stage, name))
         for order in set(permutations(slots, len(stages)))
     )
-    assert len(found.guards) >= most
-    # Each refusal is true: nobody else has room besides what it guards.
+    assert len(found.standbys) >= most
+    # Each refusal is true: nobody else has room besides what it stands by for.
     for entry in result.without_standby:
-        idle = set(found.spares) - {standby.peer for standby in found.guards} - {found.feed}
+        idle = set(found.spares) - {standby.peer for standby in found.standbys} - {found.feed}
         stage = next(s for s in stages if s.stage == entry.stage)
         assert not any(fits(stage, name) for name in idle)
         assert {reason.peer for reason in entry.reasons} >= idle
@@ -123,13 +123,13 @@ def test_as_many_stages_are_guarded_as_spares_can_take_one_each(problem: Problem
 
 @settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(problems(most_peers=5), st.randoms(use_true_random=False))
-def test_neither_guards_nor_takeovers_depend_on_the_order_of_listing(problem: Problem, random: Random) -> None:
+def test_neither_standbys_nor_takeovers_depend_on_the_order_of_listing(problem: Problem, random: Random) -> None:
     problem = roomy(problem, 20)
     found = planned(problem)
     shuffled = list(problem.peers)
     random.shuffle(shuffled)
     again = msgspec.structs.replace(problem, peers=tuple(shuffled))
-    assert with_standbys(msgspec.structs.replace(found, guards=()), again) == found
+    assert with_standbys(msgspec.structs.replace(found, standbys=()), again) == found
     lost = frozenset({stage.peer for stage in found.stages[:2]} - {found.feed})
     newcomers = [msgspec.structs.replace(peer, peer=f"new-{peer.peer}") for peer in problem.peers]
     forwards = replaced(found, problem, lost, newcomers)
@@ -150,7 +150,7 @@ def test_takeovers_keep_their_promises(problem: Problem, takeover: str, factor: 
     back = tuple(peer for peer in problem.peers if peer.peer in lost and data.draw(st.booleans()))
     after = replaced(before, problem, lost, (*newcomers, *back))
     there: dict[str, PeerProfile] = {peer.peer: peer for peer in (*problem.peers, *newcomers)}
-    helpers = {g.peer for g in before.guards} - lost | {peer.peer for peer in (*newcomers, *back)}
+    helpers = {g.peer for g in before.standbys} - lost | {peer.peer for peer in (*newcomers, *back)}
     helpers -= {stage.peer for stage in before.stages} - lost
     gone = [stage for stage in before.stages if stage.peer in lost]
     prints = {stage.stage: there[stage.peer].fingerprint for stage in gone}
@@ -182,11 +182,11 @@ def test_takeovers_keep_their_promises(problem: Problem, takeover: str, factor: 
     for name in {stage.peer for stage in gone}:
         mine = [stage for stage in after.stages if stage.peer == name and stage not in before.stages]
         assert sum(s.memory_bytes + state(problem, s) for s in mine) <= there[name].memory_bytes
-    assert not {standby.peer for standby in after.guards} & {stage.peer for stage in after.stages}
+    assert not {standby.peer for standby in after.standbys} & {stage.peer for stage in after.stages}
     assert not (set(after.spares) - {peer.peer for peer in back}) & lost
-    kept = {g for g in before.guards if g.exact and g.peer in after.spares and g.stage not in {s.stage for s in gone}}
-    if after.guards:
-        assert kept <= set(after.guards)
+    kept = {g for g in before.standbys if g.exact and g.peer in after.spares and g.stage not in {s.stage for s in gone}}
+    if after.standbys:
+        assert kept <= set(after.standbys)
     assert after.tokens_per_s <= after.certificate.bound_tokens_per_s
 
 
@@ -200,8 +200,8 @@ def test_reinforcing_only_ever_adds_and_comes_to_an_end(problem: Problem, takeov
     if better is None:
         return
     assert better.stages == found.stages
-    assert {g for g in found.guards if g.exact} <= set(better.guards)
-    assert {g.stage for g in found.guards} <= {g.stage for g in better.guards}
+    assert {g for g in found.standbys if g.exact} <= set(better.standbys)
+    assert {g.stage for g in found.standbys} <= {g.stage for g in better.standbys}
     assert reinforced(better, problem, newcomers) is None
 
 

@@ -67,9 +67,13 @@ def endorsed(who: PeerId, signer: Ed25519PrivateKey = SIGNER, *, at_s: float = N
 
 
 def placed(
-    *stages: PeerId, guard: PeerId = CYD, fence: Fence = PRESENT, job: str = JOB, signer: Ed25519PrivateKey = OWNER_KEY
+    *stages: PeerId,
+    standby: PeerId = CYD,
+    fence: Fence = PRESENT,
+    job: str = JOB,
+    signer: Ed25519PrivateKey = OWNER_KEY,
 ) -> bytes:
-    return Seal(signer, "trusted").placement(job, fence, stages=enumerate((*stages, OWNER)), guards=[(0, guard)])
+    return Seal(signer, "trusted").placement(job, fence, stages=enumerate((*stages, OWNER)), standbys=[(0, standby)])
 
 
 def ticket(who: PeerId, *, job: str = JOB, version: int = 4, signer: Ed25519PrivateKey = AUTHORITY) -> bytes:
@@ -93,11 +97,11 @@ def owner_accepts(who: PeerId, *shown: bytes) -> bool:
     return True
 
 
-def enlist(placement: bytes, *stages: PeerId, fence: Fence = PRESENT, guards: tuple[int, ...] = ()) -> wire.Enlist:
+def enlist(placement: bytes, *stages: PeerId, fence: Fence = PRESENT, standbys: tuple[int, ...] = ()) -> wire.Enlist:
     neighbours = tuple(
         wire.Neighbour(stage=number, peer=who, addresses=()) for number, who in enumerate((*stages, OWNER))
     )
-    return wire.Enlist(fence=fence, job=JOB, neighbours=neighbours, guards=guards, ticket=b"", placement=placement)
+    return wire.Enlist(fence=fence, job=JOB, neighbours=neighbours, standbys=standbys, ticket=b"", placement=placement)
 
 
 def roster() -> Roster:
@@ -119,10 +123,10 @@ def peer_accepts(who: PeerId, placement: bytes, fence: Fence) -> bool:
     return True
 
 
-def member_accepts(placement: bytes, *stages: PeerId, fence: Fence, guards: tuple[int, ...] = ()) -> bool:
+def member_accepts(placement: bytes, *stages: PeerId, fence: Fence, standbys: tuple[int, ...] = ()) -> bool:
     """At the beginning of a round, in a message that would be the driver's."""
     try:
-        roster().adopt(enlist(placement, *stages, fence=fence, guards=guards))
+        roster().adopt(enlist(placement, *stages, fence=fence, standbys=standbys))
     except TrustError:
         return False
     return True
@@ -210,7 +214,7 @@ def test_of_ten_thousand_attempts_none_is_believed():
     assert member_accepts(placed(ADA, BOB, fence=LATER), ADA, BOB, fence=LATER)
     assert door_accepts(tickets[0])
 
-    good_later = placed(ADA, BOB, guard=DAN, fence=LATER)
+    good_later = placed(ADA, BOB, standby=DAN, fence=LATER)
     for data in flipped(endorsements[1]):
         tally.attempt("endorsement, a bit flipped", lambda data=data: owner_accepts(BOB, data))
     for data in flipped(good_later):
@@ -256,9 +260,9 @@ def test_of_ten_thousand_attempts_none_is_believed():
             accepts = lambda data=data, fence=fence: member_accepts(data, EVE, BOB, fence=fence)  # noqa: E731
             tally.attempt("replayed as a round", accepts)
             accepts = lambda data=data, fence=fence: member_accepts(  # noqa: E731
-                data, ADA, BOB, fence=fence, guards=(0,)
+                data, ADA, BOB, fence=fence, standbys=(0,)
             )
-            tally.attempt("replayed as a round, a guard slipped in", accepts)
+            tally.attempt("replayed as a round, a standby slipped in", accepts)
         tally.attempt("replayed as a stranger's ticket", lambda data=data: door_accepts(data, who=CYD))
 
     tried = sum(tally.tried.values())

@@ -30,11 +30,11 @@ TIED_WITH_SKIP = dataclasses.replace(
 CHOOSING = dataclasses.replace(
     CHAIN, steps=9, checkpoint_every=3, evaluate_every=2, evaluations=1, keep_best=True, patience=2
 )
-GUARDED = Layout(places={0: "a", 1: "b", 2: "c"}, guards={0: "x", 1: "y", 2: "x"}, snapshot_every=2)
+GUARDED = Layout(places={0: "a", 1: "b", 2: "c"}, standbys={0: "x", 1: "y", 2: "x"}, snapshot_every=2)
 UNGUARDED = Layout(places={0: "a", 1: "b", 2: "c"})
 FEW, MANY, LONG = range(40), range(40, 500), range(1_000, 11_000)
 ONCE_FAILED = (3497, 4453, 5151)
-"""Courses of the ten thousand that found a mistake: in these a roll-back raised the line beyond what a guard held."""
+"""Courses of the ten thousand that found a mistake: in these a roll-back raised the line beyond what a standby held."""
 
 
 @dataclasses.dataclass
@@ -169,7 +169,7 @@ def test_the_driver_dies_at_every_moment_and_decides_the_same():
 
 @pytest.mark.parametrize("first", [150, pytest.param(187, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
-def test_a_guarded_stage_dies_at_every_moment_and_nobody_goes_back(stage: int, first: int):
+def test_a_with_standby_stage_dies_at_every_moment_and_nobody_goes_back(stage: int, first: int):
     quiet = World(TIED_WITH_SKIP, GUARDED, 4)
     quiet.run()
     for number in range(first, quiet.network.events, 74):
@@ -180,17 +180,17 @@ def test_a_guarded_stage_dies_at_every_moment_and_nobody_goes_back(stage: int, f
 
 @pytest.mark.slow
 @pytest.mark.parametrize("back_after_s", [None, 3.0])
-def test_stages_whose_guard_is_lost_are_guarded_again(back_after_s: float | None):
-    """By the guard that is left, or by the lost one when it is back."""
-    alone = Layout(places={0: "a", 1: "b", 2: "c"}, guards={0: "x", 1: "x", 2: "x"}, snapshot_every=2)
+def test_stages_whose_standby_is_lost_are_with_standby_again(back_after_s: float | None):
+    """By the standby that is left, or by the lost one when it is back."""
+    alone = Layout(places={0: "a", 1: "b", 2: "c"}, standbys={0: "x", 1: "x", 2: "x"}, snapshot_every=2)
     world = World(dataclasses.replace(CHAIN, steps=60), GUARDED if back_after_s is None else alone, 5)
     at_event(world, 200, lambda: world.kill("x", back_after_s=back_after_s)).run()
-    assert world.told["fault: guard"] == 1
-    assert world.driver.machine.guards == dict.fromkeys(range(3), "y" if back_after_s is None else "x")
+    assert world.told["fault: standby"] == 1
+    assert world.driver.machine.standbys == dict.fromkeys(range(3), "y" if back_after_s is None else "x")
 
 
 @pytest.mark.slow
-def test_an_unguarded_stage_dies_at_every_moment_and_a_spare_takes_its_place():
+def test_an_without_standby_stage_dies_at_every_moment_and_a_spare_takes_its_place():
     quiet = World(TIED_WITH_SKIP, UNGUARDED, 4)
     quiet.run()
     rolled = 0
@@ -215,7 +215,7 @@ def test_a_job_goes_on_while_the_broker_is_away_until_somebody_is_lost():
     world.restart_broker(away_s=40.0)
     at_event(world, 200, lambda: world.kill("x")).run()
     assert world.network.now_s < 40
-    assert world.told["fault: guard"] == 1
+    assert world.told["fault: standby"] == 1
     world = World(CHAIN, GUARDED, 5)
     world.restart_broker(away_s=40.0)
     at_event(world, 200, lambda: world.kill("a")).run()
@@ -238,11 +238,11 @@ def test_the_loop_depends_on_everything_that_matters():
 # ------------------------------------------------------------------------------------------------- changing places
 
 ROOMY = dataclasses.replace(CHAIN, steps=12)
-EXCHANGED = Layout(places={0: "a", 1: "y", 2: "c"}, guards={0: "x", 1: "b", 2: "x"}, snapshot_every=2)
+EXCHANGED = Layout(places={0: "a", 1: "y", 2: "c"}, standbys={0: "x", 1: "b", 2: "x"}, snapshot_every=2)
 
 
 def exchanging(then: Callable[[World], None] | None = None, after: int = 0) -> World:
-    """Stage 1 is to change places with its guard in the midst of the job; `then` happens `after` events later."""
+    """Stage 1 is to change places with its standby in the midst of the job; `then` happens `after` events later."""
     world = World(ROOMY, GUARDED, 6, spares=())
 
     def propose() -> None:
@@ -252,7 +252,7 @@ def exchanging(then: Callable[[World], None] | None = None, after: int = 0) -> W
     return world if then is None else at_event(world, 300 + after, lambda: then(world))
 
 
-def test_a_stage_changes_places_with_its_guard_without_a_checkpoint():
+def test_a_stage_changes_places_with_its_standby_without_a_checkpoint():
     world = exchanging()
     world.run()
     assert world.driver.layout == EXCHANGED
@@ -274,7 +274,7 @@ def test_one_loss_while_a_stage_changes_places_sends_nobody_back(lost: str, firs
 
 
 def test_what_changes_places_beside_another_move_goes_by_way_of_a_checkpoint():
-    both = dataclasses.replace(EXCHANGED, places={0: "a", 1: "y", 2: "b"}, guards={0: "x", 1: "x", 2: "x"})
+    both = dataclasses.replace(EXCHANGED, places={0: "a", 1: "y", 2: "b"}, standbys={0: "x", 1: "x", 2: "x"})
     world = World(ROOMY, GUARDED, 6, spares=())
     at_event(world, 300, lambda: world.driver.propose(lambda layout: both if layout.places == GUARDED.places else None))
     world.run()

@@ -1,4 +1,4 @@
-"""Each rule of the recovery protocol taken away in turn: the harness must notice, or it guards nothing."""
+"""Each rule of the recovery protocol taken away in turn: the harness must notice, or it protects nothing."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ def a_tensor_of_the_next_step_is_not_held(patch: Patch) -> None:
 
 def the_line_follows_the_newest_snapshot_of_all(patch: Patch) -> None:
     """Rule 10."""
-    true = DriverState.move_line
+    true = DriverState.move_watermark
 
-    def move_line(self: DriverState) -> None:
+    def move_watermark(self: DriverState) -> None:
         true(self)
         kept = self.retention
-        kept.line = max([kept.line, *(kept.acked[stage] for stage in kept.standbys if stage in kept.acked)])
+        kept.watermark = max([kept.watermark, *(kept.acked[stage] for stage in kept.standbys if stage in kept.acked)])
 
-    patch.setattr(DriverState, "move_line", move_line)
+    patch.setattr(DriverState, "move_watermark", move_watermark)
 
 
 def what_was_retained_goes_at_once(patch: Patch) -> None:
@@ -158,13 +158,13 @@ def the_feed_does_not_mind_the_line(patch: Patch) -> None:
 
 def a_stage_without_records_is_restored_anyway(patch: Patch) -> None:
     """Rule 14."""
-    true = DriverState.move_line
+    true = DriverState.move_watermark
 
-    def move_line(self: DriverState) -> None:
+    def move_watermark(self: DriverState) -> None:
         true(self)
         self.records = {step: record for step, record in self.records.items() if step >= self.step - 1}
 
-    patch.setattr(DriverState, "move_line", move_line)
+    patch.setattr(DriverState, "move_watermark", move_watermark)
 
 
 def attempts_repeat(patch: Patch) -> None:

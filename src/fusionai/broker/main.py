@@ -234,8 +234,8 @@ def _admission(options: BrokerOptions, clock: Clock) -> Callable[[PeerId, Sequen
         file = TrustListFile(options.trust_file, clock.wall_s)
         return lambda peer, carried: _discard(file.check(peer, carried))
     if options.trusted_keys:
-        circle = TrustList(signers=tuple(Signer(key_text(key)) for key in sorted(options.trusted_keys)))
-        return lambda peer, carried: _discard(circle.endorsement_of(peer, carried, clock.wall_s()))
+        trust_list = TrustList(signers=tuple(Signer(key_text(key)) for key in sorted(options.trusted_keys)))
+        return lambda peer, carried: _discard(trust_list.endorsement_of(peer, carried, clock.wall_s()))
     return None
 
 

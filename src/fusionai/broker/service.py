@@ -348,7 +348,7 @@ class BrokerService:
         expires_at_s = self._clock.wall_s() + self._ticket_lifetime_s
         holders: list[tuple[str, int, Role]] = [
             *((placement.peer, placement.stage, "stage") for placement in plan.stages),
-            *((member.peer, member.guards[0], "guard") for member in minted.members if not member.stages),
+            *((member.peer, member.standbys[0], "standby") for member in minted.members if not member.stages),
             (owner, DRIVER_STAGE, "driver"),
         ]
         tickets = [
@@ -392,7 +392,7 @@ def _job_request(owner: PeerId, connection: int, message: JobRequest) -> request
         raise Refusal("bad_message", "A stage of the plan is placed twice.")
     if plan.version < 0 or any(not 0 <= placement.stage < MAX_STAGES for placement in plan.stages):
         raise Refusal("bad_message", "A number of the plan is out of range.")
-    _check_guards(plan)
+    _check_standbys(plan)
     members = _placements(plan, owner)
     if not members:
         raise Refusal("bad_message", "The plan places nothing on a member; it needs no pool.")
@@ -409,18 +409,18 @@ def _job_request(owner: PeerId, connection: int, message: JobRequest) -> request
     )
 
 
-def _check_guards(plan: Plan) -> None:
+def _check_standbys(plan: Plan) -> None:
     """Raise `Refusal` unless each stage has at most one standby, on a machine that does not run the stage."""
     runs: dict[int, set[str]] = {}
     for placement in plan.stages:
         runs.setdefault(placement.stage, set()).add(placement.peer)
-    if len({guard.stage for guard in plan.guards}) != len(plan.guards):
-        raise Refusal("bad_message", "A stage of the plan has two guards.")
-    for guard in plan.guards:
-        if guard.peer in runs.get(guard.stage, {guard.peer}):
-            raise Refusal("bad_message", f"Stage {guard.stage} is not in the plan or would guard itself.")
-    if plan.snapshot_every < 0 or (plan.guards and not plan.snapshot_every and plan.task == "train"):
-        raise Refusal("bad_message", "A plan with guards needs a number of steps between two snapshots.")
+    if len({standby.stage for standby in plan.standbys}) != len(plan.standbys):
+        raise Refusal("bad_message", "A stage of the plan has two standbys.")
+    for standby in plan.standbys:
+        if standby.peer in runs.get(standby.stage, {standby.peer}):
+            raise Refusal("bad_message", f"Stage {standby.stage} is not in the plan or would be its own standby.")
+    if plan.snapshot_every < 0 or (plan.standbys and not plan.snapshot_every and plan.task == "train"):
+        raise Refusal("bad_message", "A plan with standbys needs a number of steps between two snapshots.")
 
 
 def _placements(plan: Plan, owner: PeerId) -> tuple[MemberPlacement, ...]:
@@ -428,16 +428,16 @@ def _placements(plan: Plan, owner: PeerId) -> tuple[MemberPlacement, ...]:
     reserve no member. Standbys are reserved like members with stages, because another job could otherwise take
     them just when they are needed."""
     stages: dict[str, list[int]] = {}
-    guards: dict[str, list[int]] = {}
+    standbys: dict[str, list[int]] = {}
     for placement in plan.stages:
         own = placement.peer == owner and ("loss" in placement.roles or "feed" in placement.roles)
         if not own:
             stages.setdefault(placement.peer, []).append(placement.stage)
-    for guard in plan.guards:
-        guards.setdefault(guard.peer, []).append(guard.stage)
+    for standby in plan.standbys:
+        standbys.setdefault(standby.peer, []).append(standby.stage)
     return tuple(
-        MemberPlacement(peer, tuple(stages.get(peer, ())), tuple(sorted(guards.get(peer, ()))))
-        for peer in dict.fromkeys((*stages, *guards))
+        MemberPlacement(peer, tuple(stages.get(peer, ())), tuple(sorted(standbys.get(peer, ()))))
+        for peer in dict.fromkeys((*stages, *standbys))
     )
 
 

@@ -51,7 +51,7 @@ class AuditProgress:
     def __init__(self) -> None:
         self._bars: Progress | None = None
         self._task: TaskID | None = None
-        self._said = ""
+        self._shown = ""
 
     def __enter__(self) -> AuditProgress:
         if sys.stderr.isatty():
@@ -75,15 +75,15 @@ class AuditProgress:
     def __call__(self, doing: Doing) -> None:
         kind = doing.what.partition(" (")[0]
         if self._bars is None:
-            if kind != self._said:
+            if kind != self._shown:
                 console.note(kind)
-        elif kind != self._said or self._task is None:
+        elif kind != self._shown or self._task is None:
             if self._task is not None:
                 self._bars.remove_task(self._task)
             self._task = self._bars.add_task(doing.what, total=doing.total, completed=doing.done)
         else:
             self._bars.update(self._task, description=doing.what, completed=doing.done, total=doing.total)
-        self._said = kind
+        self._shown = kind
 
 
 def show_findings(findings: Findings) -> None:

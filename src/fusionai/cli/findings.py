@@ -461,7 +461,7 @@ def _of_link(link: LinkView) -> str:
         f"{link.loss:.2%} retransmitted" if link.loss else "",
     )
     figures = "; ".join(part for part in known if part)
-    return f"{link.way} ({figures})" if figures else link.way
+    return f"{link.route} ({figures})" if figures else link.route
 
 
 def _output(command: list[str]) -> str:

@@ -53,15 +53,15 @@ def lifeline_option(function: _Function) -> _Function:
     return click.option("--lifeline", is_flag=True, hidden=True, help="End when standard input ends.")(function)
 
 
-def when_cut(tell: Callable[[], None]) -> None:
-    """Call `tell` in a new thread once standard input has ended. Input is discarded."""
+def when_cut(on_end: Callable[[], None]) -> None:
+    """Call `on_end` in a new thread once standard input has ended. Input is discarded."""
 
     def watch() -> None:
         # `os.read` instead of `sys.stdin`: a thread blocked in Python's buffer would block the process's exit.
         with suppress(OSError, ValueError):
             while os.read(sys.stdin.fileno(), _READ_BYTES):
                 pass
-        tell()
+        on_end()
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 

@@ -165,10 +165,10 @@ def counts(comparison: Comparison) -> AnalysisTable:
     for task in TASKS:
         for model in _MODELS[task]:
             cells = [cell for cell in comparison.cells if (cell.task, cell.model) == (task, model)]
-            said = [cell.verdict for cell in cells]
+            found = [cell.verdict for cell in cells]
             ratios = [cell.ratio for cell in cells if cell.ratio is not None]
             span = f"{min(ratios):.2g} to {max(ratios):.2g}" if ratios else "-"
-            numbers = [Entry(str(said.count(word))) for word in MARKS]
+            numbers = [Entry(str(found.count(word))) for word in MARKS]
             rows.append((Entry(f"{TASKS[task].split(',')[0]}: {model}"), *numbers, Entry(span)))
     return AnalysisTable(
         title="All cells",
@@ -248,7 +248,7 @@ def against(comparisons: Sequence[Comparison]) -> AnalysisTable:
 
 def assumptions(known: Assumptions) -> AnalysisTable:
     """All numbers that are not from a data sheet."""
-    said = {
+    found = {
         "training_part": "fraction of its fp16 peak that the fleet reaches in training (MFU)",
         "reference_training_part": "the same for the machines in one box",
         "forward_part": "fraction of its peak that the fleet reaches in forward passes over whole sequences",
@@ -263,7 +263,7 @@ def assumptions(known: Assumptions) -> AnalysisTable:
         "electricity_usd_per_kwh": "USD per kWh",
         "years": "years over which a machine's price is spread",
     }
-    rows = [(Entry(said[f.name]), Entry(f"{getattr(known, f.name):g}")) for f in fields(known)]
+    rows = [(Entry(found[f.name]), Entry(f"{getattr(known, f.name):g}")) for f in fields(known)]
     return AnalysisTable(
         title="Assumptions", headers=("what", "value"), rows=tuple(rows), right=(1,), notes=tuple(LIMITS)
     )
@@ -410,7 +410,7 @@ def measured(comparison: Comparison) -> list[str]:
 def findings(comparison: Comparison) -> list[str]:
     """The comparison in a few sentences, each derived from its cells."""
     peak = comparison.peaks[0].ratio
-    said = [
+    found = [
         f"On paper, {comparison.fleet.name} have {peak:.2f} of the dense fp16 peak of {comparison.reference.name}: "
         f"the claim {_says(verdict(peak))}."
     ]
@@ -420,13 +420,13 @@ def findings(comparison: Comparison) -> list[str]:
             for model in _MODELS[task]
             if comparison.cell(task, model, plain, 100, 50).ratio is not None
         ]
-        said.append(f"{TASKS[task].split(',')[0]} at 100 Mbit/s and 50 ms: {'; '.join(parts)}.")
+        found.append(f"{TASKS[task].split(',')[0]} at 100 Mbit/s and 50 ms: {'; '.join(parts)}.")
     power = next(peak for peak in comparison.peaks if peak.what == "power")
-    said.append(
+    found.append(
         f"The fleet draws {power.ours:.3g} kW, the box {power.theirs:.3g} kW: energy per token is "
         f"{power.ratio:.2g}x the box's at equal speed."
     )
-    return said
+    return found
 
 
 def bandwidth(mbit: int) -> str:
@@ -480,9 +480,9 @@ def _figure(ratio: float) -> str:
 
 
 def _worth(ratio: float, before: str = "") -> Entry:
-    said = verdict(ratio)
-    return Entry(f"{before}{said}", MARKS[said])
+    found = verdict(ratio)
+    return Entry(f"{before}{found}", MARKS[found])
 
 
-def _says(said: Verdict) -> str:
-    return {"holds": "holds", "within 2x": "is off by less than 2x", "fails": "fails", "does not fit": "fails"}[said]
+def _says(found: Verdict) -> str:
+    return {"holds": "holds", "within 2x": "is off by less than 2x", "fails": "fails", "does not fit": "fails"}[found]

@@ -47,8 +47,8 @@ class Tenure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """What a peer did in a period, in seconds since the start of the run. The broker has an empty peer id."""
 
     peer: str
-    part: Literal["stage", "guard", "away"]
-    """`guard`: keeps snapshots of the stage. `away`: not in the pool."""
+    part: Literal["stage", "standby", "away"]
+    """`standby`: keeps snapshots of the stage. `away`: not in the pool."""
     stage: int | None = None
     from_s: float
     to_s: float

@@ -204,7 +204,7 @@ def fault_chart(
 
 
 def _rows(tenures: Sequence[Tenure], faults: Sequence[ReportedFault]) -> list[str]:
-    """The broker first, then peers by the first stage they held, then peers that only guarded."""
+    """The broker first, then peers by the first stage they held, then peers that were only standbys."""
     first: dict[str, tuple[int, float]] = {}
     for tenure in tenures:
         stage = tenure.stage if tenure.part == "stage" and tenure.stage is not None else 1 << 20
@@ -249,7 +249,7 @@ def _draw_lanes(
                         fontsize=8.5,
                         zorder=4,
                     )
-            case "guard":
+            case "standby":
                 axes.broken_barh(
                     [(tenure.from_s, length_s)], (row - _GUARD / 2, _GUARD), facecolors=APPLY, edgecolors="none"
                 )
@@ -273,7 +273,7 @@ def _legend(tenures: Sequence[Tenure]) -> list[Patch | Line2D]:
     shown: list[Patch | Line2D] = []
     if "stage" in parts:
         shown.append(Patch(facecolor=FORWARD, label="runs a stage"))
-    if "guard" in parts:
+    if "standby" in parts:
         shown.append(Patch(facecolor=APPLY, label="standby of a stage"))
     shown.append(Line2D([], [], color=FAULT, marker="X", linestyle="none", markersize=7, label="lost"))
     if "away" in parts:

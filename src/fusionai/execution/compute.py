@@ -122,13 +122,13 @@ class ComputeThread:
 def numpy_computes_alone() -> int:
     """Return the number of libraries limited: 0 if numpy uses a system library (Accelerate on macOS)."""
     near = PurePath(np.__file__).parent
-    told = 0
+    count = 0
     for library in ThreadpoolController().lib_controllers:
         path = PurePath(library.filepath)
         if library.internal_api == "openblas" and (path.is_relative_to(near) or path.parent.name == "numpy.libs"):
             library.set_num_threads(1)
-            told += 1
-    return told
+            count += 1
+    return count
 
 
 _M_TRIM_THRESHOLD: Final = -1

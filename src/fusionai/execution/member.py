@@ -63,7 +63,7 @@ class RoundMember(ABC):
         self._enlisted = False
         """Whether `_placement` came with an `Enlist`."""
         self._failed: dict[int, Fence] = {}
-        self._links_told: set[tuple[Fence, PeerId]] = set()
+        self._links_reported: set[tuple[Fence, PeerId]] = set()
         self._tasks: set[asyncio.Task[object]] = set()
         self._driver: Outbox | None = None
         self._closed = False
@@ -192,7 +192,7 @@ class RoundMember(ABC):
             owner=self.owner,
             fence=enlist.fence,
             neighbours={neighbour.stage: neighbour for neighbour in enlist.neighbours},
-            guards=frozenset(enlist.guards),
+            standbys=frozenset(enlist.standbys),
             ticket=enlist.ticket,
             signed=enlist.placement,
             named=self._roster.named,
@@ -302,9 +302,9 @@ class RoundMember(ABC):
     def _link_lost(self, peer: PeerId, reason: str) -> None:
         """Report a lost link once per round and peer. No stage fails because of it."""
         fence = self._placement.fence
-        if self._closed or peer not in self._placement.peers or (fence, peer) in self._links_told:
+        if self._closed or peer not in self._placement.peers or (fence, peer) in self._links_reported:
             return
-        self._links_told = {told for told in self._links_told if told[0] == fence} | {(fence, peer)}
+        self._links_reported = {reported for reported in self._links_reported if reported[0] == fence} | {(fence, peer)}
         log.info("link to peer %s lost: %s", short(peer), reason)
         if self._on_link_lost is not None:
             self._on_link_lost(peer, reason)
@@ -351,12 +351,12 @@ class RoundPlacement:
     owner: PeerId
     fence: Fence
     neighbours: dict[int, wire.Neighbour] = field(default_factory=dict[int, wire.Neighbour])
-    guards: frozenset[int] = frozenset()
+    standbys: frozenset[int] = frozenset()
     ticket: bytes = b""
     signed: bytes = b""
     """The placement signed by the owner, to show to other members."""
     named: frozenset[PeerId] = frozenset()
-    """All peers that the signed placement names, including guards."""
+    """All peers that the signed placement names, including standbys."""
     task: Task = "train"
 
     @property
@@ -403,12 +403,12 @@ class Roster:
         """Adopt the placement of the round that begins. Raises `TrustError` if the owner did not sign it for this round
         of this job, or if it contradicts the rest of the message."""
         placement = verify_placement(enlist.placement, self._owner, job=self._job, fence=enlist.fence)
-        told = tuple(sorted((one.stage, one.peer) for one in enlist.neighbours))
-        if told != placement.stages:
+        announced = tuple(sorted((one.stage, one.peer) for one in enlist.neighbours))
+        if announced != placement.stages:
             raise TrustError("the stages of this round differ from those in the job owner's signed placement.")
-        guarded = tuple(stage for stage, peer in placement.guards if peer == self._me)
-        if tuple(sorted(enlist.guards)) != guarded:
-            raise TrustError("the guards of this round differ from those in the job owner's signed placement.")
+        standby_of = tuple(stage for stage, peer in placement.standbys if peer == self._me)
+        if tuple(sorted(enlist.standbys)) != standby_of:
+            raise TrustError("the standbys of this round differ from those in the job owner's signed placement.")
         self._present = placement
         self._early = {peer: fence for peer, fence in self._early.items() if fence > enlist.fence}
 

@@ -1,20 +1,20 @@
-"""Marks: short fingerprints of boundary tensors with which two machines can check that they computed the same tensor.
+"""Sketches: short fingerprints of boundary tensors with which two machines can check that they computed the same
+tensor.
 
-A mark is `SIZE` random projections. Each projection is the sum of all elements with random signs (the product of a row
-sign and a column sign) that a counter-based generator draws from a key. For a difference D between two tensors, the
-expected square of the difference of one projection is the squared Euclidean norm of D. The distance of two marks
+A sketch is `SIZE` random projections. Each projection is the sum of all elements with random signs (the product of a
+row sign and a column sign) that a counter-based generator draws from a key. For a difference D between two tensors, the
+expected square of the difference of one projection is the squared Euclidean norm of D. The distance of two sketches
 divided by the length of one is therefore about |D| / |X|, within a factor of 2.5 (16 projections) in all but one of ten
 thousand cases. Without the key it is not possible to make a difference that cancels in all projections; with the key it
 is, so a key is revealed only after the work it covers is finished.
 
-Rows are first summed under `ROWS` sign patterns, as one matrix product in the tensor's own dtype; a mark costs 16
-operations per element. Marks of bitwise equal tensors differ by less than 1e-5 of their length, whatever library
-computes the sums. A tensor that contains a number that is not finite gives a mark that is not finite.
+Rows are first summed under `ROWS` sign patterns, as one matrix product in the tensor's own dtype; a sketch costs 16
+operations per element. Sketches of bitwise equal tensors differ by less than 1e-5 of their length, whatever library
+computes the sums. A tensor that contains a number that is not finite gives a sketch that is not finite.
 
-Source: activation fingerprints of DiFR (arXiv 2511.20621), which marks each row; here one mark covers a whole
-microbatch, in 128 bytes whatever its size. `execution.training.work` and `execution.training.verifier` make marks and
-`training.inspection` compares them; `execution.serving.sketches` marks each row of served models separately.
-"""
+Source: activation fingerprints of DiFR (arXiv 2511.20621), which sketches each row; here one sketch covers a whole
+microbatch, in 128 bytes whatever its size. `execution.training.work` and `execution.training.verifier` make sketches
+and `training.inspection` compares them; `execution.serving.sketches` sketches each row of served models separately."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from fusionai.execution.state import as_array
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor
 
 SIZE: Final = 16
-"""Number of random projections in a mark."""
+"""Number of random projections in a sketch."""
 ROWS: Final = 8
 """Number of sign patterns over rows. Each is combined with `SIZE / ROWS` patterns over columns."""
 KEY_BYTES: Final = 32
-"""Bytes of a mark key."""
+"""Bytes of a sketch key."""
 
 
 def step_key(secret: bytes, step: int) -> bytes:
-    """Return the key for a stage's marks of `step`. Revealing it reveals the key of no other step."""
+    """Return the key for a stage's sketches of `step`. Revealing it reveals the key of no other step."""
     return hashlib.blake2b(str(step).encode(), key=secret, digest_size=KEY_BYTES, person=b"marks of a step").digest()
 
 
 def sketch(tensors: Mapping[str, HostTensor], key: bytes, *, what: str) -> tuple[float, ...]:
-    """Return one mark of all these values together, in the order of their names. `what` is part of the key, so the
+    """Return one sketch of all these values together, in the order of their names. `what` is part of the key, so the
     signs differ between two messages of one step."""
     total = np.zeros(SIZE)
     with np.errstate(invalid="ignore", over="ignore"):

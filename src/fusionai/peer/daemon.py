@@ -61,9 +61,9 @@ async def run_peer(
     *,
     announce: Callable[[PeerReady], None],
     stop: asyncio.Event,
-    tell: Callable[[str], None] = log.info,
+    notice: Callable[[str], None] = log.info,
 ) -> None:
-    """Lend this machine until `stop` is set, the pool's broker refuses it, or its owner asks it to leave. `tell`
+    """Lend this machine until `stop` is set, the pool's broker refuses it, or its owner asks it to leave. `notice`
     gets a sentence when lending pauses or resumes."""
     membership = await join(options)
     compute = ComputeThread(options.share)
@@ -116,7 +116,7 @@ async def run_peer(
         before_s = pool_clock.ahead_s
         pool_clock.set_by(broker_wall_s)
         if abs(pool_clock.ahead_s - before_s) > CLOCK_OFF_S:
-            tell(clock_note(pool_clock.ahead_s))
+            notice(clock_note(pool_clock.ahead_s))
 
     def registered(answer: wire.Registered) -> None:
         announce(PeerReady(membership.peer, answer.pool, addresses, profile, measured_at_s))
@@ -142,7 +142,7 @@ async def run_peer(
         )
 
     try:
-        while await _lent(lending, stop, tell) and await _stay(door, entering, lending, stop, tell):
+        while await _lent(lending, stop, notice) and await _stay(door, entering, lending, stop, notice):
             pass
     finally:
         await near.close()
@@ -163,10 +163,10 @@ def clock_note(ahead_s: float) -> str:
     )
 
 
-async def _lent(lending: Lending, stop: asyncio.Event, tell: Callable[[str], None]) -> bool:
+async def _lent(lending: Lending, stop: asyncio.Event, notice: Callable[[str], None]) -> bool:
     """Wait until the machine is lent. Return False if the daemon stops first."""
     if (why := lending.why_not()) is not None:
-        tell(f"Not lent now: {why}.")
+        notice(f"Not lent now: {why}.")
         await _first_of(stop.wait(), lending.until(lent=True))
     return not stop.is_set()
 
@@ -176,7 +176,7 @@ async def _stay(
     entering: Callable[[Callable[[bool], None]], Registration],
     lending: Lending,
     stop: asyncio.Event,
-    tell: Callable[[str], None],
+    notice: Callable[[str], None],
 ) -> bool:
     """Register, stay, and leave. Return True if lending only pauses."""
     leaving = asyncio.Event()
@@ -200,7 +200,7 @@ async def _stay(
         await _first_of(stop.wait(), _drained(leaving, door), keeping, kept)
         if kept.done() and not (stop.is_set() or leaving.is_set() or keeping.done()):
             paused = True
-            tell(f"Lending pauses: {kept.result()}.{' Handing its work over.' if door.jobs else ''}")
+            notice(f"Lending pauses: {kept.result()}.{' Handing its work over.' if door.jobs else ''}")
             await registration.leave(drain=True)
             leave(drain=True)
             await _first_of(stop.wait(), _drained(leaving, door), keeping)

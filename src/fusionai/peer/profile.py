@@ -209,11 +209,11 @@ class NearLinks:
         """Return the open `links` with their probed bandwidths, then links that were only probed."""
         merged = [
             msgspec.structs.replace(link, probed_bytes_per_s=self._found[link.peer].bandwidth_bytes_per_s)
-            if link.way == "lan" and link.peer in self._found
+            if link.route == "lan" and link.peer in self._found
             else link
             for link in links
         ]
-        open_now = {link.peer for link in links if link.way == "lan"}
+        open_now = {link.peer for link in links if link.route == "lan"}
         merged += [
             LinkView(peer, "lan", 0, found.round_trip_s, probed_bytes_per_s=found.bandwidth_bytes_per_s)
             for peer, found in self._found.items()
@@ -245,7 +245,7 @@ class NearLinks:
             one.addresses, expect=PeerId(one.peer), stream="tensors", timeout_s=TIMEOUT_S
         )
         try:
-            if channel.way != "lan":
+            if channel.route != "lan":
                 return None
             return await measure_link(channel, self.clock, largest_probe_bytes=LARGEST_LAN_PROBE_BYTES)
         finally:

@@ -44,7 +44,7 @@ SPEED_S: Final = 10.0
 
 
 class Answers:
-    """`tell` hands an event to the driver, or None to have it send the passes that are due."""
+    """`post` hands an event to the driver, or None to have it send the passes that are due."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Answers:
         speculation: Speculation | None,
         *,
         now_s: Callable[[], float],
-        tell: Callable[[ServingEvent | None], None],
+        post: Callable[[ServingEvent | None], None],
     ) -> None:
         self.state: ServingState = "starting"
         self.detail = ""
@@ -67,7 +67,7 @@ class Answers:
         self._faults = faults
         self._speculation = speculation
         self._now_s = now_s
-        self._tell = tell
+        self._post = post
         self._generations: dict[int, Generating] = {}
         self._embeddings: dict[int, TextToEmbed] = {}
         self._sampled_now: Counter[int] = Counter()
@@ -85,7 +85,7 @@ class Answers:
         generating = self._generations[number] = Generating(number, generation, self._abandoned)
         if self.state in ("recovering", "waiting"):
             generating.held(GenerationPaused(self.state, self.detail))
-        self._tell(None)
+        self._post(None)
         return generating
 
     def embed(self, number: int, prompt: tuple[int, ...]) -> TextToEmbed:
@@ -100,7 +100,7 @@ class Answers:
         """Drop a generation that nothing listens to any more; its KV cache pages are free at once."""
         self._forget(number)
         self._batcher.cancel(number)
-        self._tell(None)
+        self._post(None)
 
     def _forget(self, number: int) -> None:
         self._generations.pop(number, None)
@@ -150,7 +150,7 @@ class Answers:
             self._give_out(result, rows, judged())
         except Exception as error:  # otherwise the error would be lost and the pass's generations would wait for ever
             log.exception("the result of pass %d of %s could not be processed", result.plan.number, self._job.job)
-            self._tell(CommandFailed(f"{type(error).__name__}: {error}"))
+            self._post(CommandFailed(f"{type(error).__name__}: {error}"))
 
     def _give_out(self, result: Returned, rows: Mapping[int, Share], verdicts: Mapping[int, Verdict]) -> None:
         number, now_s = result.plan.number, self._now_s()
@@ -181,7 +181,7 @@ class Answers:
         # Deadlines are checked here too, because a whole answer may take less time than one tick.
         self.expire(now_s)
         self._guess([one for one in going_on if one in self._generations], len(result.plan.segments))
-        self._tell(None)
+        self._post(None)
 
     def _goes_on(self, generating: Generating, verdict: Verdict) -> bool:
         number = generating.number
@@ -222,7 +222,7 @@ class Answers:
             for number in numbers:
                 self._batcher.propose(number, guesses[number])
             if not asking:
-                self._tell(None)
+                self._post(None)
 
         self._speculation.ask(numbers, rows, answer)
         asking = False

@@ -1,11 +1,12 @@
-"""The driver's part in spot checks: requests marks from stages, has a referee recompute a text, compares the results.
+"""The driver's part in spot checks: requests sketches from stages, has a verifier recompute a text, compares the
+results.
 
-A mark is a short keyed summary of a row of activations. For each checked text, the stage reports marks of its inputs
-and outputs, the receiver of its outputs reports marks of what it got, the stage before sends the referee its outputs,
-and the referee reports the marks that follow from them. If a guard as referee finds a difference, the owner's machine
-recomputes the text with weights from its own files; the stages' first marks are kept for that. If anything is missing
-or late, the check ends without an outcome. Guilt is decided by `coordination.round.verification`, tolerances by
-`serving.inspection`.
+A sketch is a short keyed summary of a row of activations. For each checked text, the stage reports sketches of its
+inputs and outputs, the receiver of its outputs reports sketches of what it got, the stage before sends the verifier its
+outputs, and the verifier reports the sketches that follow from them. If a standby as verifier finds a difference, the
+owner's machine recomputes the text with weights from its own files; the stages' first sketches are kept for that. If
+anything is missing or late, the check ends without an outcome. Guilt is decided by `coordination.round.verification`,
+tolerances by `serving.inspection`.
 
 Neighbours: `coordination.serving.driver` commands checks and receives opinions, `execution.serving.member` delivers the
 members' reports, `serving.driver` owns the `Checking`.
@@ -28,7 +29,7 @@ from fusionai.coordination.serving.commands import BeginCheck
 from fusionai.execution.host import Host
 from fusionai.execution.serving.boundary import packed
 from fusionai.execution.serving.loading import prepare_stage
-from fusionai.execution.serving.member import ServingMember, Testimony
+from fusionai.execution.serving.member import Evidence, ServingMember
 from fusionai.execution.serving.sketches import Sketches, text_key
 from fusionai.execution.serving.verifier import TextVerifier
 from fusionai.execution.sketches import KEY_BYTES, SIZE
@@ -56,7 +57,8 @@ LoadOf = Callable[[int, wire.ServeOptions], tuple[wire.Load, HostTensor]]
 
 @dataclass(slots=True, kw_only=True)
 class _Open:
-    """A check in progress. `fence`: the round's. `keys`: mark keys of the stage and of the receiver of its outputs."""
+    """A check in progress. `fence`: the round's. `keys`: sketch keys of the stage and of the receiver of its
+    outputs."""
 
     number: int
     check: Check
@@ -65,7 +67,7 @@ class _Open:
     origin: int
     segment: Segment
     fence: Fence
-    referee_fence: Fence
+    verifier_fence: Fence
     places: Mapping[int, str]
     keys: tuple[bytes, bytes]
     limits: SketchTolerance
@@ -74,8 +76,8 @@ class _Open:
     reported: dict[str, Sketches] = field(default_factory=dict[str, Sketches])
     recomputed: dict[str, Sketches] = field(default_factory=dict[str, Sketches])
     moved: float = 1.0
-    referee: TextVerifier | None = None
-    """Set if this machine is the referee."""
+    verifier: TextVerifier | None = None
+    """Set if this machine is the verifier."""
 
     @property
     def length(self) -> int:
@@ -91,22 +93,22 @@ class Checking:
         host: Host,
         member: ServingMember,
         *,
-        tell: Callable[[PeerId, wire.Message], None],
+        send: Callable[[PeerId, wire.Message], None],
         on_opinion: Callable[[Fence, Check, Opinion], None],
         start: Callable[[Coroutine[object, object, None]], object],
     ) -> None:
         self._job = job
         self._host = host
         self._member = member
-        self._tell = tell
+        self._send = send
         self._on_opinion = on_opinion
         self._start = start
         self._open: dict[int, _Open] = {}
         self._earlier_reports: dict[tuple[int, int], dict[str, Sketches]] = {}
-        """(stage, first task) -> marks that stages reported for a text which the owner's machine now recomputes."""
+        """(stage, first task) -> sketches that stages reported for a text which the owner's machine now recomputes."""
 
     def secret_of(self, stage: int, peer: str) -> bytes:
-        """Key from which `peer` makes its marks while it runs `stage`; empty if nothing is checked."""
+        """Key from which `peer` makes its sketches while it runs `stage`; empty if nothing is checked."""
         if not self._job.secret:
             return b""
         content = f"{stage}:{peer}".encode()
@@ -122,7 +124,7 @@ class Checking:
         whole: ServedCut,
         load_of: LoadOf,
     ) -> None:
-        """Start a check: request marks from the stages, and a recomputation from the referee."""
+        """Start a check: request sketches from the stages, and a recomputation from the verifier."""
         check, text = command.check, command.text
         stage, part = check.stage, whole.stages[check.stage]
         holders = ((stage, check.peer), (stage + 1, places[stage + 1]))
@@ -135,7 +137,7 @@ class Checking:
             origin=text.origin,
             segment=Segment(text.number, 0, len(text.tokens), 0, text.pages, text.adapter),
             fence=fence,
-            referee_fence=command.fence,
+            verifier_fence=command.fence,
             places=dict(places),
             keys=(first, second),
             limits=limits(self._job.options, chooses=part.chooses),
@@ -143,7 +145,7 @@ class Checking:
             last_message_s=self._host.clock.now_s(),
         )
         if found.length > wire.MAX_TEXT:
-            self._end_void(found, f"the text has {found.length} positions, more than a referee recomputes")
+            self._end_void(found, f"the text has {found.length} positions, more than a verifier recomputes")
             return
         known = self._earlier_reports.pop((stage, check.first), None)
         if known is not None:
@@ -154,7 +156,7 @@ class Checking:
                 order = wire.RequestSketches(
                     fence=fence, stage=holder, number=number, session=text.number, start=text.origin, length=length
                 )
-                self._tell(PeerId(peer), order)
+                self._send(PeerId(peer), order)
         order = wire.ReadAgain(
             fence=command.fence,
             stage=stage,
@@ -165,16 +167,16 @@ class Checking:
             keys=(first, second),
             reply=fence,
         )
-        if check.referee == self._host.peer:
+        if check.verifier == self._host.peer:
             self._start(self._recompute_here(found, order, load_of))
         else:
-            self._tell(PeerId(check.referee), order)
+            self._send(PeerId(check.verifier), order)
 
     def drop(self) -> None:
         """Abandon all checks, because the round is over."""
         for one in self._open.values():
-            if one.referee is not None:
-                self._start(one.referee.end())
+            if one.verifier is not None:
+                self._start(one.verifier.end())
         self._open.clear()
         self._earlier_reports.clear()
 
@@ -191,14 +193,14 @@ class Checking:
     # ----------------------------------------------------------------------------------------------------- messages
 
     def ready(self, peer: PeerId, message: wire.Reading) -> None:
-        """The referee is ready for the stage's inputs."""
+        """The verifier is ready for the stage's inputs."""
         found = self._open.get(message.number)
-        if found is not None and found.check.referee == peer:
+        if found is not None and found.check.verifier == peer:
             self._request_inputs(found)
 
     def failed(self, peer: PeerId, message: wire.CheckFailed) -> None:
         found = self._open.get(message.number)
-        if found is None or peer not in (found.check.referee, *found.places.values()):
+        if found is None or peer not in (found.check.verifier, *found.places.values()):
             return
         check = found.check
         if (message.stage, peer) == (check.stage, check.peer) and "got" not in found.reported:
@@ -207,12 +209,12 @@ class Checking:
             self._end_void(found, message.reason)
 
     def _conclude_without_report(self, found: _Open) -> None:
-        """Conclude with empty marks: a stage that reports nothing must not escape its check that way."""
+        """Conclude with empty sketches: a stage that reports nothing must not escape its check that way."""
         nothing = np.full((found.length - found.origin, SIZE), np.nan, np.float32)
         found.reported |= {"got": nothing, "gave": nothing}
         self._conclude(found)
 
-    def heard(self, peer: PeerId, message: Testimony, tensors: Mapping[str, HostTensor]) -> None:
+    def heard(self, peer: PeerId, message: Evidence, tensors: Mapping[str, HostTensor]) -> None:
         found = self._open.get(message.number)
         if found is None:
             return
@@ -222,11 +224,11 @@ class Checking:
                 if found.places.get(stage) == peer:
                     self._take_report(found, stage, tensors)
             case wire.ReadText():
-                if found.check.referee == peer:
+                if found.check.verifier == peer:
                     self._take_recomputed(found, tensors, message.moved)
             case wire.ShownRows():
-                if found.referee is not None and found.check.referee == self._host.peer:
-                    self._start(self._compute(found, found.referee, message, tensors))
+                if found.verifier is not None and found.check.verifier == self._host.peer:
+                    self._start(self._compute(found, found.verifier, message, tensors))
 
     def _take_report(self, found: _Open, stage: int, tensors: Mapping[str, HostTensor]) -> None:
         length = found.length - found.origin
@@ -237,7 +239,7 @@ class Checking:
                 return
             found.reported |= {"got": got, "gave": gave}
         elif got is None:
-            self._end_void(found, f"stage {stage} sent no usable marks")
+            self._end_void(found, f"stage {stage} sent no usable sketches")
         else:
             found.reported["seen"] = got
         self._conclude(found)
@@ -245,11 +247,11 @@ class Checking:
     def _take_recomputed(self, found: _Open, tensors: Mapping[str, HostTensor], moved: float) -> None:
         found.moved = moved
         for name in ("got", "gave", "seen"):
-            marks = sketches_of(tensors.get(name), found.length)
-            if marks is None:
-                self._end_void(found, "the referee sent no usable marks")
+            sketches = sketches_of(tensors.get(name), found.length)
+            if sketches is None:
+                self._end_void(found, "the verifier sent no usable sketches")
                 return
-            found.recomputed[name] = marks[found.origin :]
+            found.recomputed[name] = sketches[found.origin :]
         self._conclude(found)
 
     def _conclude(self, found: _Open) -> None:
@@ -276,15 +278,15 @@ class Checking:
             return
         check = found.check
         excepted = result.own or result.inputs or result.links
-        if excepted and check.referee != self._host.peer:
+        if excepted and check.verifier != self._host.peer:
             self._earlier_reports = {key: kept for key, kept in self._earlier_reports.items() if key[1] == check.first}
             self._earlier_reports[check.stage, check.first] = found.reported
         self._on_opinion(found.fence, check, result)
 
-    # ---------------------------------------------------------------------------------------- inputs for the referee
+    # ---------------------------------------------------------------------------------------- inputs for the verifier
 
     def _request_inputs(self, found: _Open) -> None:
-        """Have the stage's inputs sent to the referee by the stage before, or by the driver for the first stage."""
+        """Have the stage's inputs sent to the verifier by the stage before, or by the driver for the first stage."""
         stage = found.check.stage
         if stage:
             order = wire.ShowRows(
@@ -292,28 +294,28 @@ class Checking:
                 stage=stage - 1,
                 number=found.number,
                 segment=found.segment,
-                peer=found.check.referee,
-                reply=found.referee_fence,
+                peer=found.check.verifier,
+                reply=found.verifier_fence,
             )
-            self._tell(PeerId(found.places[stage - 1]), order)
+            self._send(PeerId(found.places[stage - 1]), order)
             return
         for (part,) in packed([found.segment], self._job.options.pass_tokens):
             tokens = np.array(found.tokens[part.start : part.start + part.length], np.int64)
             tensors = {"input_ids": host_tensor("int64", (1, part.length), tokens.data)}
             shown = wire.ShownRows(
-                fence=found.referee_fence,
+                fence=found.verifier_fence,
                 stage=FEED,
                 number=found.number,
                 start=part.start,
                 tensors=headers(tensors),
             )
             try:
-                self._member.testimony(PeerId(found.check.referee), shown, tensors)
+                self._member.send_evidence(PeerId(found.check.verifier), shown, tensors)
             except FusionError as error:
                 self._end_void(found, str(error))
                 return
 
-    # ------------------------------------------------------------------------------------------- the owner as referee
+    # ------------------------------------------------------------------------------------------- the owner as verifier
 
     async def _recompute_here(self, found: _Open, order: wire.ReadAgain, load_of: LoadOf) -> None:
         """Recompute the text here with the stage's weights, which are loaded for this check only."""
@@ -333,23 +335,23 @@ class Checking:
                 await self._host.compute.run(
                     lambda spec=spec: program.import_weights([(spec.key, self._job.weights.read(spec))])
                 )
-            found.referee = stage.referee(order)
+            found.verifier = stage.verifier(order)
         except Exception as error:  # noqa: BLE001 - if this machine can't check, the job continues
             self._fail_here(found, error)
             return
         self._request_inputs(found)
 
     async def _compute(
-        self, found: _Open, referee: TextVerifier, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]
+        self, found: _Open, verifier: TextVerifier, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]
     ) -> None:
         try:
-            result = await referee.compute(rows, tensors)
+            result = await verifier.compute(rows, tensors)
         except Exception as error:  # noqa: BLE001 - as above
             self._fail_here(found, error)
             return
         found.last_message_s = self._host.clock.now_s()
         if result is not None:
-            self._take_recomputed(found, result.marks, result.moved)
+            self._take_recomputed(found, result.sketches, result.moved)
 
     def _fail_here(self, found: _Open, error: Exception) -> None:
         if not isinstance(error, FusionError):

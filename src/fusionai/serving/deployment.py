@@ -68,7 +68,7 @@ class ServedCut:
             version=plan.version,
             owner=owner,
             places={placement.stage: placement.peer for placement in plan.stages},
-            guards={guard.stage: guard.peer for guard in plan.guards},
+            standbys={standby.stage: standby.peer for standby in plan.standbys},
             caching=frozenset(number for number, stage in enumerate(self.stages) if stage.caches),
             checkable=self.checkable,
             partition=self.name,

@@ -96,10 +96,10 @@ class DraftProposer:
         self._later(self._texts.close)
 
     def _later(self, work: Callable[[], None]) -> None:
-        self._compute.run(work).add_done_callback(_tell)
+        self._compute.run(work).add_done_callback(_log_failure)
 
 
-def _tell(done: asyncio.Future[tuple[None, Timed]]) -> None:
+def _log_failure(done: asyncio.Future[tuple[None, Timed]]) -> None:
     if not done.cancelled() and (problem := done.exception()) is not None:
         log.error("the draft model failed", exc_info=problem)
 

@@ -2,7 +2,7 @@
 
 Each event is handled in one turn of the event loop, without awaiting. The state machine makes the decisions.
 
-A member may only report on stages that it runs, guards or was asked to load (`event_of`).
+A member may only report on stages that it runs, standbys or was asked to load (`event_of`).
 
 Neighbours: `serving.rounds` enlists and loads members, `serving.passes` sends passes, `serving.answers` samples their
 results, `serving.checking` has texts recomputed, `execution.links.connections` reaches the members, `execution` runs
@@ -86,7 +86,7 @@ class ServingDriver:
         self._handling = False
         self._asking: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[EndJob] = asyncio.get_running_loop().create_future()
-        self._tasks = JobTasks(job.job, lambda reason: self.tell(events.CommandFailed(reason)))
+        self._tasks = JobTasks(job.job, lambda reason: self.post(events.CommandFailed(reason)))
         self._desk = WeightServer(job.weights, (spec.digest for spec in job.weights.specs))
         fence = Fence(machine.roles.version, machine.incarnation, 0)
         self._member = ServingMember(
@@ -96,7 +96,7 @@ class ServingDriver:
             fence,
             OwnWeights(job.weights),
             on_result=self._on_result,
-            on_testimony=lambda peer, message, tensors: self._checking.heard(peer, message, tensors),
+            on_evidence=lambda peer, message, tensors: self._checking.heard(peer, message, tensors),
             on_link_lost=lambda peer, reason: self._suspect_link(host.peer, peer, reason),
         )
         self._connections = Connections(
@@ -106,8 +106,8 @@ class ServingDriver:
             job,
             host,
             self._member,
-            tell=self._connections.tell,
-            on_opinion=lambda fence, check, found: self.tell(events.TextChecked(fence, check, found)),
+            send=self._connections.send_to,
+            on_opinion=lambda fence, check, found: self.post(events.TextChecked(fence, check, found)),
             start=self._tasks.start,
         )
         self._round = ServingRound(
@@ -137,7 +137,7 @@ class ServingDriver:
         ticking = asyncio.create_task(self._tick())
         try:
             self._perform_all(self._machine.start())
-            self.tell(None)
+            self.post(None)
             return await asyncio.shield(self._ended)
         finally:
             ticking.cancel()
@@ -149,11 +149,11 @@ class ServingDriver:
             self._answers.expire(now_s)
             self._checking.tick(now_s)
             if now_s - expected_s < LATE_S:  # else messages that arrived during the stall are read first
-                self.tell(events.Tick(now_s))
+                self.post(events.Tick(now_s))
             expected_s = now_s + TICK_S
             await asyncio.sleep(TICK_S)
 
-    def tell(self, event: ServingEvent | None) -> None:
+    def post(self, event: ServingEvent | None) -> None:
         """Handle an event, or with None only send passes that are due. Events added meanwhile are handled in order."""
         if event is not None:
             self._events.append(event)
@@ -236,7 +236,7 @@ class ServingDriver:
             number=command.number,
             segments=command.segments,
         )
-        self._connections.tell(PeerId(self._machine.roles.places[command.source]), order)
+        self._connections.send_to(PeerId(self._machine.roles.places[command.source]), order)
 
     def _ask_plan(self, command: commands.AskPlan) -> None:
         if self._asking is not None:
@@ -250,7 +250,7 @@ class ServingDriver:
                 granted = await self._replanner.replacement(present, command.without, waiting)
             except FusionError as error:
                 if command.urgent:
-                    self.tell(events.CommandFailed(str(error)))
+                    self.post(events.CommandFailed(str(error)))
                 else:
                     log.info("no other plan for %s: %s", self._job.job, error)
             else:
@@ -263,7 +263,7 @@ class ServingDriver:
         roles = self._round.add(deployment)
         if roles is not None:
             self._on_progress(progress.ServingPlanChanged(deployment.plan, self._faults.named(reason)))
-            self.tell(events.PlanGiven(roles, self._machine.lost if knows is None else knows))
+            self.post(events.PlanGiven(roles, self._machine.lost if knows is None else knows))
 
     def renew(self, deployment: Deployment) -> None:
         """Take new tickets or addresses for a known plan."""
@@ -280,7 +280,7 @@ class ServingDriver:
             progress.TextRechecked(
                 stage=command.check.stage,
                 peer=command.check.peer,
-                referee=command.check.referee,
+                verifier=command.check.verifier,
                 outcome=command.outcome,
                 reason=self._faults.named(command.reason),
                 tasks=checks.inspector.tasks,
@@ -296,7 +296,7 @@ class ServingDriver:
         if isinstance(arrived, Returned):
             self._answers.returned(arrived)
         elif arrived is not None:
-            self.tell(arrived)
+            self.post(arrived)
 
     def _on_message(self, peer: PeerId, message: wire.Message) -> None:
         match message:
@@ -334,7 +334,7 @@ class ServingDriver:
             case _:
                 pass
         if event is not None:
-            self.tell(event)
+            self.post(event)
 
     def _note_loaded(self, peer: PeerId, message: wire.Loaded) -> None:
         known = self.resident_bytes.get((message.stage, peer))
@@ -342,7 +342,7 @@ class ServingDriver:
         if message.standby:
             # Connect to the standby now, so that no stream has to wait for it at a takeover.
             ticket = self._round.ticket(message.fence.plan_version, self._host.peer)
-            self._member.dial_guard(peer, self._round.newest.members.get(peer, ()), message.fence, ticket)
+            self._member.dial_standby(peer, self._round.newest.members.get(peer, ()), message.fence, ticket)
         if known is None or message.fetched_bytes:
             self._on_progress(
                 progress.StageLoaded(
@@ -363,14 +363,14 @@ class ServingDriver:
 
         async def report() -> None:
             if await self._connections.both_remain(reporter, other):
-                self.tell(events.LinkBroken(fence, reporter, other, reason))
+                self.post(events.LinkBroken(fence, reporter, other, reason))
 
         self._tasks.start(report())
 
     def _lost(self, peer: PeerId, reason: str) -> None:
         for key in [key for key in self.resident_bytes if key[1] == peer]:
             del self.resident_bytes[key]
-        self.tell(events.PeerLost(peer, reason))
+        self.post(events.PeerLost(peer, reason))
 
     async def close(self, reason: str) -> None:
         """Tell all members that the job is over, and close the connections."""
@@ -389,7 +389,7 @@ def event_of(
     requests; a peer that was asked may answer, even if a later plan without a new round gave the stage to another.
     Raises `ExecutionError` if the message is about another peer's stage."""
     stage = getattr(message, "stage", None)
-    known = () if stage is None else (roles.places.get(stage), roles.guards.get(stage))
+    known = () if stage is None else (roles.places.get(stage), roles.standbys.get(stage))
     if stage is not None and peer not in known and (getattr(message, "fence", None), stage, peer) not in asked:
         raise ExecutionError(f"it sent a {type(message).__name__} of stage {stage}, which is not its own.")
     match message:

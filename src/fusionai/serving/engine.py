@@ -92,7 +92,7 @@ class ServingEngine:
             self._faults,
             self._speculation,
             now_s=host.clock.now_s,
-            tell=lambda event: self._driver.tell(event),
+            post=lambda event: self._driver.post(event),
         )
         self._driver = ServingDriver(
             job,
@@ -127,7 +127,7 @@ class ServingEngine:
 
     def stop(self, reason: str) -> None:
         """End every generation and make `run` return."""
-        self._driver.tell(events.StopAsked(reason))
+        self._driver.post(events.StopAsked(reason))
 
     async def close(self, reason: str = "done") -> None:
         self._answers.state = "stopped"
@@ -174,12 +174,12 @@ class ServingEngine:
                 )
                 self._admit(spec)
                 asked.append(self._answers.embed(number, spec.prompt))
-            self._driver.tell(None)
+            self._driver.post(None)
             return [await embedding.done for embedding in asked]
         finally:
             for embedding in asked:
                 self._answers.end_embedding(embedding.number)
-            self._driver.tell(None)
+            self._driver.post(None)
 
     def _adapter(self, name: str | None) -> int:
         """Return the number of the adapter `name`, 0 for None. Raises `ExecutionError` for an unknown adapter."""
@@ -216,12 +216,12 @@ class ServingEngine:
 
     @property
     def deployment(self) -> Deployment:
-        """The plan in force with tickets and addresses; guards that took over are in their new places."""
+        """The plan in force with tickets and addresses; standbys that took over are in their new places."""
         return self._driver.deployment
 
     @property
     def plan(self) -> Plan:
-        """The plan in force, without guards that are lost."""
+        """The plan in force, without standbys that are lost."""
         return self._driver.deployment.plan
 
     @property
@@ -230,14 +230,14 @@ class ServingEngine:
         return self._machine.phase is ServingPhase.WAITING
 
     @property
-    def sheltered(self) -> frozenset[int]:
+    def warm_stages(self) -> frozenset[int]:
         """Stages whose spare could take over now."""
-        return frozenset(guard.stage for guard in self.plan.guards if self.is_warm(guard.stage))
+        return frozenset(standby.stage for standby in self.plan.standbys if self.is_warm(standby.stage))
 
     @property
     def checkable(self) -> frozenset[int]:
-        """Stages whose work a guard can recompute for a spot check, because other machines know the stage's inputs and
-        outputs."""
+        """Stages whose work a standby can recompute for a spot check, because other machines know the stage's inputs
+        and outputs."""
         return self._machine.roles.checkable
 
     def is_warm(self, stage: int) -> bool:
@@ -257,8 +257,8 @@ class ServingEngine:
         self._driver.renew(deployment)
 
     def leaving(self, peer: str) -> None:
-        """A peer asked to leave: its stages move to their guards first."""
-        self._driver.tell(events.MemberLeaving(peer))
+        """A peer asked to leave: its stages move to their standbys first."""
+        self._driver.post(events.MemberLeaving(peer))
 
     @property
     def status(self) -> EngineStatus:
@@ -289,7 +289,7 @@ class ServingEngine:
 
     @property
     def _check_figures(self) -> dict[str, float]:
-        """Metrics of spot checks. A task is one pass of one text through a guarded stage."""
+        """Metrics of spot checks. A task is one pass of one text through a stage with a standby."""
         checks = self._machine.checks
         if checks is None:
             return {}
@@ -297,7 +297,7 @@ class ServingEngine:
         return {
             "checkable_tasks": float(inspector.tasks),
             "checked_tasks": float(inspector.checked_tasks),
-            "peers_found_lying": float(len(inspector.liars)),
+            "peers_found_lying": float(len(inspector.faulty_peers)),
         }
 
     def _stages(self) -> tuple[StageStatus, ...]:
@@ -310,7 +310,7 @@ class ServingEngine:
                 name=self._faults.name(peer),
                 blocks=blocks.get(stage, (0, 0)),
                 state=self._stage_state(stage, peer),
-                spare=self._faults.name(roles.guards[stage]) if stage in roles.guards else "",
+                spare=self._faults.name(roles.standbys[stage]) if stage in roles.standbys else "",
                 resident_bytes=driver.resident_bytes.get((stage, peer), 0),
                 mean_compute_s=driver.compute_s.get(stage, 0.0),
             )

@@ -49,17 +49,17 @@ class ServingFaultLog:
         who = self.name(fault.peer) if fault.peer else "the pipeline"
         what = {
             "peer": f"{who} is gone",
-            "guard": f"the spare {who} is gone",
+            "standby": f"the spare {who} is gone",
             "link": f"a link to {who} is gone",
             "stage": f"a stage of {who} failed",
             "probe": f"{who} computes different numbers",
             "late": f"{who} timed out",
             "leaving": f"{who} leaves",
-            "liar": f"{who} gave wrong results and gets no more work",
+            "faulty": f"{who} gave wrong results and gets no more work",
         }[fault.kind]
-        heirs = [f"{self.name(peer)} takes over stage {stage}" for stage, peer in sorted(fault.heirs.items())]
+        successors = [f"{self.name(peer)} takes over stage {stage}" for stage, peer in sorted(fault.successors.items())]
         reason = self.named(fault.reason).rstrip(".")
-        note = FaultNote(self._clock.wall_s(), "; ".join([f"{what}: {reason}", *heirs]))
+        note = FaultNote(self._clock.wall_s(), "; ".join([f"{what}: {reason}", *successors]))
         # The loss of a spare, or of a machine whose spare was ready, delays no tokens.
         self._add(note, holds=bool(fault.stages) or fault.kind == "late")
 

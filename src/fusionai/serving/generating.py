@@ -183,9 +183,9 @@ class Generating:
     # ----------------------------------------------------------------------------------------------------- listening
 
     def __aiter__(self) -> AsyncIterator[StreamEvent]:
-        return self._told()
+        return self._streamed()
 
-    async def _told(self) -> AsyncIterator[StreamEvent]:
+    async def _streamed(self) -> AsyncIterator[StreamEvent]:
         try:
             while True:
                 event = await self._events.get()

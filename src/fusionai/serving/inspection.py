@@ -1,10 +1,10 @@
-"""Compares what stages reported about a text with a referee's recomputation: marks in, an opinion out.
+"""Compares what stages reported about a text with a verifier's recomputation: sketches in, an opinion out.
 
-Decides how far two marks of a row may differ. Honest machines differ by rounding, whether tokens are computed one by
+Decides how far two sketches of a row may differ. Honest machines differ by rounding, whether tokens are computed one by
 one or together, on one thread or several, in one framework or another; how much depends on the number format. Guilt is
 decided by `coordination.round.verification`.
 
-Neighbours: `serving.checking` collects the marks; `execution.serving.sketches` and `execution.serving.verifier` make
+Neighbours: `serving.checking` collects the sketches; `execution.serving.sketches` and `execution.serving.verifier` make
 them; `training.inspection` does the same for training."""
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fusionai.wire.messages import ServeOptions
 
 @dataclass(frozen=True, slots=True)
 class SketchTolerance:
-    """How far marks may differ from the reference, relative to the reference's length. `row`: one row. `text`: root of
-    the sum of squares over all rows of a text. `gain`: how much longer or shorter all rows together may be; rounding
+    """How far sketches may differ from the reference, relative to the reference's length. `row`: one row. `text`: root
+    of the sum of squares over all rows of a text. `gain`: how much longer or shorter all rows together may be; rounding
     has no direction, so this is known far more precisely than single rows. `odd_rows`: fraction of a text's rows that
     is left out, because rounding can change which expert computes a row, and the row is then a different one."""
 
@@ -68,7 +68,7 @@ def limits(options: ServeOptions, *, chooses: bool) -> SketchTolerance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SketchReport:
-    """Marks of all compared positions of a text, [positions, SIZE]; NaN where nothing was reported."""
+    """Sketches of all compared positions of a text, [positions, SIZE]; NaN where nothing was reported."""
 
     got: Sketches
     gave: Sketches
@@ -93,9 +93,9 @@ def opinion(
     there = ~_is_missing(reported.seen)
     rows = there & ~_is_missing(recomputed.seen) if selected else np.ones(len(reported.seen), bool)
     if not selected and not there.all() and not _is_missing(recomputed.seen)[~there].all():
-        return Opinion(void=f"the stage's receiver marked no rows of {int((~there).sum())} of {len(there)} positions")
+        return Opinion(void=f"the stage's receiver sketched no rows of {int((~there).sum())} of {len(there)} positions")
     if not rows.any():
-        return Opinion(void="no row that left the stage was marked by its receiver")
+        return Opinion(void="no row that left the stage was sketched by its receiver")
     own: list[str] = []
     if (lacking := int((_is_missing(reported.got) & ~_is_missing(recomputed.got)).sum())) > 0:
         own.append(f"it reported nothing for {lacking} of {len(rows)} positions")
@@ -152,7 +152,7 @@ def _difference(found: Sketches, expected: Sketches, limits: SketchTolerance) ->
 
 
 def _relative_distance(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """For each row, the distance of two marks relative to the second one's length; 0 if neither is finite."""
+    """For each row, the distance of two sketches relative to the second one's length; 0 if neither is finite."""
     one, two = found.astype(np.float64), expected.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         distance = np.linalg.norm(one - two, axis=1)
@@ -162,13 +162,13 @@ def _relative_distance(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> n
     return np.where(equal, 0.0, np.where(np.isfinite(distances), distances, np.inf))
 
 
-def _is_missing(marks: Sketches) -> npt.NDArray[np.bool_]:
-    silent: npt.NDArray[np.bool_] = np.all(np.isnan(marks), axis=1)
+def _is_missing(sketches: Sketches) -> npt.NDArray[np.bool_]:
+    silent: npt.NDArray[np.bool_] = np.all(np.isnan(sketches), axis=1)
     return silent
 
 
 def sketches_of(tensor: HostTensor | None, positions: int) -> Sketches | None:
-    """Read marks from a tensor; None if it is not float32 of shape [positions, SIZE]."""
+    """Read sketches from a tensor; None if it is not float32 of shape [positions, SIZE]."""
     if tensor is None or (tensor.dtype, tensor.shape) != ("float32", (positions, SIZE)):
         return None
     return np.frombuffer(tensor.data, np.float32).reshape(positions, SIZE)

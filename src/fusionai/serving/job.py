@@ -47,7 +47,7 @@ class ServingJob:
     speculate: Speculate = "off"
     """Number of guesses in a pass."""
     secret: bytes = b""
-    """32 bytes that no peer learns; spot checks are drawn and marks keyed from them. Empty: no spot checks."""
+    """32 bytes that no peer learns; spot checks are drawn and sketches keyed from them. Empty: no spot checks."""
     chunk_tokens: int = 256
     """Largest number of positions of a prompt in one pass."""
     tile_tokens: int | None = None
@@ -113,12 +113,12 @@ class ServingPaused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRechecked:
-    """Outcome of a spot check. A task is one pass of a text through a stage; `tasks` counts those of all guarded stages
-    so far."""
+    """Outcome of a spot check. A task is one pass of a text through a stage; `tasks` counts those of all stages with
+    standbys so far."""
 
     stage: int
     peer: str
-    referee: str
+    verifier: str
     outcome: Outcome
     reason: str
     tasks: int

@@ -112,18 +112,18 @@ class ServingRound:
                 wire.Neighbour(stage=stage, peer=place, addresses=tuple(addresses.get(place, ())))
                 for stage, place in sorted(roles.places.items())
             ),
-            guards=roles.guarded_by(peer),
+            standbys=roles.standby_of(peer),
             partition=roles.partition,
             ticket=deployment.tickets.get(peer, b""),
             placement=self._signed(fence, roles),
         )
         if self._connections.is_open(peer):
-            self._connections.tell(peer, enlist)
+            self._connections.send_to(peer, enlist)
             return
 
         async def open_first() -> None:
             if await self._connections.open(peer, deployment, fence):
-                self._connections.tell(peer, enlist)
+                self._connections.send_to(peer, enlist)
 
         former = self._opening.get(peer)
         if former is not None:
@@ -134,7 +134,7 @@ class ServingRound:
         """Return the signed placement, the same bytes for all members of a round."""
         if self._placement is None or self._placement[:2] != (fence, roles):
             signed = self._seal.placement(
-                self._job.job, fence, stages=roles.places.items(), guards=roles.guards.items()
+                self._job.job, fence, stages=roles.places.items(), standbys=roles.standbys.items()
             )
             self._placement = (fence, roles, signed)
         return self._placement[2]
@@ -153,10 +153,10 @@ class ServingRound:
             self._load_of(whole, stage, command.fence, self._job.options),
             standby=command.standby,
             fresh=command.fresh,
-            marks=self._secret_of(stage, command.peer) if sketched else b"",
+            sketches=self._secret_of(stage, command.peer) if sketched else b"",
             sources=self._sources(command, whole),
         )
-        self._connections.tell(PeerId(command.peer), load, (whole.stages[stage].encoded,))
+        self._connections.send_to(PeerId(command.peer), load, (whole.stages[stage].encoded,))
 
     def load_for_check(self, stage: int, options: wire.ServeOptions) -> tuple[wire.Load, HostTensor]:
         """Return the load message of a stage of this round, and its graph."""
@@ -178,11 +178,12 @@ class ServingRound:
         )
 
     def _sources(self, command: SendLoad, whole: ServedCut) -> tuple[wire.WeightSource, ...]:
-        """Return the peers that run or guard a stage which shares tensors with this one, then the owner."""
+        """Return the peers that run a stage or are standby of one which shares tensors with this one, then the
+        owner."""
         wanted = {spec.digest for spec in whole.stages[command.stage].weights}
         having: dict[str, set[bytes]] = {}
         roles, addresses = command.roles, self.newest.members
-        for stage, peer in (*roles.places.items(), *roles.guards.items()):
+        for stage, peer in (*roles.places.items(), *roles.standbys.items()):
             if peer not in (command.peer, self._job.owner):
                 shared = wanted & {spec.digest for spec in whole.stages[stage].weights}
                 having.setdefault(peer, set()).update(shared)
@@ -199,9 +200,9 @@ def _plan_as(plan: Plan, roles: ServingRoles) -> Plan:
     stages = tuple(
         msgspec.structs.replace(stage, peer=roles.places.get(stage.stage, stage.peer)) for stage in plan.stages
     )
-    exact = {(guard.stage, guard.peer): guard.exact for guard in plan.guards}
-    guards = tuple(
+    exact = {(standby.stage, standby.peer): standby.exact for standby in plan.standbys}
+    standbys = tuple(
         Standby(stage=stage, peer=peer, exact=exact.get((stage, peer), True))
-        for stage, peer in sorted(roles.guards.items())
+        for stage, peer in sorted(roles.standbys.items())
     )
-    return msgspec.structs.replace(plan, stages=stages, guards=guards)
+    return msgspec.structs.replace(plan, stages=stages, standbys=standbys)

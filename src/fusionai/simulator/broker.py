@@ -144,11 +144,11 @@ class SimulatedBroker:
         parts: dict[str, tuple[list[int], list[int]]] = {}
         for stage in plan.stages:
             parts.setdefault(stage.peer, ([], []))[0].append(stage.stage)
-        for guard in plan.guards:
-            parts.setdefault(guard.peer, ([], []))[1].append(guard.stage)
+        for standby in plan.standbys:
+            parts.setdefault(standby.peer, ([], []))[1].append(standby.stage)
         members = tuple(
-            MemberPlacement(peer, tuple(stages), tuple(guards))
-            for peer, (stages, guards) in sorted(parts.items())
+            MemberPlacement(peer, tuple(stages), tuple(standbys))
+            for peer, (stages, standbys) in sorted(parts.items())
             if peer != self._owner
         )
         encoded = msgspec.json.encode(plan)

@@ -256,8 +256,8 @@ class SimulatedDriver:
         self._collected = None
         if self.plan is None or roles.version != self.plan.version:
             self._adopt(roles.version)
-        self.plan = without_standbys(self.current, tuple(set(roles.guards.values()) - set(command.guards.values())))
-        names = sorted({*roles.places.values(), *command.guards.values()})
+        self.plan = without_standbys(self.current, tuple(set(roles.standbys.values()) - set(command.standbys.values())))
+        names = sorted({*roles.places.values(), *command.standbys.values()})
         for name in self._connected.keys() - set(names):
             self._members[name].clear()
         self._connected = {name: self._members[name] for name in names}
@@ -265,7 +265,7 @@ class SimulatedDriver:
             fence=fence,
             plan=self.current,
             roles=roles,
-            guards=command.guards,
+            standbys=command.standbys,
             committed=self._committed,
             connected=self._connected,
         )
@@ -301,7 +301,7 @@ class SimulatedDriver:
             command.records,
             command.replaying,
             command.snapshot,
-            command.line,
+            command.watermark,
         )
         stage, fence = command.stage, self.machine.fence
         self._to_stage(stage, resumed)
@@ -379,10 +379,10 @@ class SimulatedDriver:
 
     def _send_commit(self, command: commands.SendCommit) -> None:
         """Commit a step at the stages: at once if something follows from it, otherwise with the next such commit."""
-        committed = staging.Committed(command.record, command.line, command.save)
+        committed = staging.Committed(command.record, command.watermark, command.save)
         self._committed = (self._fence, committed)
         plan = self.current
-        due = bool(plan.guards) and (command.record.step + 1) % plan.snapshot_every == 0
+        due = bool(plan.standbys) and (command.record.step + 1) % plan.snapshot_every == 0
         if due or command.save:
             self._catch_up()
 
@@ -464,9 +464,11 @@ class SimulatedDriver:
     def _note_fault(self, fault: commands.ReportFault) -> None:
         name = self.world.costs.name(fault.peer)
         self.replanner.note_loss(fault.peer)
-        if fault.kind == "guard":
-            guarded = ", ".join(str(guard.stage) for guard in self.current.guards if guard.peer == fault.peer)
-            self._say(f"{name} {fault.reason} (guard of stage {guarded})")
+        if fault.kind == "standby":
+            has_standby = ", ".join(
+                str(standby.stage) for standby in self.current.standbys if standby.peer == fault.peer
+            )
+            self._say(f"{name} {fault.reason} (standby of stage {has_standby})")
             self.plan = without_standbys(self.current, (fault.peer,))
             return
         self._lost_stage = True
@@ -478,16 +480,16 @@ class SimulatedDriver:
         self._open.causes.append(what)
         self._drop_step()
 
-    def _note_restoration(self, told: commands.ReportRestored) -> None:
-        if self._open is not None and told.restored:
-            self._open.restored = tuple(stage for stage in told.restored if stage not in self.machine.roles.stateless)
-            self._open.replayed_steps += told.committed - told.base
-            self._open.rollback = self._open.rollback or told.rollback
+    def _note_restoration(self, report: commands.ReportRestored) -> None:
+        if self._open is not None and report.restored:
+            self._open.restored = tuple(stage for stage in report.restored if stage not in self.machine.roles.stateless)
+            self._open.replayed_steps += report.committed - report.base
+            self._open.rollback = self._open.rollback or report.rollback
 
     # ------------------------------------------------------------------------------------------------------ little
 
     def _members_of(self, plan: Plan) -> set[str]:
-        return {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}
+        return {stage.peer for stage in plan.stages} | {standby.peer for standby in plan.standbys}
 
     def _say(self, words: str) -> None:
         self.story.append((self._agenda.now_s, words))

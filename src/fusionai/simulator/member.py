@@ -36,13 +36,13 @@ def norms_of(stage: int) -> Mapping[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
-    """What the driver tells a member at the beginning of a round. `guards`: those still connected. `committed`: the
+    """What the driver tells a member at the beginning of a round. `standbys`: those still connected. `committed`: the
     last commit of the round before and its fence."""
 
     fence: Fence
     plan: Plan
     roles: Roles
-    guards: Mapping[int, str]
+    standbys: Mapping[int, str]
     committed: tuple[Fence, staging.Committed] | None
     connected: Mapping[str, SimulatedMember]
 
@@ -98,29 +98,29 @@ class SimulatedMember:
         self.attachment = attachment
         mine = roles.stages_of(self.name)
         for number in [number for number in self.stages if number not in mine]:
-            if attachment.guards.get(number) != self.name:  # a guard keeps the state until it has a snapshot
+            if attachment.standbys.get(number) != self.name:  # a standby keeps the state until it has a snapshot
                 del self.stages[number]
         enlisted = driving.MemberEnlisted(self.name, frozenset(self.snapshots))
         self.world.report(self.name, attachment.fence, enlisted)
         for number in mine:
             if number not in self.stages:
                 self.stages[number] = SimulatedStage(self, number, StageMachine(shape_of(attachment.plan, number)))
-            guarded = number in attachment.guards
-            every = attachment.plan.snapshot_every if guarded else 0
+            has_standby = number in attachment.standbys
+            every = attachment.plan.snapshot_every if has_standby else 0
             stage = self.stages[number]
             if attachment.committed is not None:
                 stage.catch_up(*attachment.committed)
-            stage.handle(staging.Attached(attachment.fence, retain=bool(attachment.guards), snapshot_every=every))
+            stage.handle(staging.Attached(attachment.fence, retain=bool(attachment.standbys), snapshot_every=every))
 
     def pass_snapshot(self, fence: Fence, stage: int, step: int, peer: str) -> None:
         if self._at(fence) is not None:
             self._send_snapshot(stage, step, peer)
 
     def give_snapshot(self, stage: int, step: int) -> None:
-        """Send the present state of a stage to its guard, beside other work."""
+        """Send the present state of a stage to its standby, beside other work."""
         attachment = self.attachment
-        if attachment is not None and (guard := attachment.guards.get(stage)) is not None:
-            self._send_snapshot(stage, step, guard)
+        if attachment is not None and (standby := attachment.standbys.get(stage)) is not None:
+            self._send_snapshot(stage, step, standby)
 
     def _send_snapshot(self, stage: int, step: int, peer: str) -> None:
         attachment = self.attachment
@@ -149,11 +149,11 @@ class SimulatedMember:
         elif stage in self.stages:
             self.stages[stage].offer_state()
 
-    def drop_own_snapshots(self, stage: int, line: int) -> None:
-        """Drop the snapshot that a stage here was promoted from, once its guard has a newer one."""
+    def drop_own_snapshots(self, stage: int, watermark: int) -> None:
+        """Drop the snapshot that a stage here was promoted from, once its standby has a newer one."""
         attachment = self.attachment
-        if line < EVERY_STEP and attachment is not None and attachment.guards.get(stage) != self.name:
-            self.snapshots = {held for held in self.snapshots if held[0] != stage or held[1] >= line}
+        if watermark < EVERY_STEP and attachment is not None and attachment.standbys.get(stage) != self.name:
+            self.snapshots = {held for held in self.snapshots if held[0] != stage or held[1] >= watermark}
 
     def to_stage(self, fence: Fence, stage: int, event: staging.StageEvent) -> None:
         if self._at(fence) is not None:
@@ -207,8 +207,8 @@ class SimulatedStage:
                 self._report(driving.StageReady(self.number, applied))
             case staging.ReportPrepared(step=step):
                 self._report(driving.StagePrepared(self.number, step, norms_of(self.number)))
-            case staging.DropRetained(line=line):
-                self.member.drop_own_snapshots(self.number, line)
+            case staging.DropRetained(watermark=watermark):
+                self.member.drop_own_snapshots(self.number, watermark)
             case staging.SendRetained(to=to, first=first, below=below):
                 for step in range(first, below):
                     for stage in sorted(to):

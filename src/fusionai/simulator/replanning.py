@@ -135,7 +135,7 @@ class SimulatedReplanner:
         plan = msgspec.structs.replace(self._driver.current, version=0)
         present, usable = self._broker.present(), self._broker.usable()
         gone = self._missing | ({stage.peer for stage in plan.stages} - present - {plan.feed})
-        gone |= {guard.peer for guard in plan.guards} - present
+        gone |= {standby.peer for standby in plan.standbys} - present
         others = [self._profiles[peer] for peer in usable if peer not in gone]
         policy = self._scenario.takeover
         found = stand_in(plan, self._problem, gone, others, policy)
@@ -171,21 +171,21 @@ class SimulatedReplanner:
         if self._missing or pending or self._driver.is_stalled:
             return
         plan = msgspec.structs.replace(self._driver.current, version=0)
-        sheltered, step = self._driver.machine.sheltered, self._driver.machine.step
-        self._note_sound(plan, sheltered)
+        warm_stages, step = self._driver.machine.warm_stages, self._driver.machine.step
+        self._note_sound(plan, warm_stages)
         usable = tuple(peer for peer in self._broker.usable() if self._is_back(peer))
-        members = {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}
+        members = {stage.peer for stage in plan.stages} | {standby.peer for standby in plan.standbys}
         leaving = frozenset(peer for peer in members if self._broker.phase(peer) == "draining")
         rested = step >= self._rests_until
         late = leaving == self._leaving[0] and self._agenda.now_s - self._leaving[1] >= self._scenario.timings.grace_s
-        seen = (usable, leaving, late, self._driver.current.version, plan.guards, sheltered, rested)
+        seen = (usable, leaving, late, self._driver.current.version, plan.standbys, warm_stages, rested)
         if seen == self._looked_at:
             return
         found = (
             self._handed_over(plan, leaving, usable)
             or self._widened(plan, usable, step, rested=rested)
-            or self._guarded(plan, usable)
-            or self._promoted(plan, usable, sheltered, step, rested=rested)
+            or self._with_standbys(plan, usable)
+            or self._promoted(plan, usable, warm_stages, step, rested=rested)
         )
         if found is None:
             self._looked_at = seen
@@ -195,8 +195,10 @@ class SimulatedReplanner:
             self._offered = (minted.version, self._agenda.now_s)
             self._driver.grant(minted, found[1])
 
-    def _note_sound(self, plan: Plan, sheltered: frozenset[int]) -> None:
-        working = {stage.peer for stage in plan.stages} | {one.peer for one in plan.guards if one.stage in sheltered}
+    def _note_sound(self, plan: Plan, warm_stages: frozenset[int]) -> None:
+        working = {stage.peer for stage in plan.stages} | {
+            one.peer for one in plan.standbys if one.stage in warm_stages
+        }
         for peer in working & self._losses.keys():
             self._losses[peer] = sound(self._losses[peer], self._agenda.now_s)
 
@@ -223,21 +225,21 @@ class SimulatedReplanner:
         found = widened(plan, self._problem, candidates, steps_left=ENDLESS - step, tolerant=self._is_tolerant)
         return None if found is None else (found.plan, "there are machines again: the model is cut anew")
 
-    def _guarded(self, plan: Plan, usable: tuple[str, ...]) -> tuple[Plan, str] | None:
+    def _with_standbys(self, plan: Plan, usable: tuple[str, ...]) -> tuple[Plan, str] | None:
         found = reinforced(plan, self._problem, [self._profiles[peer] for peer in usable])
         if found is None:
             return None
-        had = {(guard.stage, guard.peer) for guard in plan.guards}
-        stages = [str(guard.stage) for guard in found.guards if (guard.stage, guard.peer) not in had]
-        return found, f"stage{'s' if len(stages) > 1 else ''} {', '.join(stages)} can be guarded now"
+        had = {(standby.stage, standby.peer) for standby in plan.standbys}
+        stages = [str(standby.stage) for standby in found.standbys if (standby.stage, standby.peer) not in had]
+        return found, f"stage{'s' if len(stages) > 1 else ''} {', '.join(stages)} can have a standby now"
 
     def _promoted(
-        self, plan: Plan, usable: tuple[str, ...], sheltered: frozenset[int], step: int, *, rested: bool
+        self, plan: Plan, usable: tuple[str, ...], warm_stages: frozenset[int], step: int, *, rested: bool
     ) -> tuple[Plan, str] | None:
         candidates = [self._profiles[peer] for peer in usable]
         found = promoted(
             *(plan, self._problem if self._is_tolerant else self._strict, candidates),
-            sheltered=sheltered,
+            warm_stages=warm_stages,
             steps_left=ENDLESS - step,
             rested=rested,
             trust=1.0,  # simulated steps take exactly what is predicted

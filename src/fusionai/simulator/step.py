@@ -225,11 +225,11 @@ class _Job:
 
     def begin(self) -> None:
         for index in range(len(self.stages)):
-            self._tell(index, Attached(_FENCE))
-            self._tell(index, Resumed(committed=0, source="keep", base=0))
+            self._deliver(index, Attached(_FENCE))
+            self._deliver(index, Resumed(committed=0, source="keep", base=0))
         if self.rules.bare:
             for microbatch in range(self.plan.microbatches):
-                self._tell(0, ForwardArrived("train", 0, microbatch, FEED))
+                self._deliver(0, ForwardArrived("train", 0, microbatch, FEED))
         else:
             self._feed()
 
@@ -262,7 +262,7 @@ class _Job:
 
     # ------------------------------------------------------------------------------------------------------ stages
 
-    def _tell(self, index: int, event: StageEvent) -> None:
+    def _deliver(self, index: int, event: StageEvent) -> None:
         stage = self.stages[index]
         for command in stage.machine.handle(event):
             match command:
@@ -286,7 +286,7 @@ class _Job:
         if kind is not None:
             span = LaneSpan(index, stage.placement.peer, kind, work.step, work.microbatch, began_s, self.agenda.now_s)
             self.spans.append(span)
-        self._tell(index, WorkDone(work))
+        self._deliver(index, WorkDone(work))
         stage.most_in_flight = max(stage.most_in_flight, stage.machine.microbatches.in_flight)
         if work.kind == "forward":
             self._send_forward(index, work)
@@ -304,7 +304,7 @@ class _Job:
 
     def _pass_on(self, index: int, other: int, size_bytes: float, event: StageEvent) -> None:
         sender, receiver = self.stages[index].placement.peer, self.stages[other].placement.peer
-        self.network.send(sender, receiver, size_bytes, partial(self._tell, other, event))
+        self.network.send(sender, receiver, size_bytes, partial(self._deliver, other, event))
 
     # ------------------------------------------------------------------------------------------------------ driver
 
@@ -318,7 +318,7 @@ class _Job:
             at, microbatch = self._fed
             for index in sorted({0, self._last}):
                 event = ForwardArrived("train", at, microbatch, FEED)
-                deliver = partial(self._tell, index, event)
+                deliver = partial(self._deliver, index, event)
                 self.network.send(self.plan.feed, self.stages[index].placement.peer, 0.0, deliver)
             self._fed = (at, microbatch + 1) if microbatch + 1 < microbatches else (at + 1, 0)
 
@@ -352,7 +352,7 @@ class _Job:
             loss=0.0,
         )
         for index, stage in enumerate(self.stages):
-            deliver = partial(self._tell, index, Committed(record, line=step + 1))
+            deliver = partial(self._deliver, index, Committed(record, watermark=step + 1))
             self.network.send(self.plan.feed, stage.placement.peer, 0.0, deliver)
         if len(self.committed_s) < self.rules.steps:
             self._feed()

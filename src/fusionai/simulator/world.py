@@ -53,7 +53,7 @@ class World:
             version=plan.version,
             owner=self.owner,
             places={placement.stage: placement.peer for placement in plan.stages},
-            guards={guard.stage: guard.peer for guard in plan.guards},
+            standbys={standby.stage: standby.peer for standby in plan.standbys},
             snapshot_every=plan.snapshot_every,
             feed_window=1,
             neighbours={stage: frozenset({stage - 1, stage + 1} & set(numbers)) for stage in numbers},

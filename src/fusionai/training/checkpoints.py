@@ -302,7 +302,7 @@ class Saving:
             path = await collection.run()
             if path is not None:
                 self._on_progress(CheckpointSaved(step, str(path), time.monotonic() - started_s))
-                present.tell(events.CheckpointWritten(step), None)
+                present.post(events.CheckpointWritten(step), None)
 
         self._collected = present.start_lasting(collect())
         if ask:
@@ -338,6 +338,6 @@ def _initial(spec: ParamSpec, seed: int) -> HostTensor:
 
 
 def _model_entries(graph: Graph, entries: Iterable[tuple[str, HostTensor]]) -> Iterator[tuple[str, HostTensor]]:
-    """Yield state entries. Frozen weights are packed once, here, so guards and later stages get the same bytes."""
+    """Yield state entries. Frozen weights are packed once, here, so standbys and later stages get the same bytes."""
     specs = {spec.key: spec for spec in graph.params.values()}
     return ((f"model/{key}", as_stored(specs[key], tensor)) for key, tensor in entries)

@@ -81,7 +81,7 @@ class Cut:
             version=plan.version,
             owner=owner,
             places={placement.stage: placement.peer for placement in plan.stages},
-            guards={guard.stage: guard.peer for guard in plan.guards},
+            standbys={standby.stage: standby.peer for standby in plan.standbys},
             snapshot_every=plan.snapshot_every,
             feed_window=self.replicas * (max(placement.in_flight for placement in plan.stages) + 1),
             neighbours={number: stage.boundary.others for number, stage in enumerate(self.stages)},
@@ -218,7 +218,7 @@ class TrainingJob:
     minimum_improvement: float = 0.0
     tokens_per_microbatch: int = 0
     secret: bytes = b""
-    """Secret for drawing spot checks and deriving mark keys; peers must not know it. Empty: nothing is checked."""
+    """Secret for drawing spot checks and deriving sketch keys; peers must not know it. Empty: nothing is checked."""
 
     def shape(self) -> JobShape:
         trainable = [spec for spec in self.graph.params.values() if spec.trainable]

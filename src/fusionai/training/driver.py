@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 Listener = Callable[[progress.Progress], None]
 
 CHECK_S = 120.0
-"""Timeout for a referee's answer, in seconds (chosen)."""
+"""Timeout for a verifier's answer, in seconds (chosen)."""
 
 
 class Driver:
@@ -80,7 +80,7 @@ class Driver:
         self._journal = journal
         self._replanner = replanner
         self._on_progress = on_progress
-        self._events: asyncio.Queue[tuple[Fence | None, DriverEvent]] = asyncio.Queue()  # fences as in `Tell`
+        self._events: asyncio.Queue[tuple[Fence | None, DriverEvent]] = asyncio.Queue()  # fences as in `Post`
         self._asking: asyncio.Task[None] | None = None
         self._rewinding: asyncio.Task[None] | None = None
         self._timeline = Timeline()
@@ -112,7 +112,7 @@ class Driver:
             machine=self._machine,
             connections=self._connections,
             inspection=self._inspection,
-            tell=self._tell,
+            post=self._post,
         )
         self._traffic = Traffic(self._round, self._member)
         self._saving = Saving(self._round, checkpoints, on_progress)
@@ -152,7 +152,7 @@ class Driver:
 
     def stop(self, reason: str) -> None:
         """Finish the current step, save, end."""
-        self._tell(events.StopAsked(reason), None)
+        self._post(events.StopAsked(reason), None)
 
     @property
     def is_waiting(self) -> bool:
@@ -161,17 +161,17 @@ class Driver:
 
     @property
     def plan(self) -> Plan:
-        """The plan in force, without guards that are lost."""
-        living = self._machine.guards
+        """The plan in force, without standbys that are lost."""
+        living = self._machine.standbys
         return without_standbys(
             self.deployment.plan,
-            (guard.peer for guard in self.deployment.plan.guards if living.get(guard.stage) != guard.peer),
+            (standby.peer for standby in self.deployment.plan.standbys if living.get(standby.stage) != standby.peer),
         )
 
     @property
-    def sheltered(self) -> frozenset[int]:
-        """Stages whose guard could take over now."""
-        return self._machine.sheltered
+    def warm_stages(self) -> frozenset[int]:
+        """Stages whose standby could take over now."""
+        return self._machine.warm_stages
 
     def shut_out(self, peer: PeerId, reason: str) -> None:
         """Count a peer as lost. Does nothing if it is not connected."""
@@ -182,7 +182,7 @@ class Driver:
         version = deployment.plan.version
         if version > self.deployment.plan.version:
             self._granted[version] = (deployment, reason)
-            self._tell(
+            self._post(
                 events.PlanGranted(self._round.cut_of(deployment.plan).roles(deployment.plan, self._job.owner)), None
             )
 
@@ -200,7 +200,7 @@ class Driver:
         self._traffic.fail(reason)
         await self._connections.close(self.fence, reason)
 
-    def _tell(self, event: DriverEvent, fence: Fence | None) -> None:
+    def _post(self, event: DriverEvent, fence: Fence | None) -> None:
         self._events.put_nowait((fence, event))
 
     def _perform_all(self, todo: Sequence[DriverCommand]) -> None:
@@ -210,7 +210,7 @@ class Driver:
             except TransportError as error:  # the connection's owner reports the loss as an event
                 log.info("%s: %s", type(command).__name__, error)
             except FusionError as error:  # e.g. data that can't be read
-                self._tell(events.CommandFailed(str(error)), None)
+                self._post(events.CommandFailed(str(error)), None)
 
     def _perform(self, command: DriverCommand) -> None:
         match command:
@@ -231,13 +231,14 @@ class Driver:
                 self._round.start(self._round.decide_scale(step, norms))
             case commands.JournalCommit(record):
                 self._round.start_lasting(self._journal_commit(record))
-            case commands.SendCommit(record, line, save):
+            case commands.SendCommit(record, watermark, save):
                 for stage in self._machine.roles.stages:
                     saves = save and self._round.cut.saves(stage)
                     self._round.to(
-                        stage, wire.Commit(fence=self.fence, stage=stage, record=record, line=line, save=saves)
+                        stage,
+                        wire.Commit(fence=self.fence, stage=stage, record=record, watermark=watermark, save=saves),
                     )
-                self._updates.forget(min(line, max(0, self._machine.saved)) - 1)
+                self._updates.forget(min(watermark, max(0, self._machine.saved)) - 1)
             case commands.StepCommitted(record, losses, replayed):
                 self._on_progress(self._timeline.step_done(record, losses, replayed, self._job.tokens_per_step))
                 if not replayed and self._machine.phase in (DriverPhase.RUNNING, DriverPhase.SAVING):
@@ -296,7 +297,7 @@ class Driver:
 
     async def _journal_commit(self, record: wire.CommitRecord) -> None:
         await asyncio.to_thread(self._journal.append, record)
-        self._tell(events.CommitJournalled(record), None)
+        self._post(events.CommitJournalled(record), None)
 
     async def _evaluate(self, step: int) -> None:
         fence = self.fence
@@ -305,12 +306,12 @@ class Driver:
         known = standing(self._journal.evaluations, self._job.minimum_improvement)
         best = None if known.best is None else known.best.step
         self._on_progress(progress.Evaluated(step, kept.loss, best, known.since))
-        self._tell(events.EvaluationDone(step, kept.loss), fence)
+        self._post(events.EvaluationDone(step, kept.loss), fence)
 
     async def _probe(self, step: int) -> None:
         """Invariant 7: a job is ready only after a probe has come back right."""
         fence = self.fence
-        self._tell(events.ProbeAnswered(await self._traffic.probe(step)), fence)
+        self._post(events.ProbeAnswered(await self._traffic.probe(step)), fence)
 
     async def infer(self, batch: Batch) -> dict[str, HostTensor]:
         """Return job outputs other than the loss (`logits`) for one batch, computed by the pool's stages with the state
@@ -330,7 +331,7 @@ class Driver:
                 if self._rewinding is not None:
                     await asyncio.wait({self._rewinding})
             except FusionError as error:
-                self._tell(events.CommandFailed(f"{reason.rstrip('.')}; {error}"), None)
+                self._post(events.CommandFailed(f"{reason.rstrip('.')}; {error}"), None)
             else:
                 self.offer(deployment, reason)
 
@@ -345,16 +346,16 @@ class Driver:
         keys = self._inspection.keys(check, sorted(self._round.cut.stages[check.stage].boundary.others))
         if not keys or self._job.options.sync_every:
             void = Opinion(void="some inputs or keys that the recheck needs were not kept")
-            self._tell(events.StageChecked(check, void), self.fence)
+            self._post(events.StageChecked(check, void), self.fence)
             return
         self._round.recheck(check, keys)
         self._round.start(self._give_up(check))
 
     async def _give_up(self, check: Check) -> None:
-        """End a check without an opinion after `CHECK_S`, because it holds up the retention line."""
+        """End a check without an opinion after `CHECK_S`, because it holds up the retention watermark."""
         fence = self.fence
         await asyncio.sleep(CHECK_S)
-        self._tell(events.StageChecked(check, Opinion(void=f"the referee did not answer within {CHECK_S:g} s")), fence)
+        self._post(events.StageChecked(check, Opinion(void=f"the verifier did not answer within {CHECK_S:g} s")), fence)
 
     def _hear_verifier(self, peer: PeerId, message: wire.Rechecked) -> None:
         """Form an opinion from a verifier's results."""
@@ -362,8 +363,8 @@ class Driver:
         if self._inspection is None or check is None:
             return
         prints = self._prints
-        apart = limits(self._job.options, prints.get(check.peer, ""), prints.get(check.referee, ""))
-        self._tell(events.StageChecked(check, self._inspection.opinion(check, message, apart)), self.fence)
+        apart = limits(self._job.options, prints.get(check.peer, ""), prints.get(check.verifier, ""))
+        self._post(events.StageChecked(check, self._inspection.opinion(check, message, apart)), self.fence)
 
     async def _pass_evidence(self, peer: PeerId, message: Sent, tensors: dict[str, HostTensor]) -> None:
         """Pass on a stage's sent tensors to a verifier, if the verifier or the stage is in this process. Raises
@@ -372,10 +373,10 @@ class Driver:
         check = self._machine.spot_checks.open_check(stage)
         if check is None or fence != self.fence:
             return
-        if check.referee == self._job.owner:
-            self._member.testimony(peer, message, tensors)
+        if check.verifier == self._job.owner:
+            self._member.send_evidence(peer, message, tensors)
         elif peer == self._job.owner:
-            await self._connections.send_state(PeerId(check.referee), message, tuple(tensors.values()))
+            await self._connections.send_state(PeerId(check.verifier), message, tuple(tensors.values()))
 
     # ---------------------------------------------------------------------------------------------- what arrives
 
@@ -414,7 +415,7 @@ class Driver:
             case _:
                 pass
         if event is not None:
-            self._tell(event, self.fence)
+            self._post(event, self.fence)
 
     async def _serve_state(self, peer: PeerId, channel: Channel) -> None:
         while True:
@@ -436,13 +437,13 @@ class Driver:
         other, fence = PeerId(message.peer), self.fence
         both_remain = await self._connections.both_remain(reporter, other)
         if both_remain and self._machine.needs_links(reporter):
-            self._tell(events.LinkBroken(reporter, other, message.reason), fence)
+            self._post(events.LinkBroken(reporter, other, message.reason), fence)
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:
-        told = f"peer {short(peer)} was lost: {reason}"
+        text = f"peer {short(peer)} was lost: {reason}"
         if self._ended is not None:
-            self._traffic.fail(told)
-        self._tell(events.PeerLost(peer, told), None)
+            self._traffic.fail(text)
+        self._post(events.PeerLost(peer, text), None)
 
 
 def _machine(

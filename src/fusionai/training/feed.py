@@ -193,10 +193,10 @@ class Traffic:
     async def bring(self, check: Check) -> None:
         """Have all inputs of the checked stage sent to the verifier. The owner's machine also needs its snapshots."""
         boundary, places = self._round.cut.stages[check.stage].boundary, self._round.machine.roles.places
-        addresses = tuple(self._round.deployment.members.get(check.referee, ()))
-        if check.referee == self._job.owner and (guard := self._round.machine.guards.get(check.stage)) is not None:
+        addresses = tuple(self._round.deployment.members.get(check.verifier, ()))
+        if check.verifier == self._job.owner and (standby := self._round.machine.standbys.get(check.stage)) is not None:
             for step in (check.first, check.below):
-                self._round.pass_snapshot(guard, check.stage, step, check.referee, ())
+                self._round.pass_snapshot(standby, check.stage, step, check.verifier, ())
         for stage in sorted(boundary.others):
             order = wire.SendEvidence(
                 fence=self._round.fence,
@@ -204,10 +204,10 @@ class Traffic:
                 about=check.stage,
                 first=check.first,
                 below=check.below,
-                peer=check.referee,
+                peer=check.verifier,
                 addresses=addresses,
             )
-            self._round.connections.tell(PeerId(places[stage]), order)
+            self._round.connections.send_to(PeerId(places[stage]), order)
         if check.stage not in self._round.machine.roles.fed:
             return
         for step in range(check.first, check.below):
@@ -215,7 +215,7 @@ class Traffic:
                 batch = self._job.data.microbatch(step, microbatch)
                 fed = forwards(self._round.cut, self._round.fence, "train", step, microbatch, batch, only={check.stage})
                 for message, tensors in fed:
-                    await self._round.connections.send_state(PeerId(check.referee), message, tensors)
+                    await self._round.connections.send_state(PeerId(check.verifier), message, tensors)
 
     def on_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> None:
         """Handle an output. Never raises: a member that sends an invalid one counts as lost."""
@@ -243,7 +243,7 @@ class Traffic:
                 )
         elif loss is not None:
             arrived = events.LossArrived(message.step, message.microbatch, _scalar(loss))
-            self._round.tell(arrived, self._round.fence)
+            self._round.post(arrived, self._round.fence)
         return None
 
 

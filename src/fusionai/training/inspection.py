@@ -1,10 +1,10 @@
-"""Compares what stages reported of their work with what a referee got when it reran it, and forms an opinion.
+"""Compares what stages reported of their work with what a verifier got when it reran it, and forms an opinion.
 
-It keeps marks and gradient norms of all steps that may still be checked, and defines how far two results may differ:
-machines with equal fingerprints only by the rounding of the marks themselves, others as far as `backends.tolerance`
+It keeps sketches and gradient norms of all steps that may still be checked, and defines how far two results may differ:
+machines with equal fingerprints only by the rounding of the sketches themselves, others as far as `backends.tolerance`
 allows for a chain of operators, with a margin. `coordination.round.verification` decides which peer is at fault.
 
-`training.driver` brings what arrives; `execution.sketches` makes the marks.
+`training.driver` brings what arrives; `execution.sketches` makes the sketches.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ SketchKey = tuple[bool, bool, int, int]
 
 @dataclass(frozen=True, slots=True)
 class WorkTolerance:
-    """Largest accepted relative differences. `marks`: of one message. `norms`: of one parameter's gradient, relative to
-    the norm of all gradients of the stage. `state`: of all parameters together, or of all slots of one kind."""
+    """Largest accepted relative differences. `sketches`: of one message. `norms`: of one parameter's gradient, relative
+    to the norm of all gradients of the stage. `state`: of all parameters together, or of all slots of one kind."""
 
-    marks: float
+    sketches: float
     norms: float
     state: float
 
 
-EXACT: Final = WorkTolerance(marks=1e-5, norms=0.0, state=0.0)
-"""Limits for equal fingerprints. Marks may still be summed by different libraries."""
+EXACT: Final = WorkTolerance(sketches=1e-5, norms=0.0, state=0.0)
+"""Limits for equal fingerprints. Sketches may still be summed by different libraries."""
 ROOM: Final = 20.0
 """Factor from the tolerance of one microbatch to the accepted difference, because differences grow over several steps
 (chosen)."""
@@ -53,7 +53,7 @@ def limits(options: StageOptions, fingerprint: str, other: str) -> WorkTolerance
     if any(codec != "none" for codec in options.codecs):
         # A number between two quantisation levels can round to either one; that happens to a small share of numbers.
         apart = max(apart, 0.05)
-    return WorkTolerance(marks=apart, norms=apart, state=10 * apart)
+    return WorkTolerance(sketches=apart, norms=apart, state=10 * apart)
 
 
 @dataclass(slots=True)
@@ -62,13 +62,13 @@ class _Word:
 
     peer: str
     key: bytes
-    marks: dict[SketchKey, tuple[float, ...]]
+    sketches: dict[SketchKey, tuple[float, ...]]
     norms: Mapping[str, float]
 
 
 @dataclass(slots=True)
 class Inspection:
-    """Reports of the stages, and the keys of their marks. `secret`: the job's secret, which peers do not know; the
+    """Reports of the stages, and the keys of their sketches. `secret`: the job's secret, which peers do not know; the
     stages' keys are derived from it. `owner`: peer id of the feed."""
 
     secret: bytes
@@ -77,21 +77,21 @@ class Inspection:
     """(stage, step) -> its report."""
 
     def secret_of(self, stage: int, peer: str) -> bytes:
-        """Return the secret from which `peer` derives its mark keys while it runs `stage`."""
+        """Return the secret from which `peer` derives its sketch keys while it runs `stage`."""
         return hashlib.blake2b(
             f"{stage}:{peer}".encode(), key=self.secret, digest_size=KEY_BYTES, person=b"marks of a stage"
         ).digest()
 
     def hear(self, peer: str, message: wire.Prepared) -> None:
         key = step_key(self.secret_of(message.stage, peer), message.step)
-        self._words[message.stage, message.step] = _Word(peer, key, _by_key(message.marks), message.norms)
+        self._words[message.stage, message.step] = _Word(peer, key, _by_key(message.sketches), message.norms)
 
     def forget(self, below: int) -> None:
         """Drop reports of steps below `below`, which will not be checked."""
         self._words = {at: word for at, word in self._words.items() if at[1] >= below}
 
     def keys(self, check: Check, others: Sequence[int]) -> tuple[wire.StepKey, ...]:
-        """Return the keys that a referee needs; empty if a report is missing or the stage changed its peer."""
+        """Return the keys that a verifier needs; empty if a report is missing or the stage changed its peer."""
         keys: list[wire.StepKey] = []
         for step in range(check.first, check.below):
             for stage in (check.stage, *others):
@@ -101,21 +101,21 @@ class Inspection:
                 keys.append(wire.StepKey(stage, step, word.key))
         return tuple(keys)
 
-    def opinion(self, check: Check, said: wire.Rechecked, limits: WorkTolerance) -> Opinion:
-        """Compare the referee's results with the reports of the stage and its neighbours."""
-        if said.reason:
-            return Opinion(void=said.reason)
+    def opinion(self, check: Check, reported: wire.Rechecked, limits: WorkTolerance) -> Opinion:
+        """Compare the verifier's results with the reports of the stage and its neighbours."""
+        if reported.reason:
+            return Opinion(void=reported.reason)
         inputs, links, own = set[str](), set[str](), list[str]()
-        theirs = {(one.stage, one.step): _by_key(one.marks) for one in said.marks}
-        norms = {one.step: one.norms for one in said.norms}
+        theirs = {(one.stage, one.step): _by_key(one.sketches) for one in reported.sketches}
+        norms = {one.step: one.norms for one in reported.norms}
         for step in range(check.first, check.below):
             word = self._words.get((check.stage, step))
             again = theirs.pop((check.stage, step), None)
             if word is None or again is None or step not in norms:
                 return Opinion(void=f"there is no report of step {step}")
-            for key in sorted(word.marks.keys() | again.keys()):
-                off = _apart(word.marks.get(key), again.get(key))
-                if off <= limits.marks:
+            for key in sorted(word.sketches.keys() | again.keys()):
+                off = _apart(word.sketches.get(key), again.get(key))
+                if off <= limits.sketches:
                     continue
                 sent, forward, other, microbatch = key
                 if sent:
@@ -124,16 +124,16 @@ class Inspection:
                 else:
                     inputs.add(self._peer_of(other, step))
             own += _unlike(word.norms, norms[step], limits.norms, step)
-        for (stage, step), marks in theirs.items():
+        for (stage, step), sketches in theirs.items():
             word = self._words.get((stage, step))
             if word is None:
                 return Opinion(void=f"stage {stage} has no report of step {step}")
-            if any(_apart(word.marks.get(key), values) > limits.marks for key, values in marks.items()):
+            if any(_apart(word.sketches.get(key), values) > limits.sketches for key, values in sketches.items()):
                 links.add(word.peer)
-        if not said.state_apart <= limits.state:
-            own.append(f"its state after step {check.below - 1} {_off(said.state_apart)}")
-        if not said.begin_apart <= limits.state:
-            own.append(f"the state it began from {_off(said.begin_apart)}")
+        if not reported.state_distance <= limits.state:
+            own.append(f"its state after step {check.below - 1} {_off(reported.state_distance)}")
+        if not reported.begin_distance <= limits.state:
+            own.append(f"the state it began from {_off(reported.begin_distance)}")
         more = f" and {len(own) - 1} more" if len(own) > 1 else ""
         return Opinion(frozenset(inputs), f"{own[0]}{more}" if own else "", frozenset(links))
 
@@ -142,17 +142,17 @@ class Inspection:
         return self.owner if word is None else word.peer
 
 
-def _by_key(marks: Sequence[wire.Sketch]) -> dict[SketchKey, tuple[float, ...]]:
-    return {(one.sent, one.forward, one.other, one.microbatch): one.values for one in marks}
+def _by_key(sketches: Sequence[wire.Sketch]) -> dict[SketchKey, tuple[float, ...]]:
+    return {(one.sent, one.forward, one.other, one.microbatch): one.values for one in sketches}
 
 
-def _unlike(said: Mapping[str, float], again: Mapping[str, float], limit: float, step: int) -> list[str]:
+def _unlike(reported: Mapping[str, float], again: Mapping[str, float], limit: float, step: int) -> list[str]:
     """Describe the gradient norm that differs most; empty if all agree. Differences are relative to the norm of all
     gradients, because a single gradient may consist of rounding errors only."""
-    if said.keys() != again.keys():
+    if reported.keys() != again.keys():
         return [f"gradients of other parameters in step {step}"]
     whole = math.sqrt(sum(norm * norm for norm in again.values()))
-    worst, key = max(((_difference(said[key], norm), key) for key, norm in again.items()), default=(0.0, ""))
+    worst, key = max(((_difference(reported[key], norm), key) for key, norm in again.items()), default=(0.0, ""))
     if worst <= limit * whole:
         return []
     return [f"the gradient of {key} in step {step} {_off(worst / whole if whole else math.inf)}"]
@@ -165,7 +165,7 @@ def _difference(one: float, two: float) -> float:
 
 
 def _apart(found: Sequence[float] | None, expected: Sequence[float] | None) -> float:
-    """Return the distance of two marks divided by the length of the second; infinite if one is missing."""
+    """Return the distance of two sketches divided by the length of the second; infinite if one is missing."""
     if found is None or expected is None or len(found) != len(expected):
         return math.inf
     apart = math.hypot(*(_difference(one, two) for one, two in zip(found, expected, strict=True)))

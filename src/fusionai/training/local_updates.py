@@ -1,10 +1,10 @@
-"""Local updates from the view of one job's driver: collects its stages' differences and receives agreements.
+"""Local updates from the view of one job's driver: collects its stages' differences and receives outer updates.
 
 A job trains `every` steps on its own. Then its stages send their parameter differences, its `Seat` combines them with
 those of the other jobs, and the stages adopt the result. This module decides when a step's differences are
 complete.
 
-`training.driver` moves the messages, `training.outer` makes agreements, `execution.training.exchange` is the stages'
+`training.driver` moves the messages, `training.outer` makes outer updates, `execution.training.exchange` is the stages'
 side."""
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class PseudoGradients:
 
 
 class LocalUpdates:
-    """A driver's part in local updates: collects differences in the present round and sends agreements to stages.
+    """A driver's part in local updates: collects differences in the present round and sends outer updates to stages.
     `exchange` is None in a job that exchanges nothing."""
 
     def __init__(self, present: JobRound, exchange: Seat | None) -> None:
         self._round = present
         self._exchange = exchange
-        self._differences = self._collector()
+        self._pseudo_gradients = self._collector()
         self._agreed_from = 0
-        """Agreements of earlier steps were forgotten."""
+        """Outer updates of earlier steps were forgotten."""
 
     def _collector(self) -> PseudoGradients:
         """Return a collector for the stages with trainable parameters; others take no part in exchanges."""
@@ -80,42 +80,42 @@ class LocalUpdates:
         )
 
     def begin_round(self) -> None:
-        self._differences = self._collector()
+        self._pseudo_gradients = self._collector()
 
     def forget(self, below: int) -> None:
-        """Forget agreements that no stage will need again."""
+        """Forget outer updates that no stage will need again."""
         below -= self._round.job.options.sync_lag
         if self._exchange is not None and below > self._agreed_from:
             self._agreed_from = below
             self._round.start_lasting(asyncio.to_thread(self._exchange.forget, below))
 
     def resume(self, stage: int, since: int) -> None:
-        """Send a stage the agreements it needs because it runs steps again or was waiting for one."""
+        """Send a stage the outer updates it needs because it runs steps again or was waiting for one."""
         if self._exchange is not None and self._round.cut.stages[stage].trainable:
             self._round.start(self._push(self._exchange, stage, since - self._round.job.options.sync_lag))
 
     async def _push(self, exchange: Seat, stage: int, since: int) -> None:
-        for agreement in await asyncio.to_thread(exchange.known, since):
-            await self._send(stage, agreement)
+        for outer_update in await asyncio.to_thread(exchange.known, since):
+            await self._send(stage, outer_update)
 
-    async def _agree(self, exchange: Seat, step: int, differences: dict[str, Carried]) -> None:
-        agreement = await exchange.agree(step, differences)
+    async def _agree(self, exchange: Seat, step: int, pseudo_gradients: dict[str, Carried]) -> None:
+        outer_update = await exchange.agree(step, pseudo_gradients)
         for stage in self._round.machine.roles.stages:
             if self._round.cut.stages[stage].trainable:
-                await self._send(stage, agreement)
+                await self._send(stage, outer_update)
 
-    async def _send(self, stage: int, agreement: OuterUpdate) -> None:
-        names = carried_shapes(self._round.cut.stages[stage].trainable, agreement.told)
-        pending = chunks((name, agreement.values[name]) for name in sorted(names))
+    async def _send(self, stage: int, outer_update: OuterUpdate) -> None:
+        names = carried_shapes(self._round.cut.stages[stage].trainable, outer_update.form)
+        pending = chunks((name, outer_update.values[name]) for name in sorted(names))
         while True:
             chunk = next(pending, None)
             body, packed = split(dict(chunk or ()))
             message = wire.OuterUpdateChunk(
                 fence=self._round.fence,
                 stage=stage,
-                step=agreement.step,
+                step=outer_update.step,
                 last=chunk is None,
-                told=agreement.told,
+                form=outer_update.form,
                 packed=packed,
                 tensors=headers(body),
             )
@@ -130,5 +130,5 @@ class LocalUpdates:
             raise ExecutionError(
                 f"got a difference of stage {message.stage} from peer {short(peer)}, which does not send any."
             )
-        if message.fence == self._round.fence and (whole := self._differences.take(message, tensors)) is not None:
+        if message.fence == self._round.fence and (whole := self._pseudo_gradients.take(message, tensors)) is not None:
             self._round.start(self._agree(exchange, message.step, whole))

@@ -1,7 +1,7 @@
-"""Agreements between several jobs that train one model (DiLoCo: A. Douillard et al. 2023, arXiv 2311.08105).
+"""Outer updates between several jobs that train one model (DiLoCo: A. Douillard et al. 2023, arXiv 2311.08105).
 
 Every job trains a fixed number of steps on its own. The mean of the jobs' parameter differences then acts as a gradient
-for an outer step: SGD with Nesterov momentum in torch's order of operations, applied to the last agreement. The
+for an outer step: SGD with Nesterov momentum in torch's order of operations, applied to the last outer update. The
 gradient is sent packed, its packing error is added to the next one, and every job takes the step with the packed
 gradient, so all jobs have the same bits again. With two jobs, each receives the other's difference as it was packed,
 which takes no more bytes and loses nothing. Differences are summed in the order of the jobs' names.
@@ -47,18 +47,18 @@ RELAYED: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class OuterUpdate:
-    """The agreement after `step` of one job. `values`: in the form `told`, named as in
+    """The outer update after `step` of one job. `values`: in the form `form`, named as in
     `execution.exchange.carried_shapes`."""
 
     step: int
-    told: ParameterForm
+    form: ParameterForm
     values: Mapping[str, Carried]
 
 
 class ReportedUpdate(NamedTuple):
     """The answer to one participant of a round."""
 
-    told: ParameterForm
+    form: ParameterForm
     values: Mapping[str, Carried]
 
 
@@ -95,15 +95,15 @@ class OuterState:
             residual={key: np.zeros_like(value) for key, value in anchor.items()},
         )
 
-    def step(self, differences: Sequence[Mapping[str, Carried]], rules: OuterRules) -> list[ReportedUpdate]:
+    def step(self, pseudo_gradients: Sequence[Mapping[str, Carried]], rules: OuterRules) -> list[ReportedUpdate]:
         """Take one outer step from the participants' differences. Return the answer to each, in the same order."""
-        share = np.float32(1 / len(differences))
+        share = np.float32(1 / len(pseudo_gradients))
         outer = OuterOptimizer(learning_rate=rules.learning_rate, momentum=rules.momentum)
-        relayed = len(differences) == RELAYED
+        relayed = len(pseudo_gradients) == RELAYED
         means: dict[str, Carried] = {}
         for key in self.anchor:
-            total = as_array(unpack(differences[0][key])).copy()
-            for other in differences[1:]:
+            total = as_array(unpack(pseudo_gradients[0][key])).copy()
+            for other in pseudo_gradients[1:]:
                 total += as_array(unpack(other[key]))
             gradient = total * share
             if not relayed:
@@ -114,8 +114,8 @@ class OuterState:
             self.anchor[key], self.momentum[key] = outer.take(self.anchor[key], self.momentum[key], gradient)
         self.round += 1
         if relayed:
-            return [ReportedUpdate("other", other) for other in reversed(differences)]
-        return [ReportedUpdate("mean", means)] * len(differences)
+            return [ReportedUpdate("other", other) for other in reversed(pseudo_gradients)]
+        return [ReportedUpdate("mean", means)] * len(pseudo_gradients)
 
     def agreed(self) -> dict[str, HostTensor]:
         """Return agreed values and momentum, named as in `execution.exchange.carried_shapes`."""
@@ -142,11 +142,11 @@ def beginning(graph: Graph, seed: int, state: StateSource) -> dict[str, HostTens
 class OuterDisk(Protocol):
     """Stores the outer state and the answers. Blocking; raises `StorageError`."""
 
-    def save(self, state: OuterState, said: Mapping[str, OuterUpdate], rounds: Mapping[str, int]) -> None:
+    def save(self, state: OuterState, updates: Mapping[str, OuterUpdate], rounds: Mapping[str, int]) -> None:
         """Save durably before returning. `rounds`: for each job, the number of rounds that its state includes."""
         ...
 
-    def said(self, job: str, since: int) -> Iterable[OuterUpdate]: ...
+    def updates(self, job: str, since: int) -> Iterable[OuterUpdate]: ...
 
     def forget(self, job: str, below: int) -> None: ...
 
@@ -170,7 +170,7 @@ def _ignored(_round: RoundDone) -> None: ...
 class _Round:
     """Participants of the open round, and what they sent."""
 
-    differences: dict[str, Mapping[str, Carried]] = field(default_factory=dict[str, Mapping[str, Carried]])
+    pseudo_gradients: dict[str, Mapping[str, Carried]] = field(default_factory=dict[str, Mapping[str, Carried]])
     late: dict[str, Mapping[str, Carried]] = field(default_factory=dict[str, Mapping[str, Carried]])
     """Differences of jobs that missed the previous round."""
     steps: dict[str, int] = field(default_factory=dict[str, int])
@@ -181,7 +181,7 @@ class _Round:
 
 
 class Outer:
-    """Agreements of all jobs. Call `seat` for each job and `close` at the end."""
+    """Outer updates of all jobs. Call `seat` for each job and `close` at the end."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class Outer:
 
     def waits_in_vain(self, jobs: Iterable[str]) -> bool:
         """Return whether all of these jobs wait for a round that another job is missing from."""
-        lacking = not self._open.differences.keys() >= self._awaited
+        lacking = not self._open.pseudo_gradients.keys() >= self._awaited
         return self._held and lacking and self._asking.issuperset(jobs)
 
     async def close(self) -> None:
@@ -249,22 +249,22 @@ class Outer:
 
     # -------------------------------------------------------------------------------------------------- of one job
 
-    async def agree(self, job: str, step: int, differences: Mapping[str, Carried]) -> OuterUpdate:
+    async def agree(self, job: str, step: int, pseudo_gradients: Mapping[str, Carried]) -> OuterUpdate:
         self._asking.add(job)
         try:
-            return await self._agreed(job, step, differences)
+            return await self._agreed(job, step, pseudo_gradients)
         finally:
             self._asking.discard(job)
 
-    async def _agreed(self, job: str, step: int, differences: Mapping[str, Carried]) -> OuterUpdate:
+    async def _agreed(self, job: str, step: int, pseudo_gradients: Mapping[str, Carried]) -> OuterUpdate:
         async with self._turn:
             self._absent.discard(job)
             if (known := await self._known(job, step)) is not None:
                 return known
             if self._rounds[job] < self.round:
-                self._open.late[job] = differences
+                self._open.late[job] = pseudo_gradients
                 return await self._brought_up(job, step)
-            self._open.differences[job] = differences
+            self._open.pseudo_gradients[job] = pseudo_gradients
             self._open.steps[job] = step
             self._open.begun.set()
             if self._closing is None:
@@ -280,25 +280,25 @@ class Outer:
 
     async def _known(self, job: str, step: int) -> OuterUpdate | None:
         """Look up an answer in a thread, since the lookup may wait for a write."""
-        said = await asyncio.to_thread(self.said, job, step)
-        return next((one for one in said if one.step == step), None)
+        updates = await asyncio.to_thread(self.updates, job, step)
+        return next((one for one in updates if one.step == step), None)
 
-    def said(self, job: str, since: int) -> list[OuterUpdate]:
-        """Return saved agreements of this job, in order. Blocking."""
-        return sorted(self._disk.said(job, since), key=lambda one: one.step)
+    def updates(self, job: str, since: int) -> list[OuterUpdate]:
+        """Return saved outer updates of this job, in order. Blocking."""
+        return sorted(self._disk.updates(job, since), key=lambda one: one.step)
 
     def forget(self, job: str, below: int) -> None:
-        """Drop saved agreements of this job below a step. Blocking."""
+        """Drop saved outer updates of this job below a step. Blocking."""
         self._disk.forget(job, below)
 
     async def _brought_up(self, job: str, step: int) -> OuterUpdate:
         """Answer a job that missed a round with the whole agreed state."""
-        agreement = OuterUpdate(step, "all", self._state.agreed())
-        self._open.caught_up_bytes += _carried_bytes(agreement.values)
+        outer_update = OuterUpdate(step, "all", self._state.agreed())
+        self._open.caught_up_bytes += _carried_bytes(outer_update.values)
         self._rounds[job] = self.round
         log.info("%s missed an exchange; its difference counts in the next one", job)
-        await asyncio.to_thread(self._disk.save, self._state, {job: agreement}, dict(self._rounds))
-        return agreement
+        await asyncio.to_thread(self._disk.save, self._state, {job: outer_update}, dict(self._rounds))
+        return outer_update
 
     # ------------------------------------------------------------------------------------------------------ rounds
 
@@ -307,7 +307,7 @@ class Outer:
         return self._expected - self._absent
 
     def _check_complete(self) -> None:
-        if self._open.differences and self._open.differences.keys() >= self._awaited:
+        if self._open.pseudo_gradients and self._open.pseudo_gradients.keys() >= self._awaited:
             self._open.complete.set()
 
     async def _decide_all(self) -> None:
@@ -319,7 +319,7 @@ class Outer:
             except TimeoutError:
                 if self._held:
                     await self._open.complete.wait()
-                missing = self._awaited - self._open.differences.keys()
+                missing = self._awaited - self._open.pseudo_gradients.keys()
                 self._absent |= missing
                 log.info("round %d is decided without %s after the deadline", self.round, ", ".join(sorted(missing)))
             try:
@@ -335,16 +335,16 @@ class Outer:
     async def _decide(self) -> None:
         """End the round. Everything is on disk before any job is answered."""
         over, self._open = self._open, _Round()
-        names, late = sorted(over.differences), sorted(over.late)
-        differences = [*(over.differences[name] for name in names), *(over.late[name] for name in late)]
+        names, late = sorted(over.pseudo_gradients), sorted(over.late)
+        pseudo_gradients = [*(over.pseudo_gradients[name] for name in names), *(over.late[name] for name in late)]
 
         def work() -> int:
-            told = self._state.step(differences, self._rules)
-            said = {name: OuterUpdate(over.steps[name], *one) for name, one in zip(names, told, strict=False)}
+            combined = self._state.step(pseudo_gradients, self._rules)
+            updates = {name: OuterUpdate(over.steps[name], *one) for name, one in zip(names, combined, strict=False)}
             self._rounds |= dict.fromkeys(names, self._state.round)
-            self._disk.save(self._state, said, dict(self._rounds))
-            sent_bytes = sum(map(_carried_bytes, differences))
-            return sent_bytes + sum(_carried_bytes(one.values) for one in said.values()) + over.caught_up_bytes
+            self._disk.save(self._state, updates, dict(self._rounds))
+            sent_bytes = sum(map(_carried_bytes, pseudo_gradients))
+            return sent_bytes + sum(_carried_bytes(one.values) for one in updates.values()) + over.caught_up_bytes
 
         nbytes = await asyncio.to_thread(work)
         steps = {name: over.steps[name] for name in names}
@@ -362,14 +362,15 @@ class Seat:
     outer: Outer
     job: str
 
-    async def agree(self, step: int, differences: Mapping[str, Carried]) -> OuterUpdate:
+    async def agree(self, step: int, pseudo_gradients: Mapping[str, Carried]) -> OuterUpdate:
         """Wait for the other jobs, up to a deadline. The same step always gets the same answer, also after a fault."""
-        return await self.outer.agree(self.job, step, differences)
+        return await self.outer.agree(self.job, step, pseudo_gradients)
 
     def known(self, since: int) -> list[OuterUpdate]:
-        """Return the agreements of steps from `since` on, in order, for stages that run these steps again. Blocking."""
-        return self.outer.said(self.job, since)
+        """Return the outer updates of steps from `since` on, in order, for stages that run these steps again.
+        Blocking."""
+        return self.outer.updates(self.job, since)
 
     def forget(self, below: int) -> None:
-        """Drop agreements of steps below `below`, which no stage runs again. Blocking."""
+        """Drop outer updates of steps below `below`, which no stage runs again. Blocking."""
         self.outer.forget(self.job, below)

@@ -35,12 +35,12 @@ _PARTS: Final = ("anchor", "momentum", "residual")
 Number = Annotated[int, Meta(ge=0)]
 
 
-class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _SavedUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An answer to a job. `file` has the values; several jobs may share one file."""
 
     job: str
     step: Number
-    told: ParameterForm
+    form: ParameterForm = msgspec.field(name="told")
     file: str
     packed: tuple[PackedTensor, ...]
 
@@ -51,7 +51,7 @@ class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     round: Number
     rounds: dict[str, Number]
     state: str
-    said: tuple[_Said, ...] = ()
+    updates: tuple[_SavedUpdate, ...] = msgspec.field(default=(), name="said")
 
 
 class OuterFiles:
@@ -87,10 +87,10 @@ class OuterFiles:
             raise StorageError(f"{self._directory / index.state} lacks parts of the outer state.")
         return OuterState(round=index.round, shapes=shapes, **found), dict(index.rounds)
 
-    def save(self, state: OuterState, said: Mapping[str, OuterUpdate], rounds: Mapping[str, int]) -> None:
+    def save(self, state: OuterState, updates: Mapping[str, OuterUpdate], rounds: Mapping[str, int]) -> None:
         with self._turn:
-            before = () if self._index is None else self._index.said
-            told = self._write_said(state.round, said)
+            before = () if self._index is None else self._index.updates
+            written = self._write_updates(state.round, updates)
             name = f"state-{state.round}.safetensors"
             if self._index is None or self._index.state != name:
                 parts = dict(zip(_PARTS, (state.anchor, state.momentum, state.residual), strict=True))
@@ -100,46 +100,48 @@ class OuterFiles:
                     for key, value in values.items()
                 }
                 self._write(name, tensors)
-            self._replace(_Index(round=state.round, rounds=dict(rounds), state=name, said=(*before, *told)))
+            self._replace(_Index(round=state.round, rounds=dict(rounds), state=name, updates=(*before, *written)))
 
-    def said(self, job: str, since: int) -> list[OuterUpdate]:
+    def updates(self, job: str, since: int) -> list[OuterUpdate]:
         with self._turn:
-            entries = () if self._index is None else self._index.said
-            return [self._read_said(entry) for entry in entries if entry.job == job and entry.step >= since]
+            entries = () if self._index is None else self._index.updates
+            return [self._read_update(entry) for entry in entries if entry.job == job and entry.step >= since]
 
     def forget(self, job: str, below: int) -> None:
         with self._turn:
             if self._index is None:
                 return
-            kept = tuple(entry for entry in self._index.said if entry.job != job or entry.step >= below)
-            if len(kept) < len(self._index.said):
-                self._replace(msgspec.structs.replace(self._index, said=kept))
+            kept = tuple(entry for entry in self._index.updates if entry.job != job or entry.step >= below)
+            if len(kept) < len(self._index.updates):
+                self._replace(msgspec.structs.replace(self._index, updates=kept))
 
     # ----------------------------------------------------------------------------------------------------- details
 
-    def _write_said(self, number: int, said: Mapping[str, OuterUpdate]) -> list[_Said]:
+    def _write_updates(self, number: int, updates: Mapping[str, OuterUpdate]) -> list[_SavedUpdate]:
         """Write the answers; one that several jobs get is written once."""
         files: dict[int, tuple[str, tuple[PackedTensor, ...]]] = {}
-        entries: list[_Said] = []
-        for job, agreement in sorted(said.items()):
-            values = agreement.values
+        entries: list[_SavedUpdate] = []
+        for job, outer_update in sorted(updates.items()):
+            values = outer_update.values
             if id(values) not in files:
                 body, packed = split(values)
-                file = f"said-{number}-{job}-{agreement.step}.safetensors"
+                file = f"said-{number}-{job}-{outer_update.step}.safetensors"
                 self._write(file, body)
                 files[id(values)] = (file, packed)
             file, packed = files[id(values)]
-            entries.append(_Said(job=job, step=agreement.step, told=agreement.told, file=file, packed=packed))
+            entries.append(
+                _SavedUpdate(job=job, step=outer_update.step, form=outer_update.form, file=file, packed=packed)
+            )
         return entries
 
-    def _read_said(self, entry: _Said) -> OuterUpdate:
+    def _read_update(self, entry: _SavedUpdate) -> OuterUpdate:
         path = self._directory / entry.file
         file = SafetensorsFile(path)
         try:
             values: dict[str, Carried] = joined({name: file.read(name) for name in file.names}, entry.packed)
         except ExecutionError as problem:
             raise StorageError(f"{path} does not match its entry in {INDEX}: {problem}") from problem
-        return OuterUpdate(entry.step, entry.told, values)
+        return OuterUpdate(entry.step, entry.form, values)
 
     def _write(self, name: str, tensors: Mapping[str, HostTensor]) -> None:
         path = self._directory / name
@@ -167,7 +169,7 @@ class OuterFiles:
             ) from problem
 
     def _clean(self) -> None:
-        named = set() if self._index is None else {self._index.state, *(entry.file for entry in self._index.said)}
+        named = set() if self._index is None else {self._index.state, *(entry.file for entry in self._index.updates)}
         for path in self._directory.glob("*.safetensors"):
             if path.name not in named:
                 with suppress(OSError):

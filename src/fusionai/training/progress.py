@@ -78,12 +78,12 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class StepsChecked:
-    """Result of a recheck: `referee` reran steps `first` to `below` - 1 of `stage`, which `peer` had run. `tasks`:
+    """Result of a recheck: `verifier` reran steps `first` to `below` - 1 of `stage`, which `peer` had run. `tasks`:
     stage microbatches that could have been checked so far. `checked_tasks`: those that were checked and confirmed."""
 
     stage: int
     peer: str
-    referee: str
+    verifier: str
     first: int
     below: int
     outcome: Outcome
@@ -98,7 +98,7 @@ def checked(check: Check, outcome: Outcome, reason: str, inspector: Inspector | 
     return StepsChecked(
         stage=check.stage,
         peer=check.peer,
-        referee=check.referee,
+        verifier=check.verifier,
         first=check.first,
         below=check.below,
         outcome=outcome,
@@ -111,9 +111,9 @@ def checked(check: Check, outcome: Outcome, reason: str, inspector: Inspector | 
 @dataclass(frozen=True, slots=True)
 class FaultSeen:
     """A fault. `step`: number of committed steps, which is the index of the current step. `stages`: stages that stand
-    still because of it; none for a guard."""
+    still because of it; none for a standby."""
 
-    kind: Literal["peer", "guard", "link", "stage", "liar"]
+    kind: Literal["peer", "standby", "link", "stage", "faulty"]
     peer: str
     stages: tuple[int, ...]
     step: int
@@ -188,7 +188,7 @@ Progress = (
 class FaultLog:
     """Tracks the fault in progress. `now_s` returns monotonic seconds."""
 
-    tell: Callable[[Progress], None]
+    emit: Callable[[Progress], None]
     now_s: Callable[[], float]
     _since_s: float | None = None
     """Time at which the first unresolved fault was seen."""
@@ -196,7 +196,7 @@ class FaultLog:
     """Why a new plan was requested."""
 
     def seen(self, fault: ReportFault) -> None:
-        self.tell(FaultSeen(fault.kind, fault.peer, fault.stages, fault.step, fault.reason))
+        self.emit(FaultSeen(fault.kind, fault.peer, fault.stages, fault.step, fault.reason))
         if fault.stages and self._since_s is None:
             self._since_s = self.now_s()
 
@@ -205,17 +205,17 @@ class FaultLog:
 
     def adopted(self, plan: Plan, reason: str) -> None:
         """Report a plan as adopted. `reason`: why it was offered, if it was not requested after a fault."""
-        self.tell(PlanChanged(plan, self._reason or reason))
+        self.emit(PlanChanged(plan, self._reason or reason))
         self._reason = ""
 
-    def restored(self, told: ReportRestored) -> None:
-        if told.restored and self._since_s is not None:
-            self.tell(Restored(told.committed, told.base, told.restored, told.rollback))
+    def restored(self, report: ReportRestored) -> None:
+        if report.restored and self._since_s is not None:
+            self.emit(Restored(report.committed, report.base, report.restored, report.rollback))
 
     def committed(self, step: int) -> None:
         """Report that `step` was committed with every stage working."""
         if self._since_s is not None:
-            self.tell(Recovered(step, self.now_s() - self._since_s))
+            self.emit(Recovered(step, self.now_s() - self._since_s))
             self._since_s = None
 
 

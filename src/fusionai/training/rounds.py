@@ -30,7 +30,7 @@ from fusionai.transport.security.signed import Seal
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, StageOptions
 
-Tell = Callable[[DriverEvent, Fence | None], None]
+Post = Callable[[DriverEvent, Fence | None], None]
 """Queues (event, fence of the event's round) for the machine; the fence is None for events that outlast rounds."""
 
 
@@ -49,7 +49,7 @@ class JobRound:
         machine: DriverMachine,
         connections: Connections,
         inspection: Inspection | None,
-        tell: Tell,
+        post: Post,
     ) -> None:
         self.job = job
         self.fence = fence
@@ -57,7 +57,7 @@ class JobRound:
         self.cut = model
         self.machine = machine
         self.connections = connections
-        self.tell = tell
+        self.post = post
         self._host = host
         self._seal = seal
         self._inspection = inspection
@@ -84,13 +84,13 @@ class JobRound:
 
     def begin(self, command: commands.SendAttach) -> None:
         """Send the round to all members of the plan and detach the others."""
-        members = {*command.roles.places.values(), *command.guards.values(), self.job.owner}
+        members = {*command.roles.places.values(), *command.standbys.values(), self.job.owner}
         self.connections.dismiss(members, self.fence)
         self._placement = self._seal.placement(
             self.job.job,
             self.fence,
             stages=((one.stage, one.peer) for one in self.deployment.neighbours()),
-            guards=command.guards.items(),
+            standbys=command.standbys.items(),
         )
         for member in sorted(members):
             self.start(self._enlist(PeerId(member), command))
@@ -99,21 +99,21 @@ class JobRound:
         """Connect to a member and send it its whole part in the round."""
         if not await self.connections.open(peer, self.deployment, self.fence):
             return
-        deployment, guards = self.deployment, command.guards
-        self.connections.tell(
+        deployment, standbys = self.deployment, command.standbys
+        self.connections.send_to(
             peer,
             wire.Enlist(
                 fence=self.fence,
                 job=self.job.job,
                 neighbours=deployment.neighbours(),
-                guards=tuple(stage for stage, guard in sorted(guards.items()) if guard == peer),
+                standbys=tuple(stage for stage, standby in sorted(standbys.items()) if standby == peer),
                 partition=self.cut.name,
                 ticket=deployment.tickets.get(peer, b""),
                 placement=self._placement,
             ),
         )
         for stage in command.roles.stages_of(peer):
-            standby, part = guards.get(stage, ""), self.cut.stages[stage]
+            standby, part = standbys.get(stage, ""), self.cut.stages[stage]
             attach = wire.Attach(
                 fence=self.fence,
                 job=self.job.job,
@@ -121,21 +121,21 @@ class JobRound:
                 graph_hash=part.graph_hash,
                 boundary=self._boundary(stage),
                 options=self._options(stage),
-                retain=bool(guards),
-                guard=standby,
-                guard_addresses=tuple(deployment.members.get(standby, ())),
+                retain=bool(standbys),
+                standby=standby,
+                standby_addresses=tuple(deployment.members.get(standby, ())),
                 snapshot_every=command.roles.snapshot_every if standby else 0,
-                secret=self._inspection.secret_of(stage, peer) if self._inspection and guards else b"",
+                secret=self._inspection.secret_of(stage, peer) if self._inspection and standbys else b"",
                 tensors=headers({"graph": part.encoded}),
             )
-            self.connections.tell(peer, attach, (part.encoded,))
+            self.connections.send_to(peer, attach, (part.encoded,))
 
     def prepare_standbys(self) -> None:
         """Once per round, when its first step is committed: ask standbys to load their stages in advance."""
         if self._prepared == self.fence:
             return
         self._prepared = self.fence
-        for stage, standby in sorted(self.machine.guards.items()):
+        for stage, standby in sorted(self.machine.standbys.items()):
             part = self.cut.stages[stage]
             message = wire.Prepare(
                 fence=self.fence,
@@ -145,7 +145,7 @@ class JobRound:
                 options=self._options(stage),
                 tensors=headers({"graph": part.encoded}),
             )
-            self.connections.tell(PeerId(standby), message, (part.encoded,))
+            self.connections.send_to(PeerId(standby), message, (part.encoded,))
 
     def resume(self, command: commands.SendResume) -> None:
         message = wire.Resume(
@@ -157,7 +157,7 @@ class JobRound:
             records=command.records,
             replaying=tuple(sorted(command.replaying)),
             snapshot=command.snapshot,
-            line=command.line,
+            watermark=command.watermark,
         )
         self.to(command.stage, message)
 
@@ -176,12 +176,12 @@ class JobRound:
             keys=keys,
             tensors=headers({"graph": part.encoded}),
         )
-        self.connections.tell(PeerId(check.referee), message, (part.encoded,))
+        self.connections.send_to(PeerId(check.verifier), message, (part.encoded,))
 
     def pass_snapshot(self, holder: str, stage: int, step: int, peer: str, addresses: Sequence[str]) -> None:
         """Ask the holder of a snapshot to send it to `peer`."""
         message = wire.PassSnapshot(fence=self.fence, stage=stage, step=step, peer=peer, addresses=tuple(addresses))
-        self.connections.tell(PeerId(holder), message)
+        self.connections.send_to(PeerId(holder), message)
 
     def _boundary(self, stage: int) -> msgspec.Raw:
         return msgspec.Raw(msgspec.msgpack.encode(self.cut.stages[stage].boundary))
@@ -194,7 +194,7 @@ class JobRound:
 
     def to(self, stage: int, message: wire.Message) -> None:
         """Send to the stage's peer on its control connection."""
-        self.connections.tell(self.peer_of(stage), message)
+        self.connections.send_to(self.peer_of(stage), message)
 
     async def send_state(
         self, stage: int, message: wire.StateChunk | wire.OuterUpdateChunk, tensors: Sequence[HostTensor]
@@ -210,10 +210,10 @@ class JobRound:
             return events.EvidenceLost(peer, message.stage, message.about)
         if isinstance(message, wire.Rechecking):
             return events.VerifierReady(peer, message.stage, message.first, message.below)
-        if isinstance(message, wire.StageFailed) and roles.guards.get(message.stage) == peer:
+        if isinstance(message, wire.StageFailed) and roles.standbys.get(message.stage) == peer:
             # A standby has no stage that could fail: it has no memory for this stage's snapshots.
             return events.LinkBroken(roles.places[message.stage], peer, message.reason)
-        speaks_for = roles.guards if isinstance(message, wire.SnapshotKept) else roles.places
+        speaks_for = roles.standbys if isinstance(message, wire.SnapshotKept) else roles.places
         if stage is not None and speaks_for.get(stage) != peer:
             raise ExecutionError(f"it sent a {type(message).__name__} of stage {stage}, which is not its own.")
         match message:
@@ -248,7 +248,7 @@ class JobRound:
         """Compute the scale of the step's gradients and tell the machine."""
         fence, limit = self.fence, float("inf") if self.job.clip_norm is None else self.job.clip_norm
         (total_norm, scale), _ = await self._host.compute.run(lambda: self._host.backend.clip_scale(norms, limit))
-        self.tell(events.ScaleDecided(step, total_norm, scale), fence)
+        self.post(events.ScaleDecided(step, total_norm, scale), fence)
 
     # ------------------------------------------------------------------------------------------------------ tasks
 
@@ -261,7 +261,7 @@ class JobRound:
         return self._lasting.start(work)
 
     def _failed(self, reason: str) -> None:
-        self.tell(events.CommandFailed(reason), None)
+        self.post(events.CommandFailed(reason), None)
 
     async def close(self) -> None:
         """Cancel the round's tasks and wait for the lasting ones."""

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
-from fusionai.wire.messages import Message, Stream, Way
+from fusionai.wire.messages import Message, RouteKind, Stream
 
 Role = Literal["broker", "member", "stranger"]
 """Role of the other side according to its certificate. A stranger showed no certificate and may only ask to join."""
@@ -56,7 +56,7 @@ class Channel(Protocol):
     remote: Remote
     stream: Stream
     stats: ChannelStats
-    way: Way
+    route: RouteKind
     """Route of the connection: LAN, direct, QUIC or relay."""
 
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:

@@ -206,7 +206,7 @@ class PeerTransport:
             raise UsageError(f"expected at least one address that can be dialled, got {list(addresses)}.")
         channel = await first_to_answer(attempts, timeout_s=timeout_s)
         self._routes.opened(channel)
-        if channel.way == "relay":
+        if channel.route == "relay":
             self._seek_better_route(expect, addresses)
         return channel
 
@@ -328,7 +328,7 @@ class PeerTransport:
         while True:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LAST_RETRY_S)
-            if not any(link.peer == peer and link.way == "relay" for link in self.links):
+            if not any(link.peer == peer and link.route == "relay" for link in self.links):
                 return
             attempts = self._attempts(peer, addresses, Dialling(peer, "control"), _RETRY_TIMEOUT_S)
             if not attempts:
@@ -338,7 +338,7 @@ class PeerTransport:
             except FusionError as error:
                 _LOG.debug("no better route to %s yet: %s", short(peer), error)
                 continue
-            _LOG.info("peer %s can be reached without the relay now (%s)", short(peer), channel.way)
+            _LOG.info("peer %s can be reached without the relay now (%s)", short(peer), channel.route)
             await channel.close()
             return
 

@@ -24,7 +24,7 @@ from fusionai.wire.base import (
     WireMessage,
 )
 
-Way = Literal["lan", "direct", "quic", "relay"]
+RouteKind = Literal["lan", "direct", "quic", "relay"]
 """Route of a link: within one network, direct over the internet, direct through routers by UDP, or over a relay that
 sees only ciphertext."""
 MAX_LINKS: Final = 256
@@ -88,7 +88,7 @@ class LinkView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     """An open or probed link of a peer: to which peer, and by which route."""
 
     peer: Peer
-    way: Way
+    route: RouteKind
     """Route: within one network, direct, through routers by UDP, or over a relay."""
     channels: Count
     """Number of connections of the link; 0: it was only probed."""
@@ -184,7 +184,7 @@ class MemberView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     profile: msgspec.Raw
     job: Name = ""
     stages: Annotated[tuple[Count, ...], Meta(max_length=1024)] = ()
-    guards: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
+    standbys: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
     """Stages of that job whose snapshots this member keeps."""
     last_heard_s: Seconds = 0.0
     rests_s: Seconds = 0.0

@@ -41,7 +41,7 @@ class Enlist(WireMessage, frozen=True, kw_only=True, tag="enlist"):
     fence: Fence
     job: Job
     neighbours: Annotated[tuple[Neighbour, ...], Meta(max_length=4096)]
-    guards: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
+    standbys: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
     """Stages whose snapshots the receiver keeps."""
     partition: Name = ""
     """Identifies the cut of the graph. Snapshots of another cut are dropped."""

@@ -64,9 +64,9 @@ from fusionai.wire.broker import (
     PoolView,
     Register,
     Registered,
+    RouteKind,
     StopNotice,
     TicketFor,
-    Way,
 )
 from fusionai.wire.connection import (
     MAX_BACK_BYTES,
@@ -193,7 +193,7 @@ HANDED_ON: Final = (
     TensorHeader,
     Text,
     TicketFor,
-    Way,
+    RouteKind,
     WeightSource,
     WeightSpec,
 )

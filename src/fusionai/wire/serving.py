@@ -96,13 +96,13 @@ class Load(WireMessage, frozen=True, kw_only=True, tag="load"):
     boundary: msgspec.Raw
     options: ServeOptions
     standby: bool = False
-    """Load the weights only: this member guards the stage."""
+    """Load the weights only: this member is a standby of the stage."""
     fresh: bool = False
     """Drop all caches of this stage and everything it retained, because they may be out of date."""
     select: bool = False
     """Send on only the rows that a pass wants, because everything after this stage works row by row."""
-    marks: Secret = b""
-    """Secret from which keys are derived to mark all rows received and sent; empty: no marks."""
+    sketches: Secret = b""
+    """Secret from which keys are derived to sketch all rows received and sent; empty: no sketches."""
     weights: Annotated[tuple[WeightSpec, ...], Meta(max_length=100_000)] = ()
     sources: Annotated[tuple[WeightSource, ...], Meta(max_length=4096)] = ()
     """Sources in order of preference. The job owner comes last."""
@@ -204,8 +204,9 @@ class Working(WireMessage, frozen=True, kw_only=True, tag="working"):
     busy_s: Seconds
 
 
-class RequestSketches(WireMessage, frozen=True, kw_only=True, tag="tell_marks"):
-    """Driver -> member: report your marks of these positions of a text that has ended. Answered by `TextSketches`."""
+class RequestSketches(WireMessage, frozen=True, kw_only=True, tag="request_sketches"):
+    """Driver -> member: report your sketches of these positions of a text that has ended. Answered by
+    `TextSketches`."""
 
     fence: Fence
     stage: Count
@@ -215,9 +216,9 @@ class RequestSketches(WireMessage, frozen=True, kw_only=True, tag="tell_marks"):
     length: Annotated[int, Meta(ge=1, le=MAX_TEXT)]
 
 
-class TextSketches(WireMessage, frozen=True, kw_only=True, tag="told_marks"):
+class TextSketches(WireMessage, frozen=True, kw_only=True, tag="text_sketches"):
     """Answer to `RequestSketches`: tensors `got` and `gave`, float32 [positions, 16]. NaN where the stage has no
-    mark."""
+    sketch."""
 
     fence: Fence
     stage: Count
@@ -226,8 +227,8 @@ class TextSketches(WireMessage, frozen=True, kw_only=True, tag="told_marks"):
 
 
 class ReadAgain(WireMessage, frozen=True, kw_only=True, tag="read_again"):
-    """Driver -> referee: compute a text of `stage` again, all positions at once, and report the marks in a `ReadText`.
-    Answered first by `Reading`; then the stage's inputs arrive as `ShownRows`."""
+    """Driver -> verifier: compute a text of `stage` again, all positions at once, and report the sketches in a
+    `ReadText`. Answered first by `Reading`; then the stage's inputs arrive as `ShownRows`."""
 
     fence: Fence
     stage: Count
@@ -242,7 +243,7 @@ class ReadAgain(WireMessage, frozen=True, kw_only=True, tag="read_again"):
 
 
 class Reading(WireMessage, frozen=True, kw_only=True, tag="reading"):
-    """Referee -> driver: ready to receive the stage's inputs."""
+    """Verifier -> driver: ready to receive the stage's inputs."""
 
     fence: Fence
     stage: Count
@@ -250,7 +251,7 @@ class Reading(WireMessage, frozen=True, kw_only=True, tag="reading"):
 
 
 class ShowRows(WireMessage, frozen=True, kw_only=True, tag="show_rows"):
-    """Driver -> member: send the referee `peer` what your `stage` sent on and retains of this text, as `ShownRows`."""
+    """Driver -> member: send the verifier `peer` what your `stage` sent on and retains of this text, as `ShownRows`."""
 
     fence: Fence
     stage: Count
@@ -258,11 +259,11 @@ class ShowRows(WireMessage, frozen=True, kw_only=True, tag="show_rows"):
     segment: Segment
     peer: Peer
     reply: Fence
-    """Fence under which the referee accepts the rows."""
+    """Fence under which the verifier accepts the rows."""
 
 
 class ShownRows(WireMessage, frozen=True, kw_only=True, tag="shown_rows"):
-    """Member -> referee, in order: rows from position `start` on, as `stage` sent them. Stage -1 is the driver."""
+    """Member -> verifier, in order: rows from position `start` on, as `stage` sent them. Stage -1 is the driver."""
 
     fence: Fence
     stage: Annotated[int, Meta(ge=-1, le=2**20)]
@@ -272,8 +273,8 @@ class ShownRows(WireMessage, frozen=True, kw_only=True, tag="shown_rows"):
 
 
 class ReadText(WireMessage, frozen=True, kw_only=True, tag="read_text"):
-    """Referee -> driver: marks of all positions, float32 [positions, 16]. Tensors `got` and `gave`: the marks the stage
-    should have. `seen`: the marks that the receiver of its rows should have."""
+    """Verifier -> driver: sketches of all positions, float32 [positions, 16]. Tensors `got` and `gave`: the sketches
+    the stage should have. `seen`: the sketches that the receiver of its rows should have."""
 
     fence: Fence
     stage: Count

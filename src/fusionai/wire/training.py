@@ -51,7 +51,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     scale."""
     anchored: bool = False
     """Local updates: the optimizer state also contains the last agreed parameters, the outer momentum and the packing
-    error of the last difference."""
+    error of the last pseudo-gradient."""
     overlapped: bool = False
     """Local updates that train on during an exchange: the state also contains the parameters at which the last
     difference was taken."""
@@ -88,15 +88,16 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     sync_every: Count = 0
     """Local updates: steps between two exchanges with other jobs that train the same model; 0: no exchanges."""
     sync_codec: Exchanged = "none"
-    """Codec of differences and agreements."""
+    """Codec of pseudo-gradients and outer updates."""
     sync_lag: Count = 0
-    """Steps that a stage trains between sending its difference and adopting the agreement; less than `sync_every`."""
+    """Steps that a stage trains between sending its pseudo-gradient and adopting the outer update; less than
+    `sync_every`."""
     sync_steps: Count = 0
-    """Number of steps of the job. After the last one a stage waits for the agreement instead of training on."""
+    """Number of steps of the job. After the last one a stage waits for the outer update instead of training on."""
     sync_begun: Count = 0
     """Steps of the whole training run that were finished when this job began."""
     sync_rate: float = 1.0
-    """Learning rate of the outer step, which every stage computes itself from the combined differences."""
+    """Learning rate of the outer step, which every stage computes itself from the combined pseudo-gradients."""
     sync_momentum: float = 0.0
     """Nesterov momentum of the outer step."""
     sync_early: tuple[Count, Count, Count] = (0, 0, 0)
@@ -133,19 +134,20 @@ class Attach(WireMessage, frozen=True, kw_only=True, tag="attach"):
     boundary: msgspec.Raw
     options: StageOptions
     retain: bool = False
-    """In guarded jobs: keep sent boundary tensors for a neighbour's replay until the line passes their step."""
-    guard: Peer = ""
+    """In jobs with standbys: keep sent boundary tensors for a neighbour's replay until the watermark passes their
+    step."""
+    standby: Peer = ""
     """Peer that keeps snapshots of this stage; empty: none."""
-    guard_addresses: Addresses = ()
+    standby_addresses: Addresses = ()
     snapshot_every: Count = 0
     """Steps between two snapshots."""
     secret: Secret = b""
-    """Secret from which the keys of the stage's marks are derived (spot checks); empty: no marks are computed."""
+    """Secret from which the keys of the stage's sketches are derived (spot checks); empty: no sketches are computed."""
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
 class Prepare(WireMessage, frozen=True, kw_only=True, tag="prepare"):
-    """Driver -> guard, once the round runs: load and test this stage's program in advance, for the `Attach` that
+    """Driver -> standby, once the round runs: load and test this stage's program in advance, for the `Attach` that
     follows if the stage's peer is lost. It has no answer. Fields as in `Attach`, with tensor `graph`."""
 
     fence: Fence
@@ -189,14 +191,14 @@ class Resume(WireMessage, frozen=True, kw_only=True, tag="resume"):
     """Stages that replay these steps. The other stages send and need no tensors of these steps, except retained
     ones."""
     snapshot: bool = False
-    """Send the guard a snapshot on reaching `committed`."""
-    line: Count = 0
+    """Send the standby a snapshot on reaching `committed`."""
+    watermark: Count = 0
     """For `keep`, as in `Commit`: without it, a stage that misses commits repeatedly would retain more and more."""
 
 
 class Snapshot(WireMessage, frozen=True, kw_only=True, tag="snapshot"):
-    """Stage -> its guard (or holder -> holder, see `PassSnapshot`), on a state connection: some entries of the state of
-    `step`. Snapshots of this job taken before step `line` are no longer needed."""
+    """Stage -> its standby (or holder -> holder, see `PassSnapshot`), on a state connection: some entries of the state
+    of `step`. Snapshots of this job taken before step `watermark` are no longer needed."""
 
     fence: Fence
     stage: Count
@@ -204,7 +206,7 @@ class Snapshot(WireMessage, frozen=True, kw_only=True, tag="snapshot"):
     part: Count
     """Number of this part. Parts come in order from 0, the last one may be empty. After a gap the snapshot is
     unusable."""
-    line: Count
+    watermark: Count
     last: bool
     rest_of: Count | None = None
     """Step of an earlier snapshot that the receiver has completely. Entries that never change are taken from it and not
@@ -213,7 +215,7 @@ class Snapshot(WireMessage, frozen=True, kw_only=True, tag="snapshot"):
 
 
 class SnapshotKept(WireMessage, frozen=True, kw_only=True, tag="snapshot_kept"):
-    """Guard -> driver: this snapshot is complete."""
+    """Standby -> driver: this snapshot is complete."""
 
     fence: Fence
     stage: Count
@@ -314,7 +316,7 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
 
 class Sketch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """Random projections of the content of one message between stages (`execution.sketches`). `sent`: the stage that
-    computed the mark sent the message; false: it received it. `other`: the stage at the other end, -1 for the data
+    computed the sketch sent the message; false: it received it. `other`: the stage at the other end, -1 for the data
     feed."""
 
     sent: bool
@@ -333,12 +335,12 @@ class Prepared(WireMessage, frozen=True, kw_only=True, tag="prepared"):
     step: Count
     norms: Annotated[dict[Name, float], Meta(max_length=1_000_000)]
     spans: Annotated[tuple[Span, ...], Meta(max_length=100_000)] = ()
-    marks: Annotated[tuple[Sketch, ...], Meta(max_length=1_000_000)] = ()
-    """Marks of everything the stage received and sent in this step, if its `Attach` had a secret."""
+    sketches: Annotated[tuple[Sketch, ...], Meta(max_length=1_000_000)] = ()
+    """Sketches of everything the stage received and sent in this step, if its `Attach` had a secret."""
 
 
 class StepKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Key under which `stage` computed its marks of `step`."""
+    """Key under which `stage` computed its sketches of `step`."""
 
     stage: Count
     step: Count
@@ -346,9 +348,9 @@ class StepKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 
 class Recheck(WireMessage, frozen=True, kw_only=True, tag="recheck"):
-    """Driver -> referee: run steps `first` to `below` - 1 of a stage that another peer ran, starting from your snapshot
-    of `first`, and report the marks. Answered by `Rechecking` once the program is loaded. The stage's inputs then
-    arrive on state connections, in their original form. Fields as in `Attach`, with tensor `graph`."""
+    """Driver -> verifier: run steps `first` to `below` - 1 of a stage that another peer ran, starting from your
+    snapshot of `first`, and report the sketches. Answered by `Rechecking` once the program is loaded. The stage's
+    inputs then arrive on state connections, in their original form. Fields as in `Attach`, with tensor `graph`."""
 
     fence: Fence
     stage: Count
@@ -360,12 +362,12 @@ class Recheck(WireMessage, frozen=True, kw_only=True, tag="recheck"):
     records: Annotated[tuple[CommitRecord, ...], Meta(max_length=65_536)]
     """Commit records of these steps."""
     keys: Annotated[tuple[StepKey, ...], Meta(max_length=1_000_000)]
-    """Keys of the stage and of its neighbours: each of them computed its marks under its own key."""
+    """Keys of the stage and of its neighbours: each of them computed its sketches under its own key."""
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
 class Rechecking(WireMessage, frozen=True, kw_only=True, tag="rechecking"):
-    """Referee -> driver: ready to receive the stage's inputs."""
+    """Verifier -> driver: ready to receive the stage's inputs."""
 
     fence: Fence
     stage: Count
@@ -373,8 +375,8 @@ class Rechecking(WireMessage, frozen=True, kw_only=True, tag="rechecking"):
     below: Count
 
 
-class SendEvidence(WireMessage, frozen=True, kw_only=True, tag="testify"):
-    """Driver -> member: send the referee `peer` again the retained tensors that your `stage` sent to stage `about` in
+class SendEvidence(WireMessage, frozen=True, kw_only=True, tag="send_evidence"):
+    """Driver -> member: send the verifier `peer` again the retained tensors that your `stage` sent to stage `about` in
     steps `first` to `below` - 1."""
 
     fence: Fence
@@ -386,7 +388,7 @@ class SendEvidence(WireMessage, frozen=True, kw_only=True, tag="testify"):
     addresses: Addresses
 
 
-class EvidenceMissing(WireMessage, frozen=True, kw_only=True, tag="untold"):
+class EvidenceMissing(WireMessage, frozen=True, kw_only=True, tag="evidence_missing"):
     """Member -> driver, answer to a `SendEvidence` that it can't obey: some of what `stage` sent to `about` is not
     retained."""
 
@@ -396,11 +398,11 @@ class EvidenceMissing(WireMessage, frozen=True, kw_only=True, tag="untold"):
 
 
 class SketchesOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Marks of `step` that `stage` should have reported, as computed by the referee."""
+    """Sketches of `step` that `stage` should have reported, as computed by the verifier."""
 
     stage: Count
     step: Count
-    marks: Annotated[tuple[Sketch, ...], Meta(max_length=1_000_000)]
+    sketches: Annotated[tuple[Sketch, ...], Meta(max_length=1_000_000)]
 
 
 class StepNorms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -411,31 +413,31 @@ class StepNorms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
 
 class Rechecked(WireMessage, frozen=True, kw_only=True, tag="rechecked"):
-    """Referee -> driver: the result of running a stretch of steps again, or the `reason` why there is no result."""
+    """Verifier -> driver: the result of running an audit interval again, or the `reason` why there is no result."""
 
     fence: Fence
     stage: Count
     first: Count
     below: Count
-    marks: Annotated[tuple[SketchesOf, ...], Meta(max_length=1_000_000)] = ()
+    sketches: Annotated[tuple[SketchesOf, ...], Meta(max_length=1_000_000)] = ()
     norms: Annotated[tuple[StepNorms, ...], Meta(max_length=65_536)] = ()
-    state_apart: float = 0.0
+    state_distance: float = 0.0
     """Distance between the snapshot of `below` and the state that was computed: norm of the difference divided by the
     norm of the snapshot. The maximum over the parameters and each kind of optimizer slot."""
-    begin_apart: float = 0.0
+    begin_distance: float = 0.0
     """For `first` = 0: the same distance between the snapshot of step 0 and the parameters as initialised by their
     rules."""
     reason: Text = ""
 
 
 class Commit(WireMessage, frozen=True, kw_only=True, tag="commit"):
-    """Driver -> stages: apply this step. Retained tensors of steps below `line` may be discarded. `save`: stream the
-    resulting state (`StateChunk`) before going on."""
+    """Driver -> stages: apply this step. Retained tensors of steps below `watermark` may be discarded. `save`: stream
+    the resulting state (`StateChunk`) before going on."""
 
     fence: Fence
     stage: Count
     record: CommitRecord
-    line: Count
+    watermark: Count
     save: bool = False
 
 
@@ -447,9 +449,9 @@ class Applied(WireMessage, frozen=True, kw_only=True, tag="applied"):
     step: Count
 
 
-class PseudoGradient(WireMessage, frozen=True, kw_only=True, tag="difference"):
+class PseudoGradient(WireMessage, frozen=True, kw_only=True, tag="pseudo_gradient"):
     """Stage -> driver, after the last optimizer step before an exchange: the change of the stage's parameters since the
-    last agreement (agreed - present, plus the packing error of the last exchange). Each message carries some of the
+    last outer update (agreed - present, plus the packing error of the last exchange). Each message carries some of the
     parameters."""
 
     fence: Fence
@@ -460,7 +462,7 @@ class PseudoGradient(WireMessage, frozen=True, kw_only=True, tag="difference"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
 
 
-class OuterUpdateChunk(WireMessage, frozen=True, kw_only=True, tag="agreement"):
+class OuterUpdateChunk(WireMessage, frozen=True, kw_only=True, tag="outer_update"):
     """Driver -> stage: the parameters agreed on after `step`, in one of the forms of `ParameterForm`. Each message
     carries some of the parameters."""
 
@@ -468,7 +470,7 @@ class OuterUpdateChunk(WireMessage, frozen=True, kw_only=True, tag="agreement"):
     stage: Count
     step: Count
     last: bool
-    told: ParameterForm
+    form: ParameterForm
     packed: Annotated[tuple[PackedTensor, ...], Meta(max_length=100_000)] = ()
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
 

@@ -75,7 +75,7 @@ OWNER, A, B, C = (peer_of(key_of(number)) for number in (1, 2, 3, 4))
 
 
 def plan_of(
-    *peers: PeerId, owner: PeerId = OWNER, version: int = 0, guards: tuple[Standby, ...] = (), snapshot_every: int = 4
+    *peers: PeerId, owner: PeerId = OWNER, version: int = 0, standbys: tuple[Standby, ...] = (), snapshot_every: int = 4
 ) -> msgspec.Raw:
     stages = [StagePlacement(stage=n, peer=peer, blocks=(n, n + 1)) for n, peer in enumerate(peers)]
     loss = StagePlacement(stage=len(peers), peer=owner, blocks=(len(peers), len(peers) + 1), roles=("loss",))
@@ -84,8 +84,8 @@ def plan_of(
         graph_hash="g",
         stages=(*stages, loss),
         feed=owner,
-        guards=guards,
-        snapshot_every=snapshot_every if guards else 0,
+        standbys=standbys,
+        snapshot_every=snapshot_every if standbys else 0,
         microbatches=1,
         step_time_s=1.0,
         tokens_per_s=1.0,
@@ -425,15 +425,15 @@ def test_a_job_from_request_to_end(play):
     play(scene)
 
 
-def test_guards_are_reserved_shown_and_get_tickets(play):
+def test_standbys_are_reserved_shown_and_get_tickets(play):
     async def scene(bench: Bench) -> None:
         owner = await bench.member(1)
         for number, peer in ((2, A), (3, B), (4, C)):
             await (await bench.member(number)).ask(registration(peer))
-        guards = (Standby(stage=1, peer=C), Standby(stage=0, peer=C))
-        granted = await owner.ask(JobRequest(job="job-1", title="t", plan=plan_of(A, B, guards=guards)))
+        standbys = (Standby(stage=1, peer=C), Standby(stage=0, peer=C))
+        granted = await owner.ask(JobRequest(job="job-1", title="t", plan=plan_of(A, B, standbys=standbys)))
         assert isinstance(granted, JobGranted)
-        assert [(member.peer, member.state, member.stages, member.guards) for member in granted.members] == [
+        assert [(member.peer, member.state, member.stages, member.standbys) for member in granted.members] == [
             (A, "active", (0,), ()),
             (B, "active", (1,), ()),
             (C, "active", (), (0, 1)),
@@ -446,7 +446,7 @@ def test_guards_are_reserved_shown_and_get_tickets(play):
             (A, 0, "stage"),
             (B, 1, "stage"),
             (OWNER, 2, "stage"),
-            (C, 0, "guard"),
+            (C, 0, "standby"),
             (OWNER, -1, "driver"),
         ]
         assert await owner.refused(JobRequest(job="job-2", title="t", plan=plan_of(C))) == "busy"
@@ -463,7 +463,7 @@ def test_guards_are_reserved_shown_and_get_tickets(play):
 
 
 @pytest.mark.parametrize(
-    ("guards", "every"),
+    ("standbys", "every"),
     [
         ((Standby(stage=0, peer=C), Standby(stage=0, peer=B)), 4),
         ((Standby(stage=0, peer=A),), 4),
@@ -473,12 +473,12 @@ def test_guards_are_reserved_shown_and_get_tickets(play):
     ],
     ids=["twice", "of itself", "no such stage", "never", "negative"],
 )
-def test_guards_that_guard_nothing_are_refused(play, guards: tuple[Standby, ...], every: int):
+def test_standbys_that_standby_nothing_are_refused(play, standbys: tuple[Standby, ...], every: int):
     async def scene(bench: Bench) -> None:
         owner = await bench.member(1)
         for number, peer in ((2, A), (3, B), (4, C)):
             await (await bench.member(number)).ask(registration(peer))
-        plan = plan_of(A, B, guards=guards, snapshot_every=every)
+        plan = plan_of(A, B, standbys=standbys, snapshot_every=every)
         assert await owner.refused(JobRequest(job="job-1", title="t", plan=plan)) == "bad_message"
         assert bench.on_disk().jobs == {}
 
@@ -496,14 +496,14 @@ def test_a_serving_plan_keeps_both_ends_with_its_owner_and_needs_no_snapshots(pl
             for stage, role in ((0, "feed"), (3, "loss"))
         ]
         layers = [StagePlacement(stage=n, peer=peer, blocks=(n, n + 1)) for n, peer in ((1, A), (2, B))]
-        guards = (Standby(stage=1, peer=C), Standby(stage=2, peer=C))
+        standbys = (Standby(stage=1, peer=C), Standby(stage=2, peer=C))
         serving = msgspec.structs.replace(
-            training, task="serve", stages=(ends[0], *layers, ends[1]), guards=guards, snapshot_every=0
+            training, task="serve", stages=(ends[0], *layers, ends[1]), standbys=standbys, snapshot_every=0
         )
         plan = msgspec.Raw(msgspec.msgpack.encode(serving))
         granted = await owner.ask(JobRequest(job="job-1", title="t", plan=plan))
         assert isinstance(granted, JobGranted)
-        assert [(member.peer, member.stages, member.guards) for member in granted.members] == [
+        assert [(member.peer, member.stages, member.standbys) for member in granted.members] == [
             (A, (1,), ()),
             (B, (2,), ()),
             (C, (), (1, 2)),

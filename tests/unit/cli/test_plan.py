@@ -145,7 +145,7 @@ def test_without_an_owner_everything_is_placed_with_the_pool(graph: None, files:
 
 
 @pytest.mark.slow
-def test_who_guards_whom_and_how_often(graph: None, files: Path, capsys: pytest.CaptureFixture[str]):
+def test_who_standbys_whom_and_how_often(graph: None, files: Path, capsys: pytest.CaptureFixture[str]):
     twins = """
 [[peers]]
 name = "twin"
@@ -163,15 +163,16 @@ memory = "4GB"
     written = json.loads((files / "plan.json").read_text())
     active = {stage["peer"] for stage in written["stages"]}
     spare = {"twin-1", "twin-2", "twin-3"} - active
-    assert written["guards"] == [{"stage": stage, "peer": spare.copy().pop()} for stage in (0, 1)]
-    assert written["unguarded"] == []
+    assert written["standbys"] == [{"stage": stage, "peer": spare.copy().pop()} for stage in (0, 1)]
+    assert written["without_standby"] == []
+    assert (written["guards"], written["unguarded"]) == (written["standbys"], []), "the older names"
     assert written["snapshot_every"] >= 1
     shown = capsys.readouterr().out
     assert f"Stage 1 has the warm standby {spare.pop()}." in shown
     assert "Snapshots: a snapshot every " in shown
     assert planned(files, "--stages", "3", "--takeover", "exact") == 0
     written = json.loads((files / "plan.json").read_text())
-    assert (written["guards"], written["unguarded"], written["snapshot_every"]) == ([], [0, 1, 2], 0)
+    assert (written["standbys"], written["without_standby"], written["snapshot_every"]) == ([], [0, 1, 2], 0)
     assert "Stage 0 has no warm standby: odd: it computes other bits" in capsys.readouterr().out
     # By default a machine of other numerics stands by where no equal one does.
     assert planned(files, "--stages", "3") == 0

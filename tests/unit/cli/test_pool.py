@@ -23,8 +23,8 @@ def member(**changes: object) -> MemberView:
     ("view", "state", "part"),
     [
         (member(stages=(0, 2), job="job-1"), "working", "runs 0 2"),
-        (member(guards=(1, 3), job="job-1"), "working", "standby of 1 3"),
-        (member(stages=(0,), guards=(1,), job="job-1"), "working", "runs 0, standby of 1"),
+        (member(standbys=(1, 3), job="job-1"), "working", "standby of 1 3"),
+        (member(stages=(0,), standbys=(1,), job="job-1"), "working", "runs 0, standby of 1"),
         (member(state="idle"), "standing by", ""),
         (member(state="resting", rests_s=240.0), "resting 4 min 0 s", ""),
         (member(state="draining", stages=(1,), job="job-1"), "leaving", "runs 1"),
@@ -35,12 +35,12 @@ def test_a_row_says_what_a_member_does(view: MemberView, state: str, part: str):
     assert (row[1], row[6], row[7], row[8]) == ("attic", state, view.job, part)
 
 
-def test_figures_have_guards_and_rest():
-    figures = pool._figures(member(guards=(1,), rests_s=3.0), PROFILE)
-    assert (figures["guards"], figures["rests_s"]) == ([1], 3.0)
+def test_figures_have_standbys_and_rest():
+    figures = pool._figures(member(standbys=(1,), rests_s=3.0), PROFILE)
+    assert (figures["standby_of"], figures["guards"], figures["rests_s"]) == ([1], [1], 3.0)
 
 
-def test_each_link_counts_by_its_best_way():
+def test_each_link_counts_by_its_best_route():
     links = (
         LinkView("b" * 52, "relay", 2, 0.0),
         LinkView("b" * 52, "lan", 1, 0.0),
@@ -48,6 +48,9 @@ def test_each_link_counts_by_its_best_way():
     )
     view = member(links=links)
     assert "1 lan, 1 relay" in pool._row(view, PROFILE)
-    ways = pool._figures(view, PROFILE)["links"]
+    written = pool._figures(view, PROFILE)["links"]
     unknown = {"round_trip_s": None, "bandwidth_bytes_per_s": None, "probed_bytes_per_s": None, "loss": 0.0}
-    assert ways == [{"peer": link.peer, "way": link.way, "channels": link.channels, **unknown} for link in links]
+    assert written == [
+        {"peer": link.peer, "route": link.route, "way": link.route, "channels": link.channels, **unknown}
+        for link in links
+    ]

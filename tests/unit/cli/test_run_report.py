@@ -21,7 +21,7 @@ TOWER, LAPTOP, ATTIC, OWNER = "a" * 52, "b" * 52, "c" * 52, "o" * 52
 NAMES = {TOWER: "tower", LAPTOP: "laptop", ATTIC: "attic", OWNER: "job owner"}
 
 
-def plan(version: int, first: str, second: str, guard: str = "") -> Plan:
+def plan(version: int, first: str, second: str, standby: str = "") -> Plan:
     return Plan(
         version=version,
         graph_hash="g",
@@ -31,7 +31,7 @@ def plan(version: int, first: str, second: str, guard: str = "") -> Plan:
             StagePlacement(stage=2, peer=OWNER, blocks=(2, 3), roles=("loss",), fingerprint="x"),
         ),
         feed=OWNER,
-        guards=(Standby(stage=1, peer=guard),) if guard else (),
+        standbys=(Standby(stage=1, peer=standby),) if standby else (),
         microbatches=2,
         step_time_s=1.0,
         tokens_per_s=1.0,
@@ -154,7 +154,7 @@ def test_the_report_has_the_time_line(told: Told) -> None:
         (TOWER, "stage", 0, 0.0, 5.5),
         (LAPTOP, "stage", 1, 0.0, 1.5),
         (LAPTOP, "away", None, 1.5, 4.0),
-        (ATTIC, "guard", 1, 0.0, 1.7),
+        (ATTIC, "standby", 1, 0.0, 1.7),
         (ATTIC, "stage", 1, 1.7, 5.5),
     }
 

@@ -79,8 +79,8 @@ def test_for_trusted_peers_the_others_are_left_out_and_named(monkeypatch: pytest
     profile = msgspec.structs.replace(known.profile, peer=peer)
     attic = PoolMember(msgspec.structs.replace(known.view, peer=peer), profile)
     word = endorse(signer, PeerId(peer), name="", now_wall_s=time.time(), lifetime_s=60, serial=bytes(16))
-    circle = TrustList(signers=(Signer(key_text(public_bytes(signer.public_key()))),), endorsements=(word,))
-    save_trust_list(tmp_path / "trust.json", circle)
+    trust_list = TrustList(signers=(Signer(key_text(public_bytes(signer.public_key()))),), endorsements=(word,))
+    save_trust_list(tmp_path / "trust.json", trust_list)
     pool_of(monkeypatch, attic, member("barn", "idle"))
     found = session.pool_profiles(tmp_path, trusted=True)
     assert [one.name for one in found.peers] == ["attic"]

@@ -1,4 +1,4 @@
-"""`fusion trust`: the circle as people keep it, by full keys, in files of their own."""
+"""`fusion trust`: the trust list as people keep it, by full keys, in files of their own."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ NAMES = {letter * 52: name for letter, name in zip("abcd", ("tower", "laptop", "
 TOWER, LAPTOP, ATTIC, HERON = NAMES
 
 
-def plan(version: int, *peers: str, guards: dict[int, str] | None = None, odd: str = "") -> Plan:
+def plan(version: int, *peers: str, standbys: dict[int, str] | None = None, odd: str = "") -> Plan:
     """`odd`: the peer with other numerics."""
     return Plan(
         version=version,
@@ -22,7 +22,7 @@ def plan(version: int, *peers: str, guards: dict[int, str] | None = None, odd: s
             for i, p in enumerate(peers)
         ),
         feed=peers[0],
-        guards=tuple(Standby(stage=stage, peer=peer) for stage, peer in (guards or {}).items()),
+        standbys=tuple(Standby(stage=stage, peer=peer) for stage, peer in (standbys or {}).items()),
         microbatches=4,
         step_time_s=1.0,
         tokens_per_s=1.0,
@@ -47,7 +47,7 @@ def committed(step: int, *, replayed: bool = False) -> progress.StepDone:
 def story() -> FaultReport:
     told = FaultReport()
     members = [PeerProfile(peer=peer, name=name, flops_per_s=1.0, memory_bytes=1) for peer, name in NAMES.items()]
-    told.begin(plan(1, TOWER, LAPTOP, guards={1: ATTIC}), members)
+    told.begin(plan(1, TOWER, LAPTOP, standbys={1: ATTIC}), members)
     told.see(committed(10), 0.0)
     return told
 
@@ -91,8 +91,8 @@ def test_other_numerics_are_said(story: FaultReport) -> None:
     assert story.episodes[0].exact is False
 
 
-def test_a_lost_guard_stops_nothing(story: FaultReport) -> None:
-    assert story.see(lost(ATTIC, "guard", ()), 5.0) == (
+def test_a_lost_standby_stops_nothing(story: FaultReport) -> None:
+    assert story.see(lost(ATTIC, "standby", ()), 5.0) == (
         "step 12: attic, warm standby of stage 1, is lost: connection closed; the job continues",
     )
     assert story.open() == []
@@ -169,8 +169,8 @@ def test_a_stranger_is_called_by_its_key(story: FaultReport) -> None:
     assert story.name("z" * 52) == "newcomer"
 
 
-def test_a_liar_is_named_with_what_it_did_and_what_follows(story: FaultReport) -> None:
-    wrong = progress.FaultSeen("liar", LAPTOP, (1,), 11, "activations for stage 2 differ by 0.01 of their size")
+def test_a_faulty_peer_is_named_with_what_it_did_and_what_follows(story: FaultReport) -> None:
+    wrong = progress.FaultSeen("faulty", LAPTOP, (1,), 11, "activations for stage 2 differ by 0.01 of their size")
     what = "activations for stage 2 differ by 0.01 of their size"
     said = f"stage 1 on laptop gave wrong results and gets no more work from this job: {what}"
     assert story.see(wrong, 5.0) == (f"step 12: {said}",)
@@ -180,8 +180,8 @@ def test_a_liar_is_named_with_what_it_did_and_what_follows(story: FaultReport) -
     assert "heron takes over from a stored state of step 8" in line
 
 
-def test_a_guard_that_accused_the_honest_stops_nothing(story: FaultReport) -> None:
-    wrong = progress.FaultSeen("liar", ATTIC, (), 11, "its word against another peer did not hold")
+def test_a_standby_that_accused_the_honest_stops_nothing(story: FaultReport) -> None:
+    wrong = progress.FaultSeen("faulty", ATTIC, (), 11, "its word against another peer did not hold")
     (line,) = story.see(wrong, 5.0)
     assert line.endswith("its word against another peer did not hold; the job continues")
     assert line.startswith("step 12: attic, a spare, gave wrong results")

@@ -86,14 +86,14 @@ def test_an_endorsement_that_expires_meanwhile_counts_no_more(tmp_path: Path):
 
 class Driver:
     def __init__(self, *peers: str) -> None:
-        plan = SimpleNamespace(stages=[SimpleNamespace(peer=peer) for peer in peers], guards=(), feed=ME)
+        plan = SimpleNamespace(stages=[SimpleNamespace(peer=peer) for peer in peers], standbys=(), feed=ME)
         self.deployment = cast("Any", SimpleNamespace(plan=plan))
         self.out: list[tuple[PeerId, str]] = []
-        self.told = asyncio.Event()
+        self.notes = asyncio.Event()
 
     def shut_out(self, peer: PeerId, reason: str) -> None:
         self.out.append((peer, reason))
-        self.told.set()
+        self.notes.set()
 
 
 @in_a_loop
@@ -109,7 +109,7 @@ async def test_who_is_revoked_while_the_job_runs_is_shut_out(tmp_path: Path):
             tmp_path / "trust.json",
             TrustList(signers=CIRCLE.signers, endorsements=CIRCLE.endorsements, revoked=(Revoked(ADA, 0),)),
         )
-        await asyncio.wait_for(driver.told.wait(), 5.0)
+        await asyncio.wait_for(driver.notes.wait(), 5.0)
         watching.cancel()
         assert driver.out[0] == (ADA, "it is not trusted (any more): its key is revoked in this machine's trust file.")
     finally:

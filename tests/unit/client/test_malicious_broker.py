@@ -34,7 +34,7 @@ from fusionai.wire.messages import Fence, Message
 from harness.in_a_loop import in_a_loop
 from harness.malicious_pool import Lender, Lie, MaliciousPool
 from harness.told_pool import OWNER
-from harness.told_pool import problem as told_problem
+from harness.told_pool import problem as rounded_problem
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +51,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def problem_of(pool: MaliciousPool, task: Task, members: tuple[PoolMember, ...]) -> Problem:
     made = msgspec.structs.replace(
-        told_problem(*(one.profile for one in members)), owner=msgspec.structs.replace(OWNER, peer=pool.trust.me)
+        rounded_problem(*(one.profile for one in members)), owner=msgspec.structs.replace(OWNER, peer=pool.trust.me)
     )
     if task == "train":
         return made
@@ -154,8 +154,8 @@ async def test_one_that_was_revoked_is_not_brought_back_by_its_old_endorsement(t
     async with MaliciousPool(tmp_path) as pool:
         await friends(pool)
         cyd = await pool.lend("cyd", pool.endorsement("cyd"))
-        circle = load_trust_list(pool.circle.path)
-        save_trust_list(pool.circle.path, msgspec.structs.replace(circle, revoked=(Revoked(cyd.peer, 0),)))
+        trust_list = load_trust_list(pool.trust_list.path)
+        save_trust_list(pool.trust_list.path, msgspec.structs.replace(trust_list, revoked=(Revoked(cyd.peer, 0),)))
         deployment = await begun(pool, replanner_of(pool, task), task)
         assert others(pool, deployment.plan) == {"ada", "bob"}
         assert "revoked" in deployment.plan.excluded[0].reason
@@ -208,10 +208,10 @@ async def test_a_plan_that_the_broker_changes_is_not_obeyed_at_any_level(
     async with MaliciousPool(tmp_path, level=level) as pool:
         ada, _ = await friends(pool)
         eve = await pool.lend("eve", memory_bytes=1)
-        guard = Standby(stage=0, peer=eve.peer)
+        standby = Standby(stage=0, peer=eve.peer)
         for change in (
             lambda plan: _swapped(plan, ada.peer, eve.peer),
-            lambda plan: msgspec.structs.replace(plan, guards=(guard,), snapshot_every=1),
+            lambda plan: msgspec.structs.replace(plan, standbys=(standby,), snapshot_every=1),
             lambda plan: msgspec.structs.replace(plan, feed=eve.peer),
             lambda plan: msgspec.structs.replace(plan, stages=plan.stages[::-1]),
         ):
@@ -311,17 +311,17 @@ async def test_without_a_trust_file_that_can_be_read_nobody_is_asked(tmp_path: P
         ada, _ = await friends(pool)
         replanner = replanner_of(pool, task)
         deployment = await begun(pool, replanner, task)
-        whole = load_trust_list(pool.circle.path)
+        whole = load_trust_list(pool.trust_list.path)
         opening = wire.OpenJob(job=JOB, fence=Fence(1, 1, 0), ticket=b"")
         for harm in BROKEN.values():
-            harm(pool.circle.path)
+            harm(pool.trust_list.path)
             with pytest.raises(PlanError, match="no trusted peer is free"):
                 await begun(pool, replanner_of(pool, task), task)
             with pytest.raises(RefusedError, match="may not work for this job"):
                 await replanner.renewed(deployment)
             with pytest.raises(TrustError):
                 await open_job(pool.session.transport, ada.listener.addresses, ada.peer, "control", opening)
-            save_trust_list(pool.circle.path, whole)
+            save_trust_list(pool.trust_list.path, whole)
         assert ada.heard == []
         await replanner.renewed(deployment)
 

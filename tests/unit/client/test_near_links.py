@@ -7,15 +7,15 @@ import msgspec
 from fusionai.client.pool.session import BETTER, MOST_MEMBERS, PoolMember, near_links
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import Link
-from fusionai.wire.messages import LinkView, Way
+from fusionai.wire.messages import LinkView, RouteKind
 from harness.told_pool import member, problem
 
 LINE = Link(bandwidth_bytes_per_s=2.5e6, latency_s=0.02)
 LAN_BYTES_PER_S = 1e8
 
 
-def lan(peer: str, bytes_per_s: float = LAN_BYTES_PER_S, way: Way = "lan") -> LinkView:
-    return LinkView(peer, way, 0, 0.001, probed_bytes_per_s=bytes_per_s)
+def lan(peer: str, bytes_per_s: float = LAN_BYTES_PER_S, route: RouteKind = "lan") -> LinkView:
+    return LinkView(peer, route, 0, 0.001, probed_bytes_per_s=bytes_per_s)
 
 
 def at_home(name: str, *links: LinkView) -> PoolMember:
@@ -36,7 +36,7 @@ def test_of_two_findings_the_slower_counts() -> None:
 def test_what_is_hardly_better_or_no_neighbour_is_left_out() -> None:
     barely = LINE.bandwidth_bytes_per_s * BETTER * 0.99
     assert near_links([at_home("a", lan("b", barely)), at_home("b")]) == {}
-    assert near_links([at_home("a", lan("b", way="direct")), at_home("b")]) == {}
+    assert near_links([at_home("a", lan("b", route="direct")), at_home("b")]) == {}
     assert near_links([at_home("a", lan("b", 0.0)), at_home("b")]) == {}
     assert near_links([at_home("a", lan("gone"), lan("a")), at_home("b")]) == {}
 

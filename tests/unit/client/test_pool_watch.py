@@ -1,4 +1,4 @@
-"""What a running job makes of its pool: work handed over, guards found, tickets renewed, one offer at a time."""
+"""What a running job makes of its pool: work handed over, standbys found, tickets renewed, one offer at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ALL = (working("a"), working("b"))
 class FakeDriver:
     deployment: Deployment
     is_waiting: bool = False
-    sheltered: frozenset[int] = frozenset()
+    warm_stages: frozenset[int] = frozenset()
     offers: list[tuple[Deployment, str]] = field(default_factory=list)
     renewals: list[Deployment] = field(default_factory=list)
     fallen: set[str] = field(default_factory=set[str])
@@ -69,7 +69,7 @@ class Bench:
 
     def lose_guard(self, peer: str) -> None:
         self.driver.fallen.add(peer)
-        self.watch.see(progress.FaultSeen("guard", peer, (), 0, "gone"))
+        self.watch.see(progress.FaultSeen("standby", peer, (), 0, "gone"))
 
 
 Make = Callable[..., Bench]
@@ -79,8 +79,8 @@ Make = Callable[..., Bench]
 def bench(tmp_path: Path) -> Iterator[Make]:
     with CommitJournal(tmp_path / "journal.sqlite") as journal:
 
-        def make(*looks: Any, guarded: bool = False, lasts_s: float = 600.0, policy: str = "exact") -> Bench:
-            peers = [profile("a"), profile("b"), *([profile("c")] if guarded else [])]
+        def make(*looks: Any, from_standby: bool = False, lasts_s: float = 600.0, policy: str = "exact") -> Bench:
+            peers = [profile("a"), profile("b"), *([profile("c")] if from_standby else [])]
             base = problem(*peers)
             plan = msgspec.structs.replace(planned(msgspec.structs.replace(base, required=("a", "b"))), version=1)
             journal.adopt_plan(1, msgspec.json.encode(plan))
@@ -115,45 +115,45 @@ def test_a_pool_that_offers_nothing_is_left_alone(bench: Make):
     assert not one.pool.asked
 
 
-def test_a_machine_that_joins_guards_what_nobody_guards(bench: Make):
+def test_a_machine_that_joins_standbys_what_nobody_standbys(bench: Make):
     one = bench((*ALL, member("d")))
     one.look()
     ((found, reason),) = one.driver.offers
     assert places(found.plan) == places(one.driver.plan)
-    assert {guard.stage: guard.peer for guard in found.plan.guards} == {0: "d", 1: "d"}
+    assert {standby.stage: standby.peer for standby in found.plan.standbys} == {0: "d", 1: "d"}
     assert reason == "a warm standby for stages 0, 1 is available"
 
 
-def test_a_guard_that_is_left_takes_on_the_stage_of_one_that_was_lost(bench: Make):
-    one = bench((*ALL, working("c")), guarded=True)
+def test_a_standby_that_is_left_takes_on_the_stage_of_one_that_was_lost(bench: Make):
+    one = bench((*ALL, working("c")), from_standby=True)
     whole = one.driver.plan
     one.driver.deployment = Deployment(
-        plan=msgspec.structs.replace(whole, guards=whole.guards[:1]), tickets=one.driver.deployment.tickets
+        plan=msgspec.structs.replace(whole, standbys=whole.standbys[:1]), tickets=one.driver.deployment.tickets
     )
     one.look()
     ((found, reason),) = one.driver.offers
-    assert {guard.stage: guard.peer for guard in found.plan.guards} == {0: "c", 1: "c"}
+    assert {standby.stage: standby.peer for standby in found.plan.standbys} == {0: "c", 1: "c"}
     assert reason == "a warm standby for stage 1 is available"
 
 
-def test_a_lost_guard_is_made_up_for_by_another_at_the_next_look(bench: Make):
-    one = bench((*ALL, working("c"), member("d")), guarded=True)
-    assert {guard.peer for guard in one.driver.plan.guards} == {"c"}
+def test_a_lost_standby_is_made_up_for_by_another_at_the_next_look(bench: Make):
+    one = bench((*ALL, working("c"), member("d")), from_standby=True)
+    assert {standby.peer for standby in one.driver.plan.standbys} == {"c"}
     one.look()
-    assert not one.driver.offers, "all are guarded"
+    assert not one.driver.offers, "all are with a standby"
     one.lose_guard("c")
     one.look()
     ((found, reason),) = one.driver.offers
-    assert {guard.stage: guard.peer for guard in found.plan.guards} == {0: "d", 1: "d"}
+    assert {standby.stage: standby.peer for standby in found.plan.standbys} == {0: "d", 1: "d"}
     assert reason == "a warm standby for stages 0, 1 is available"
 
 
 @pytest.mark.parametrize("state", ["idle", "active"])
-def test_a_lost_guard_that_is_heard_again_guards_again(bench: Make, state: str):
+def test_a_lost_standby_that_is_heard_again_standbys_again(bench: Make, state: str):
     """A process started anew stands by; one that was frozen still has its place with the broker."""
     gone = member("c", state="lost", job=JOB)
     silent, heard = (member("c", state=state, job=JOB if state == "active" else "", last_heard_s=s) for s in (5.0, 0.2))
-    one = bench((*ALL, gone), (*ALL, silent), (*ALL, heard), (*ALL, heard), guarded=True)
+    one = bench((*ALL, gone), (*ALL, silent), (*ALL, heard), (*ALL, heard), from_standby=True)
     one.lose_guard("c")
     one.look()
     assert not one.driver.offers, "it is not there"
@@ -162,7 +162,7 @@ def test_a_lost_guard_that_is_heard_again_guards_again(bench: Make, state: str):
     assert not one.driver.offers, "it was heard before it was lost, not since"
     one.look()
     ((found, _),) = one.driver.offers
-    assert {guard.stage: guard.peer for guard in found.plan.guards} == {0: "c", 1: "c"}
+    assert {standby.stage: standby.peer for standby in found.plan.standbys} == {0: "c", 1: "c"}
     one.driver.adopt()
     one.lose_guard("c")
     one.clock.seconds += 2.0
@@ -170,11 +170,11 @@ def test_a_lost_guard_that_is_heard_again_guards_again(bench: Make, state: str):
     assert len(one.driver.offers) == 1, "the second time it must have been there for longer"
 
 
-def test_a_guard_that_fails_each_time_is_asked_ever_more_seldom_until_it_joins_anew(bench: Make):
+def test_a_standby_that_fails_each_time_is_asked_ever_more_seldom_until_it_joins_anew(bench: Make):
     """Its process never ends: nothing of it has changed."""
-    one = bench((*ALL, member("c")), guarded=True)
+    one = bench((*ALL, member("c")), from_standby=True)
     one.driver.deployment = Deployment(
-        plan=msgspec.structs.replace(one.driver.plan, guards=()), tickets=one.driver.deployment.tickets
+        plan=msgspec.structs.replace(one.driver.plan, standbys=()), tickets=one.driver.deployment.tickets
     )
     said: list[str] = []
     one.watch._replanner.say = said.append
@@ -202,12 +202,12 @@ def test_a_guard_that_fails_each_time_is_asked_ever_more_seldom_until_it_joins_a
     assert len(one.driver.offers) == before + 1
 
 
-def test_a_guard_that_stood_by_for_long_is_asked_soon_after_its_loss(bench: Make):
-    one = bench((*ALL, working("c")), guarded=True)
+def test_a_standby_that_stood_by_for_long_is_asked_soon_after_its_loss(bench: Make):
+    one = bench((*ALL, working("c")), from_standby=True)
     for _ in range(8):
         one.watch._replanner.note_lost("c")
     one.watch._replanner._missing.clear()
-    one.driver.sheltered = frozenset({0, 1})
+    one.driver.warm_stages = frozenset({0, 1})
     one.look()
     one.clock.seconds += 121.0
     one.look()
@@ -217,11 +217,11 @@ def test_a_guard_that_stood_by_for_long_is_asked_soon_after_its_loss(bench: Make
     assert len(one.driver.offers) == 1
 
 
-def test_a_plan_whose_guard_falls_while_it_is_made_is_not_offered(bench: Make):
+def test_a_plan_whose_standby_falls_while_it_is_made_is_not_offered(bench: Make):
     one = bench((*ALL, member("d")), ALL)
 
     async def falls(job: JobId, title: str, plan: Plan, steps: int) -> Deployment:
-        one.watch.see(progress.FaultSeen("guard", "d", (), 0, "gone"))
+        one.watch.see(progress.FaultSeen("standby", "d", (), 0, "gone"))
         return await granted(job, title, plan, steps)
 
     granted, one.pool.request = one.pool.request, falls
@@ -231,7 +231,7 @@ def test_a_plan_whose_guard_falls_while_it_is_made_is_not_offered(bench: Make):
     one.look()
     ((found, reason),) = one.driver.offers
     assert places(found.plan) == places(one.driver.plan)
-    assert not found.plan.guards
+    assert not found.plan.standbys
     assert reason == "the broker had another plan in force"
 
 
@@ -245,22 +245,22 @@ def test_one_offer_at_a_time_unless_it_is_never_taken(bench: Make):
     assert len(one.driver.offers) == 2
 
 
-def test_who_leaves_hands_its_work_over_and_guards_it_meanwhile(bench: Make):
+def test_who_leaves_hands_its_work_over_and_standbys_it_meanwhile(bench: Make):
     leaving: tuple[PoolMember, ...] = (member("a", state="draining", job=JOB), working("b"), member("d"))
-    one = bench(leaving, guarded=False)
+    one = bench(leaving, from_standby=False)
     before = places(one.driver.plan)
     stage = next(stage for stage, peer in before.items() if peer == "a")
     one.look()
     ((between, reason),) = one.driver.offers
     assert places(between.plan) == {**before, stage: "d"}
-    assert (stage, "a") in {(guard.stage, guard.peer) for guard in between.plan.guards}
+    assert (stage, "a") in {(standby.stage, standby.peer) for standby in between.plan.standbys}
     assert between.plan.snapshot_every > 0
     assert reason == "a leaves and hands its work over"
     one.driver.adopt()
     one.look()
     (_, (without, reason)) = one.driver.offers
     assert places(without.plan) == places(between.plan)
-    assert "a" not in {guard.peer for guard in without.plan.guards}
+    assert "a" not in {standby.peer for standby in without.plan.standbys}
     assert reason == "a leaves"
 
 
@@ -374,13 +374,13 @@ def faster(name: str, times: float, *, fingerprint: str = "f") -> PoolMember:
 
 
 def ready(one: Bench, *stages: int) -> None:
-    one.driver.sheltered = frozenset(stages)
+    one.driver.warm_stages = frozenset(stages)
     one.watch._replanner.steps = 1000
 
 
-def test_a_faster_machine_guards_a_stage_and_then_changes_places(bench: Make):
+def test_a_faster_machine_standbys_a_stage_and_then_changes_places(bench: Make):
     all_ = (*ALL, working("c"), faster("d", 3.0))
-    one = bench(all_, guarded=True)
+    one = bench(all_, from_standby=True)
     before = places(one.driver.plan)
     ready(one, 0, 1)
     one.look()
@@ -388,7 +388,7 @@ def test_a_faster_machine_guards_a_stage_and_then_changes_places(bench: Make):
     ((first, reason),) = one.driver.offers
     assert places(first.plan) == before
     assert reason.endswith("and stands by for it first")
-    stage = next(guard.stage for guard in first.plan.guards if guard.peer == "d")
+    stage = next(standby.stage for standby in first.plan.standbys if standby.peer == "d")
     former = places(first.plan)[stage]
 
     ready(one)
@@ -400,7 +400,7 @@ def test_a_faster_machine_guards_a_stage_and_then_changes_places(bench: Make):
     second, reason = one.driver.offers[-1]
     assert reason.endswith("and they change places")
     assert places(second.plan)[stage] == "d"
-    assert {guard.stage: guard.peer for guard in second.plan.guards}[stage] == former
+    assert {standby.stage: standby.peer for standby in second.plan.standbys}[stage] == former
 
 
 def step_done(step_s: float) -> progress.StepDone:
@@ -411,7 +411,7 @@ def step_done(step_s: float) -> progress.StepDone:
 
 def test_moves_that_bring_nothing_cease(bench: Make):
     """Where machines share cores a faster one is no faster: after two moves in vain nobody offers a third."""
-    one = bench((*ALL, working("c"), faster("d", 3.0)), guarded=True)
+    one = bench((*ALL, working("c"), faster("d", 3.0)), from_standby=True)
     ready(one, 0, 1)
     first, moves = one.driver.deployment, 0
     for _ in range(12):
@@ -430,7 +430,7 @@ def test_moves_that_bring_nothing_cease(bench: Make):
 
 
 def test_a_faster_machine_that_was_lost_a_moment_ago_is_waited_for(bench: Make):
-    one = bench((*ALL, working("c"), faster("d", 3.0)), guarded=True)
+    one = bench((*ALL, working("c"), faster("d", 3.0)), from_standby=True)
     ready(one, 0, 1)
     one.watch._replanner.note_lost("d")
     one.look()
@@ -441,7 +441,7 @@ def test_a_faster_machine_that_was_lost_a_moment_ago_is_waited_for(bench: Make):
 
 
 def test_what_was_compared_in_vain_is_not_compared_again(bench: Make, monkeypatch: pytest.MonkeyPatch):
-    one = bench((*ALL, working("c")), guarded=True)
+    one = bench((*ALL, working("c")), from_standby=True)
     ready(one, 0, 1)
     looked: list[object] = []
     monkeypatch.setattr(pool_watch, "promoted", lambda *given, **named: looked.append(given))
@@ -454,7 +454,7 @@ def test_what_was_compared_in_vain_is_not_compared_again(bench: Make, monkeypatc
 
 
 def test_an_exact_job_gets_no_machine_of_other_numerics_for_speed(bench: Make):
-    one = bench((*ALL, working("c"), faster("d", 9.0, fingerprint="g")), guarded=True, policy="exact")
+    one = bench((*ALL, working("c"), faster("d", 9.0, fingerprint="g")), from_standby=True, policy="exact")
     ready(one, 0, 1)
     one.look()
     assert not one.driver.offers
@@ -473,7 +473,7 @@ def test_whoever_leaves_hands_its_work_to_an_unlike_machine_after_the_grace_peri
     ((found, reason),) = one.driver.offers
     assert reason == "b leaves and hands its work over"
     assert "e" in places(found.plan).values()
-    assert "b" in {guard.peer for guard in found.plan.guards}
+    assert "b" in {standby.peer for standby in found.plan.standbys}
 
 
 def test_whoever_leaves_a_job_with_nobody_else_hands_its_work_to_those_that_stay(bench: Make):
@@ -483,7 +483,7 @@ def test_whoever_leaves_a_job_with_nobody_else_hands_its_work_to_those_that_stay
     one.look()
     ((found, _),) = one.driver.offers
     assert set(places(found.plan).values()) == {"a", "owner"}
-    assert {guard.peer for guard in found.plan.guards} == {"b"}, "its state is there until it is elsewhere"
+    assert {standby.peer for standby in found.plan.standbys} == {"b"}, "its state is there until it is elsewhere"
 
 
 def test_machines_that_come_again_are_taken_in_where_the_model_was_cut_anew_without_them(bench: Make):

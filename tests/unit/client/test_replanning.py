@@ -57,14 +57,14 @@ Make = Callable[..., Bench]
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """A job of two stages on `a` and `b`; `c` guards both unless `guarded` says otherwise."""
+    """A job of two stages on `a` and `b`; `c` standbys both unless `from_standby` says otherwise."""
     monkeypatch.setattr(replanning, "LOOK_S", 0.0)
     with CommitJournal(tmp_path / "journal.sqlite") as journal:
 
         def make(
-            *looks: tuple[PoolMember, ...] | FusionError, policy: str = "exact", guarded: bool = True, **pool: Any
+            *looks: tuple[PoolMember, ...] | FusionError, policy: str = "exact", from_standby: bool = True, **pool: Any
         ) -> Bench:
-            peers = [profile("a"), profile("b"), *([profile("c")] if guarded else [])]
+            peers = [profile("a"), profile("b"), *([profile("c")] if from_standby else [])]
             base = problem(*peers, takeover=numerics(policy))  # pyright: ignore[reportArgumentType]
             made = msgspec.structs.replace(base, required=("a", "b"))
             present = msgspec.structs.replace(planned(made), version=1)
@@ -94,7 +94,7 @@ def stages(deployment: Deployment) -> list[str]:
 ALL = (working("a"), working("b"), working("c"))
 
 
-def test_the_guard_takes_over_and_the_plan_is_on_the_disk_before(bench: Make):
+def test_the_standby_takes_over_and_the_plan_is_on_the_disk_before(bench: Make):
     one = bench(ALL)
     lost = one.present.plan.stages[0].peer
     found = one.replaced(lost)
@@ -118,7 +118,7 @@ def test_a_deployment_of_another_version_of_the_program_is_none(bench: Make):
 
 def test_it_waits_for_a_machine_that_fits_and_says_for_which(bench: Make):
     there = (working("a"), working("b"))
-    one = bench(there, there, (*there, member("d")), guarded=False)
+    one = bench(there, there, (*there, member("d")), from_standby=False)
     assert stages(one.replaced("b")).count("d") == 1
     assert len(one.waited) == 2
     assert one.waited[0].startswith("waiting for a peer that lends")
@@ -127,19 +127,19 @@ def test_it_waits_for_a_machine_that_fits_and_says_for_which(bench: Make):
 
 def test_an_exact_job_takes_no_machine_of_other_numerics(bench: Make):
     there = (working("a"), working("b"), member("e", fingerprint="other"))
-    one = bench(there, (*there, member("d")), guarded=False)
+    one = bench(there, (*there, member("d")), from_standby=False)
     assert "d" in stages(one.replaced("b"))
     assert len(one.waited) == 1
 
 
 def test_a_tolerant_job_takes_it(bench: Make):
-    one = bench((working("a"), working("b"), member("e", fingerprint="other")), policy="tolerant", guarded=False)
+    one = bench((working("a"), working("b"), member("e", fingerprint="other")), policy="tolerant", from_standby=False)
     assert "e" in stages(one.replaced("b"))
     assert not one.waited
 
 
 def test_a_refusing_job_ends_where_there_are_only_others(bench: Make):
-    one = bench((working("a"), working("b"), member("e", fingerprint="other")), policy="refuse", guarded=False)
+    one = bench((working("a"), working("b"), member("e", fingerprint="other")), policy="refuse", from_standby=False)
     heavy(one)
     with pytest.raises(ExecutionError, match="compute other bits, and the recipe refuses them"):
         one.replaced("b")
@@ -147,21 +147,21 @@ def test_a_refusing_job_ends_where_there_are_only_others(bench: Make):
 
 def test_a_refusing_job_waits_where_there_is_nobody(bench: Make):
     there = (working("a"), working("b"))
-    one = bench(there, (*there, member("d")), policy="refuse", guarded=False)
+    one = bench(there, (*there, member("d")), policy="refuse", from_standby=False)
     assert "d" in stages(one.replaced("b"))
 
 
 def test_who_is_kept_out_rests_or_works_for_others_is_not_asked(bench: Make):
     there = (working("a"), working("b"))
     others = (member("kept out"), member("r", rests_s=5.0), member("w", state="active", job="another"))
-    one = bench((*there, *others), (*there, *others, member("d")), guarded=False)
+    one = bench((*there, *others), (*there, *others, member("d")), from_standby=False)
     assert "d" in stages(one.replaced("b"))
     assert len(one.waited) == 1
 
 
 def test_a_lost_machine_serves_again_only_when_it_was_heard_since(bench: Make):
     silent, heard = working("b", last_heard_s=3.0), working("b", last_heard_s=0.5)
-    one = bench((working("a"), silent), (working("a"), heard), guarded=False)
+    one = bench((working("a"), silent), (working("a"), heard), from_standby=False)
     look = one.pool.pool
 
     async def later() -> tuple[PoolMember, ...]:
@@ -206,7 +206,7 @@ def test_who_was_in_a_plan_since_and_is_named_again_was_lost_again(bench: Make):
 
 
 def test_who_waits_for_nobody_else_does_not_ask_how_often_it_was_lost(bench: Make):
-    one = bench((working("a"), working("b")), guarded=False)
+    one = bench((working("a"), working("b")), from_standby=False)
     look, looks = one.pool.pool, [0]
 
     async def later() -> tuple[PoolMember, ...]:
@@ -270,7 +270,7 @@ def test_a_broker_that_moves_the_models_ends_is_refused(bench: Make, monkeypatch
     assert msgspec.json.decode(journalled.plan, type=Plan).stages[0].peer != "c"
 
 
-def test_a_liar_is_asked_for_nothing_again_not_even_by_a_later_start(bench: Make):
+def test_a_faulty_peer_is_asked_for_nothing_again_not_even_by_a_later_start(bench: Make):
     one = bench((working("a"), working("b"), working("c"), member("d")))
     lost = one.present.plan.stages[0].peer
     one.replanner.distrust(lost, "it scaled its activations")
@@ -280,7 +280,7 @@ def test_a_liar_is_asked_for_nothing_again_not_even_by_a_later_start(bench: Make
     assert (known.peer, known.reason) == (lost, "it scaled its activations")
 
 
-def test_a_file_of_liars_that_is_none_is_named(bench: Make):
+def test_a_file_of_faulty_peers_that_is_none_is_named(bench: Make):
     directory = bench(ALL).replanner.directory
     directory.distrusted.write_bytes(b"[{]")
     with pytest.raises(StorageError, match=r"distrusted\.json"):
@@ -332,7 +332,7 @@ def pool_stages(deployment: Deployment) -> set[str]:
 
 
 def test_after_the_grace_period_the_model_is_cut_anew_over_those_that_remain(bench: Make):
-    one = bench((working("a"), working("c")), policy="any", guarded=False)
+    one = bench((working("a"), working("c")), policy="any", from_standby=False)
     commit(one)
     there = (profile("a"), profile("b"), profile("c"))
     one.replanner.problem = msgspec.structs.replace(one.replanner.problem, peers=there)
@@ -351,13 +351,13 @@ def test_after_the_grace_period_the_model_is_cut_anew_over_those_that_remain(ben
 
 
 def test_two_stages_on_one_machine_that_remains(bench: Make):
-    one = bench((working("a"),), policy="any", guarded=False)
+    one = bench((working("a"),), policy="any", from_standby=False)
     ticking(one, 40.0)
     assert pool_stages(one.replaced("b")) == {"a"}
 
 
 def test_an_unlike_machine_stands_in_after_the_grace_period_and_it_is_recorded(bench: Make):
-    one = bench((working("a"), member("e", fingerprint="other")), policy="any", guarded=False)
+    one = bench((working("a"), member("e", fingerprint="other")), policy="any", from_standby=False)
     heavy(one)
     commit(one)
     one.replanner.tolerance = 1e-5
@@ -374,14 +374,14 @@ def test_an_unlike_machine_stands_in_after_the_grace_period_and_it_is_recorded(b
 
 
 def test_before_the_first_step_there_are_no_bits_to_differ_from(bench: Make):
-    one = bench((working("a"), member("e", fingerprint="other")), policy="any", guarded=False)
+    one = bench((working("a"), member("e", fingerprint="other")), policy="any", from_standby=False)
     ticking(one, 40.0)
     assert one.replaced("b").plan.tolerant_takeovers == ()
 
 
 def test_an_equal_machine_that_joins_within_the_grace_period_keeps_the_bits(bench: Make):
     there = (working("a"), member("e", fingerprint="other"))
-    one = bench(there, there, (*there, member("d")), policy="any", guarded=False)
+    one = bench(there, there, (*there, member("d")), policy="any", from_standby=False)
     commit(one)
     ticking(one)
     found = one.replaced("b")
@@ -390,7 +390,7 @@ def test_an_equal_machine_that_joins_within_the_grace_period_keeps_the_bits(benc
 
 
 def test_a_further_loss_does_not_begin_the_grace_period_anew(bench: Make):
-    one = bench((working("a"), member("e", fingerprint="other")), policy="any", guarded=False)
+    one = bench((working("a"), member("e", fingerprint="other")), policy="any", from_standby=False)
     ticking(one, 20.0)
     one.replaced("b")
     assert len(one.waited) == 2
@@ -402,7 +402,7 @@ def test_a_further_loss_does_not_begin_the_grace_period_anew(bench: Make):
 
 def test_a_job_that_demands_bits_waits_and_says_what_would_help(bench: Make):
     there = (working("a"), member("e", fingerprint="other"))
-    one = bench(*[there] * 50, (*there, member("d")), policy="exact", guarded=False)
+    one = bench(*[there] * 50, (*there, member("d")), policy="exact", from_standby=False)
     heavy(one)
     ticking(one)
     assert "d" in stages(one.replaced("b"))
@@ -414,7 +414,7 @@ def test_a_job_that_demands_bits_waits_and_says_what_would_help(bench: Make):
 
 
 def test_machines_that_are_all_alike_go_on_with_another_cut_where_bits_are_demanded(bench: Make):
-    one = bench((working("a"),), policy="exact", guarded=False)
+    one = bench((working("a"),), policy="exact", from_standby=False)
     commit(one)
     ticking(one)
     found = one.replaced("b")
@@ -423,7 +423,7 @@ def test_machines_that_are_all_alike_go_on_with_another_cut_where_bits_are_deman
 
 
 def test_what_was_tolerated_stays_on_record_in_later_plans(bench: Make):
-    one = bench((working("a"), member("e", fingerprint="other")), policy="any", guarded=False)
+    one = bench((working("a"), member("e", fingerprint="other")), policy="any", from_standby=False)
     heavy(one)
     commit(one)
     ticking(one, 40.0)

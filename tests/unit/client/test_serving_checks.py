@@ -8,10 +8,10 @@ from typing import Any, cast
 from fusionai.client.serving.planning import checking_sentence
 
 
-def said(guards: dict[int, str], checkable: set[int], *, spot: bool = True, peers: str = "oabo") -> str | None:
+def said(standbys: dict[int, str], checkable: set[int], *, spot: bool = True, peers: str = "oabo") -> str | None:
     stages = [SimpleNamespace(stage=number, peer=peer) for number, peer in enumerate(peers)]
     plan = SimpleNamespace(
-        stages=stages, feed="o", guards=[SimpleNamespace(stage=stage, peer=peer) for stage, peer in guards.items()]
+        stages=stages, feed="o", standbys=[SimpleNamespace(stage=stage, peer=peer) for stage, peer in standbys.items()]
     )
     return checking_sentence(cast(Any, plan), frozenset(checkable), spot=spot)
 

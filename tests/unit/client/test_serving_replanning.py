@@ -1,4 +1,4 @@
-"""Another plan for a serving job: who came back guards again at once, where nobody else does."""
+"""Another plan for a serving job: who came back standbys again at once, where nobody else does."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from harness.told_pool import JOB, FakeClock, FakePool, member, problem, profile
 
 
 class Bench:
-    """Stages on `a` and `b`, both guarded by `c`; `d` was lost as a guard ten seconds ago."""
+    """Stages on `a` and `b`, both with a standby by `c`; `d` was lost as a standby ten seconds ago."""
 
     def __init__(self, *there: PoolMember) -> None:
         base = problem(profile("a"), profile("b"), profile("c"))
         present = msgspec.structs.replace(planned(msgspec.structs.replace(base, required=("a", "b"))), version=1)
-        assert {guard.peer for guard in present.guards} == {"c"}
+        assert {standby.peer for standby in present.standbys} == {"c"}
         self.present = Deployment(plan=present)
         self.clock = FakeClock()
         self.replanner = ServingReplanner(
@@ -49,29 +49,29 @@ class Bench:
 LIVING = (working("b"), working("c"))
 
 
-def guards(plan: Plan) -> set[tuple[int, str]]:
-    return {(guard.stage, guard.peer) for guard in plan.guards}
+def standbys(plan: Plan) -> set[tuple[int, str]]:
+    return {(standby.stage, standby.peer) for standby in plan.standbys}
 
 
-def test_who_came_back_guards_what_nobody_else_does() -> None:
+def test_who_came_back_standbys_what_nobody_else_does() -> None:
     plan = Bench(*LIVING, member("d")).replaced("a", "d")
     assert [stage.peer for stage in plan.stages][:2] == ["c", "b"]
-    assert guards(plan) == {(0, "d"), (1, "d")}
+    assert standbys(plan) == {(0, "d"), (1, "d")}
 
 
 def test_who_is_there_without_having_been_lost_comes_first() -> None:
     plan = Bench(*LIVING, member("d"), member("e")).replaced("a", "d")
-    assert guards(plan) == {(0, "e"), (1, "e")}
+    assert standbys(plan) == {(0, "e"), (1, "e")}
 
 
-def test_who_was_not_heard_since_guards_nothing() -> None:
-    assert guards(Bench(*LIVING, member("d", last_heard_s=9.5)).replaced("a", "d")) == set()
-    assert guards(Bench(*LIVING).replaced("a", "d")) == set()
+def test_who_was_not_heard_since_standbys_nothing() -> None:
+    assert standbys(Bench(*LIVING, member("d", last_heard_s=9.5)).replaced("a", "d")) == set()
+    assert standbys(Bench(*LIVING).replaced("a", "d")) == set()
 
 
-def test_who_guards_again_and_is_lost_again_has_to_be_heard_again() -> None:
+def test_who_standbys_again_and_is_lost_again_has_to_be_heard_again() -> None:
     bench = Bench(*LIVING, member("d"))
-    assert guards(bench.replaced("a", "d"))
-    assert guards(bench.replaced("d")) == set()
+    assert standbys(bench.replaced("a", "d"))
+    assert standbys(bench.replaced("d")) == set()
     bench.clock.seconds += 1.0
-    assert guards(bench.replaced("d")) == {(0, "d"), (1, "d")}
+    assert standbys(bench.replaced("d")) == {(0, "d"), (1, "d")}

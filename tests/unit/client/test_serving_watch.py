@@ -27,7 +27,7 @@ class FakeEngine:
     deployment: Deployment
     status: EngineStatus = field(default_factory=lambda: EngineStatus(state="ready"))
     is_waiting: bool = False
-    sheltered: frozenset[int] = frozenset()
+    warm_stages: frozenset[int] = frozenset()
     offers: list[tuple[Deployment, str]] = field(default_factory=list[tuple[Deployment, str]])
 
     @property
@@ -43,7 +43,7 @@ class FakeEngine:
 
 
 class Bench:
-    """`slow` runs all, `quick` guards it: it was lost, and is back."""
+    """`slow` runs all, `quick` standbys it: it was lost, and is back."""
 
     def __init__(self) -> None:
         posed = problem(profile("quick"), profile("slow"), takeover="tolerant")

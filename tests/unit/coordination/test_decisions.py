@@ -69,8 +69,8 @@ class Drive:
     def phase(self, peer: PeerId) -> str:
         return self.desk.pool.members[peer].phase
 
-    def told(self) -> list[str]:
-        return [line.text for line in self.desk.pool.jobs[JOB].told]
+    def notes(self) -> list[str]:
+        return [line.text for line in self.desk.pool.jobs[JOB].notes]
 
 
 def register(peer: PeerId, *, boot: int = 1, connection: int | None = None) -> requests.RegisterMember:
@@ -201,7 +201,7 @@ def test_a_lost_member_whose_job_waited_for_it_is_back_with_what_it_holds(drive:
     assert [type(fact).__name__ for fact in decision.facts] == ["MemberRegistered", "JobNoted"]
     assert (drive.phase(A), drive.desk.pool.members[A].stages, drive.desk.links[A]) == ("active", (0,), 97)
     assert A in drive.desk.leases
-    assert drive.told()[-1] == "member aaaaaaaa is back"
+    assert drive.notes()[-1] == "member aaaaaaaa is back"
 
 
 def test_who_was_dropped_without_hearing_of_it_is_told_to_clear_in_time_and_taken_by_nobody_before(drive: Drive):
@@ -337,7 +337,7 @@ def test_a_new_process_is_a_new_member_and_its_predecessor_counts_no_more(drive:
     drive.ask(want(A))
     drive.register(A, boot=2)
     assert (drive.phase(A), drive.desk.pool.members[A].boot) == ("idle", 2)
-    assert drive.told()[-1] == "member aaaaaaaa lost: a new process of its machine registered"
+    assert drive.notes()[-1] == "member aaaaaaaa lost: a new process of its machine registered"
     drive.refused(requests.Beat(A, 97, 1), "not_authorised")
     drive.refused(register(A, boot=1), "not_authorised")
 
@@ -364,7 +364,7 @@ def test_leaving_at_once_leaves_the_job_behind(drive: Drive):
     drive.ask(want(A, B))
     drive.ask(requests.AskLeave(A, 97, drain=False))
     assert drive.phase(A) == "left"
-    assert drive.told()[-1] == "member aaaaaaaa left at once"
+    assert drive.notes()[-1] == "member aaaaaaaa left at once"
 
 
 # ------------------------------------------------------------------------------------------------------------ jobs
@@ -395,13 +395,13 @@ def test_a_plan_with_a_member_that_is_not_free_reserves_nobody(drive: Drive, pre
     assert drive.phase(C) != "active"
 
 
-def test_guards_are_reserved_and_no_other_job_takes_them(drive: Drive):
-    guarded = replace(want(A), members=(MemberPlacement(A, (0,)), MemberPlacement(B, (), (0,))))
-    drive.ask(guarded)
-    assert (drive.phase(B), drive.desk.pool.members[B].guards) == ("active", (0,))
+def test_standbys_are_reserved_and_no_other_job_takes_them(drive: Drive):
+    has_standby = replace(want(A), members=(MemberPlacement(A, (0,)), MemberPlacement(B, (), (0,))))
+    drive.ask(has_standby)
+    assert (drive.phase(B), drive.desk.pool.members[B].standbys) == ("active", (0,))
     drive.refused(want(B, job=JobId("other")), "busy")
     view = views.pool_view(drive.desk, drive.now_s, WALL_S)
-    assert [(m.peer[0], m.state, m.stages, m.guards) for m in view.members] == [
+    assert [(m.peer[0], m.state, m.stages, m.standbys) for m in view.members] == [
         ("a", "active", (0,), ()),
         ("b", "active", (), (0,)),
         ("c", "idle", (), ()),
@@ -412,7 +412,7 @@ def test_guards_are_reserved_and_no_other_job_takes_them(drive: Drive):
     assert (drive.phase(B), drive.phase(C)) == ("idle", "idle")
 
 
-def test_a_guard_that_is_gone_is_refused_like_any_member(drive: Drive):
+def test_a_standby_that_is_gone_is_refused_like_any_member(drive: Drive):
     drive.ask(requests.AskLeave(B, 98, drain=False))
     drive.refused(replace(want(A), members=(MemberPlacement(A, (0,)), MemberPlacement(B, (), (0,)))), "unknown_peer")
 
@@ -507,7 +507,7 @@ def test_a_job_without_its_driver_runs_on_and_is_given_up_in_the_end(drive: Driv
             drive.ask(requests.Tick())
 
     keep(12.0)
-    assert drive.told()[-1] == "unattended: its driver is out of touch"
+    assert drive.notes()[-1] == "unattended: its driver is out of touch"
     assert drive.phase(A) == "active"
     keep(RULES.unattended_s)
     assert drive.desk.pool.jobs[JOB].phase == "failed"
@@ -521,7 +521,7 @@ def test_a_driver_that_comes_back_in_time_leaves_no_trace_in_the_journal(drive: 
     drive.now_s += 5.0
     drive.ask(report("running", connection=600))
     drive.ask(report("running", connection=600))
-    assert "unattended" not in " ".join(drive.told())
+    assert "unattended" not in " ".join(drive.notes())
     assert drive.desk.waits == {}
 
 
@@ -547,7 +547,7 @@ def test_a_job_whose_driver_let_its_members_go_unheard_is_over(drive: Drive):
     assert drive.desk.pool.jobs[JOB].live
     beats(6.0)
     assert not drive.desk.pool.jobs[JOB].live
-    assert "let its members go" in drive.told()[-1]
+    assert "let its members go" in drive.notes()[-1]
     assert (drive.phase(A), drive.phase(B)) == ("idle", "idle")
 
 
@@ -600,7 +600,7 @@ def test_stopping_an_unattended_job_ends_it(drive: Drive):
     drive.wait(12.0)
     drive.ask(requests.StopJob(BROKER, JOB))
     assert drive.desk.pool.jobs[JOB].phase == "failed"
-    assert drive.told()[-1] == "failed: stopped while nobody attended to it"
+    assert drive.notes()[-1] == "failed: stopped while nobody attended to it"
 
 
 def test_a_job_asked_to_stop_just_after_its_driver_went_frees_its_members_when_the_grace_is_over(drive: Drive):
@@ -612,7 +612,7 @@ def test_a_job_asked_to_stop_just_after_its_driver_went_frees_its_members_when_t
         drive.now_s += 3.0
         drive.ask(requests.Beat(A, 97, 1))
         drive.ask(requests.Tick())
-    assert drive.told()[-1] == "failed: stopped while nobody attended to it"
+    assert drive.notes()[-1] == "failed: stopped while nobody attended to it"
     assert drive.phase(A) == "idle"
 
 
@@ -629,7 +629,7 @@ def test_after_a_restart_everybody_has_one_lease_of_grace(drive: Drive):
     drive.ask(requests.Beat(A, 1, 1))
     drive.wait(1.0)
     assert (drive.phase(A), drive.phase(B)) == ("active", "lost")
-    assert drive.told()[-2:] == ["member bbbbbbbb lost: not heard for 12 s", "unattended: its driver is out of touch"]
+    assert drive.notes()[-2:] == ["member bbbbbbbb lost: not heard for 12 s", "unattended: its driver is out of touch"]
 
 
 def test_nobody_is_blamed_while_the_broker_itself_stood_still(drive: Drive):

@@ -71,7 +71,7 @@ FENCE = Fence(1, 1, 0)
 NORMS = {0: {"b": 2.0}, 1: {"a": 1.0}}
 PLACES = {0: "p0", 1: "p1"}
 GUARDS = {0: "g0", 1: "g1"}
-"""Of guarded jobs; others have none."""
+"""Of jobs with standbys; others have none."""
 SHAPE = frozenset(field.name for field in dataclasses.fields(JobShape))
 
 
@@ -119,7 +119,7 @@ def driver(*, official: int = 0, saved: int = -1, **changes: object) -> DriverMa
 def enlist(machine: DriverMachine, held: Mapping[str, set[tuple[int, int]]] | None = None) -> list[DriverCommand]:
     """Every member answers, with the snapshots it holds."""
     commands: list[DriverCommand] = []
-    for peer in sorted({*machine.roles.places.values(), *machine.roles.guards.values()}):
+    for peer in sorted({*machine.roles.places.values(), *machine.roles.standbys.values()}):
         commands += machine.handle(MemberEnlisted(peer, frozenset((held or {}).get(peer, set()))))
     return commands
 
@@ -147,8 +147,8 @@ def ready(machine: DriverMachine) -> list[DriverCommand]:
     report(machine, -1)
     assert all_ready(machine)[-1] == SendProbe(machine.step)
     commands = machine.handle(ProbeAnswered((1.5, 1.5)))
-    for stage, guard in machine.roles.guards.items():
-        commands += machine.handle(SnapshotStored(stage, machine.step, guard))
+    for stage, standby in machine.roles.standbys.items():
+        commands += machine.handle(SnapshotStored(stage, machine.step, standby))
     return commands
 
 
@@ -158,8 +158,8 @@ def running(**changes: object) -> DriverMachine:
     return machine
 
 
-def guarded(**changes: object) -> DriverMachine:
-    return running(guards=GUARDS, **changes)
+def has_standby(**changes: object) -> DriverMachine:
+    return running(standbys=GUARDS, **changes)
 
 
 def vote(machine: DriverMachine, step: int, loss: float = 1.0) -> list[DriverCommand]:
@@ -297,8 +297,8 @@ def test_all_status_then_resume_then_all_ready_then_work():
     assert fed(commands) == [(3, 0), (3, 1)]
 
 
-def test_a_guard_that_has_not_answered_holds_the_round_up():
-    machine = driver(guards=GUARDS)
+def test_a_standby_that_has_not_answered_holds_the_round_up():
+    machine = driver(standbys=GUARDS)
     assert machine.start() == [SendAttach(FENCE, machine.roles, GUARDS)]
     report(machine, -1)
     for peer in ("p0", "p1", "g0"):
@@ -469,7 +469,7 @@ def test_what_is_not_journalled_is_not_sent():
     assert machine.step == 0
     commands = machine.handle(CommitJournalled(command.record))
     assert commands[:2] == [
-        SendCommit(command.record, line=1, save=False),
+        SendCommit(command.record, watermark=1, save=False),
         StepCommitted(command.record, (1.0, 2.0), replayed=False),
     ]
     assert machine.step == 1
@@ -531,9 +531,9 @@ def test_replayed_steps_use_the_journalled_record_and_are_not_journalled_again()
     machine = rolling_back(2)
     vote(machine, 0)
     commands = machine.handle(ScaleDecided(0, 99.0, 99.0))
-    assert commands[:2] == [SendCommit(record(0), line=1, save=False), StepCommitted(record(0), (1.0, 2.0), True)]
+    assert commands[:2] == [SendCommit(record(0), watermark=1, save=False), StepCommitted(record(0), (1.0, 2.0), True)]
     vote(machine, 1)
-    assert machine.handle(ScaleDecided(1, 2.5, 0.4))[0] == SendCommit(record(1), line=2, save=False)
+    assert machine.handle(ScaleDecided(1, 2.5, 0.4))[0] == SendCommit(record(1), watermark=2, save=False)
     vote(machine, 2)
     assert kinds(machine.handle(ScaleDecided(2, 2.5, 0.4))) == [JournalCommit]
 
@@ -541,7 +541,7 @@ def test_replayed_steps_use_the_journalled_record_and_are_not_journalled_again()
 def test_a_replay_from_a_checkpoint_begins_with_the_record_after_it():
     machine = rolling_back(3, saved=1)
     vote(machine, 1)
-    assert machine.handle(ScaleDecided(1, 2.5, 0.4))[0] == SendCommit(record(1), line=2, save=False)
+    assert machine.handle(ScaleDecided(1, 2.5, 0.4))[0] == SendCommit(record(1), watermark=2, save=False)
 
 
 @pytest.mark.parametrize("different", ["loss", "norms"])
@@ -575,18 +575,18 @@ def test_a_step_whose_loss_is_not_a_number_replays_exactly():
 
 
 def promoted(steps: int = 3, **changes: object) -> DriverMachine:
-    """Guarded; after these steps the peer of stage 1 is lost and its guard, which has snapshot 2, is in its place."""
-    machine = guarded(**changes)
+    """Guarded; after these steps the peer of stage 1 is lost and its standby, which has snapshot 2, is in its place."""
+    machine = has_standby(**changes)
     for step in range(steps):
         commit(machine, step)
         if step == 1:
-            for stage, guard in GUARDS.items():
-                machine.handle(SnapshotStored(stage, 2, guard))
+            for stage, standby in GUARDS.items():
+                machine.handle(SnapshotStored(stage, 2, standby))
     assert machine.handle(PeerLost("p1", "gone")) == [
         ReportFault("peer", "p1", (1,), steps, "gone"),
         AskPlan(frozenset({"p1"}), "gone"),
     ]
-    new = plan(2, places={0: "p0", 1: "g1"}, guards={0: "g0"})
+    new = plan(2, places={0: "p0", 1: "g1"}, standbys={0: "g0"})
     assert machine.handle(PlanGranted(new)) == [SendAttach(Fence(2, 1, 1), new, {0: "g0"})]
     return machine
 
@@ -608,7 +608,7 @@ def test_a_lost_stage_starts_from_its_snapshot_with_the_records_and_then_its_nei
             records=(machine.records[2],),
             replaying=replaying,
             snapshot=True,
-            line=2,
+            watermark=2,
         )
     ]
     assert machine.phase is DriverPhase.REPLAYING
@@ -626,7 +626,7 @@ def test_whoever_holds_the_snapshot_elsewhere_is_told_to_pass_it_on():
     assert commands[1] == SendAttach(Fence(2, 1, 2), machine.roles, {}), "the snapshot was on its way"
 
 
-def test_a_guard_nobody_waits_for_may_go_while_others_load():
+def test_a_standby_nobody_waits_for_may_go_while_others_load():
     machine = promoted()
     enlist(machine, {"g0": {(0, 2)}, "g1": {(1, 2)}})
     report(machine, 3, 2, s1=-1)
@@ -692,69 +692,70 @@ def test_a_stage_at_a_snapshot_of_the_official_step_is_ready_when_it_has_loaded(
     assert fed(machine.handle(StageReady(0, 3))) == [(3, 0), (3, 1)]
 
 
-# ------------------------------------------------------------------------------------------ guards, snapshots, the line
+# ------------------------------------------------------------------------------------------ standbys, snapshots, the
+# line
 
 
 def test_the_line_is_the_oldest_of_the_newest_snapshots():
-    machine = guarded(snapshot_every=1)
+    machine = has_standby(snapshot_every=1)
     for step in range(2):
         commit(machine, step)
-    assert machine.line == 0
+    assert machine.watermark == 0
     machine.handle(SnapshotStored(0, 2, "g0"))
-    assert machine.line == 0, "stage 1 has none yet"
+    assert machine.watermark == 0, "stage 1 has none yet"
     machine.handle(SnapshotStored(1, 1, "g1"))
-    assert machine.line == 1
+    assert machine.watermark == 1
     machine.handle(SnapshotStored(1, 0, "g1"))
-    assert machine.line == 1, "it never falls"
+    assert machine.watermark == 1, "it never falls"
 
 
 @pytest.mark.parametrize(
     "event", [SnapshotStored(1, 1, "g0"), SnapshotStored(1, 2, "g1"), SnapshotStored(9, 1, "g1")], ids=str
 )
 def test_snapshots_at_strangers_or_of_steps_to_come_do_not_count(event: SnapshotStored):
-    machine = guarded(snapshot_every=1)
+    machine = has_standby(snapshot_every=1)
     commit(machine, 0)
     machine.handle(SnapshotStored(0, 1, "g0"))
     assert machine.handle(event) == []
-    assert machine.line == 0
+    assert machine.watermark == 0
 
 
 def test_nothing_is_fed_beyond_the_line_and_twice_the_interval():
-    machine = guarded(snapshot_every=1)
+    machine = has_standby(snapshot_every=1)
     commit(machine, 0)
     vote(machine, 1)
     assert machine.handle(LossArrived(2, 0, 1.0)) != [], "step 2 is two steps after the line and was not fed"
-    machine = guarded(snapshot_every=1)
+    machine = has_standby(snapshot_every=1)
     commit(machine, 0)
     assert fed(commit(machine, 1)) == []
     machine.handle(SnapshotStored(0, 1, "g0"))
     assert fed(machine.handle(SnapshotStored(1, 1, "g1"))) == [(2, 0), (2, 1)]
 
 
-def test_an_unguarded_job_retains_nothing_and_is_fed_without_end():
+def test_an_without_standby_job_retains_nothing_and_is_fed_without_end():
     machine = running(snapshot_every=1)
     for step in range(5):
         commands = commit(machine, step)
-        assert commands[0] == SendCommit(machine.records[step], line=step + 1, save=False)
+        assert commands[0] == SendCommit(machine.records[step], watermark=step + 1, save=False)
 
 
-def test_a_lost_guard_is_struck_out_without_a_round():
-    machine = guarded(snapshot_every=1)
+def test_a_lost_standby_is_struck_out_without_a_round():
+    machine = has_standby(snapshot_every=1)
     for step in range(2):
         commit(machine, step)
     machine.handle(SnapshotStored(1, 2, "g1"))
     attempt = machine.attempt
     commands = machine.handle(PeerLost("g0", "gone"))
-    assert commands == [ReportFault("guard", "g0", (), 2, "gone"), FeedMicrobatch(2, 0), FeedMicrobatch(2, 1)], (
+    assert commands == [ReportFault("standby", "g0", (), 2, "gone"), FeedMicrobatch(2, 0), FeedMicrobatch(2, 1)], (
         "it is waited for no more"
     )
-    assert (machine.attempt, machine.line) == (attempt, 2)
+    assert (machine.attempt, machine.watermark) == (attempt, 2)
     assert machine.handle(PeerLost("g0", "gone")) == [], "once"
     assert machine.handle(SnapshotStored(0, 2, "g0")) == []
 
 
-def test_a_guard_lost_while_all_report_does_not_hold_the_round_up():
-    machine = driver(guards=GUARDS)
+def test_a_standby_lost_while_all_report_does_not_hold_the_round_up():
+    machine = driver(standbys=GUARDS)
     machine.start()
     report(machine, -1)
     for peer in ("p0", "p1", "g0"):
@@ -763,14 +764,14 @@ def test_a_guard_lost_while_all_report_does_not_hold_the_round_up():
     assert kinds(commands)[:2] == [ReportFault, ReportRestored]
 
 
-def test_a_guard_lost_while_a_plan_is_waited_for_must_not_be_in_it():
-    machine = guarded()
+def test_a_standby_lost_while_a_plan_is_waited_for_must_not_be_in_it():
+    machine = has_standby()
     machine.handle(PeerLost("p0", "gone"))
     assert machine.handle(PeerLost("g1", "too"))[1] == AskPlan(frozenset({"p0", "g1"}), "too")
 
 
-def test_after_a_recovery_those_give_a_snapshot_whose_guard_has_not_the_official_step():
-    machine = guarded()
+def test_after_a_recovery_those_give_a_snapshot_whose_standby_has_not_the_official_step():
+    machine = has_standby()
     commit(machine, 0)
     machine.handle(LinkBroken("p0", "p1", "cut"))
     enlist(machine, {"g0": {(0, 0), (0, 1)}, "g1": {(1, 0)}})
@@ -779,65 +780,65 @@ def test_after_a_recovery_those_give_a_snapshot_whose_guard_has_not_the_official
 
 
 def test_a_snapshot_of_a_step_still_to_be_done_again_does_not_count():
-    machine = guarded()
+    machine = has_standby()
     commit(machine, 0)
     machine.handle(LinkBroken("p0", "p1", "cut"))
     enlist(machine, {"g0": {(0, 1), (0, 2)}, "g1": {(1, 2), (0, 1)}})
     wanted = {c.stage: c.snapshot for c in report(machine, 1) if isinstance(c, SendResume)}
     assert wanted == {0: False, 1: True}
-    assert machine.line == 0
+    assert machine.watermark == 0
 
 
-def test_a_restarted_driver_takes_the_line_from_what_guards_hold():
+def test_a_restarted_driver_takes_the_line_from_what_standbys_hold():
     """Or it would feed nothing, far beyond a line that nobody moves."""
-    machine = driver(official=6, guards=GUARDS)
+    machine = driver(official=6, standbys=GUARDS)
     machine.start()
     enlist(machine, {"g0": {(0, 6)}, "g1": {(1, 6)}})
     report(machine, 6, 4)
-    assert machine.line == 6
+    assert machine.watermark == 6
     all_ready(machine)
     assert fed(machine.handle(ProbeAnswered((1.0, 1.0)))) == [(6, 0), (6, 1)]
 
 
 def test_records_are_kept_as_long_as_a_snapshot_or_the_checkpoint_may_need_them():
-    machine = guarded(snapshot_every=1, checkpoint_every=2, feed_window=9)
+    machine = has_standby(snapshot_every=1, checkpoint_every=2, feed_window=9)
     for step in range(2):
         commit(machine, step)
     machine.handle(CheckpointWritten(2))
     assert sorted(machine.records) == [0, 1]
-    for stage, guard in GUARDS.items():
-        machine.handle(SnapshotStored(stage, 2, guard))
+    for stage, standby in GUARDS.items():
+        machine.handle(SnapshotStored(stage, 2, standby))
     assert sorted(machine.records) == [1], "one before the newest checkpoint"
 
 
 def test_a_roll_back_takes_the_line_back_and_snapshots_of_later_steps_do_not_count():
-    machine = guarded(snapshot_every=1)
+    machine = has_standby(snapshot_every=1)
     commit(machine, 0)
-    for stage, guard in GUARDS.items():
-        machine.handle(SnapshotStored(stage, 1, guard))
+    for stage, standby in GUARDS.items():
+        machine.handle(SnapshotStored(stage, 1, standby))
     machine.handle(PeerLost("p1", "gone"))
-    machine.handle(PlanGranted(plan(2, places={0: "p0", 1: "new"}, guards={0: "g0"}, snapshot_every=1)))
+    machine.handle(PlanGranted(plan(2, places={0: "p0", 1: "new"}, standbys={0: "g0"}, snapshot_every=1)))
     enlist(machine, {"g0": {(0, 1)}})
     commands = report(machine, 1, 1, s1=-1)
     assert commands[0] == ReportRestored(committed=1, base=0, restored=(0, 1), rollback=True)
-    assert (machine.step, machine.official, machine.line) == (0, 1, 0)
+    assert (machine.step, machine.official, machine.watermark) == (0, 1, 0)
     assert [c.snapshot for c in commands if isinstance(c, SendResume)] == [True, False]
 
 
-def test_a_roll_back_to_a_checkpoint_beyond_what_guards_hold_leaves_the_line_to_the_guards():
-    machine = guarded(snapshot_every=1, checkpoint_every=1)
+def test_a_roll_back_to_a_checkpoint_beyond_what_standbys_hold_leaves_the_line_to_the_standbys():
+    machine = has_standby(snapshot_every=1, checkpoint_every=1)
     for step in range(2):
         commit(machine, step)
         machine.handle(CheckpointWritten(step + 1))
     machine.handle(StageFailed(0, "out of memory", fatal=False))
-    enlist(machine, {guard: {(stage, 0)} for stage, guard in GUARDS.items()})
+    enlist(machine, {standby: {(stage, 0)} for stage, standby in GUARDS.items()})
     commands = report(machine, -1)
     assert [(c.source, c.base, c.snapshot) for c in commands if isinstance(c, SendResume)] == [("import", 2, True)] * 2
-    assert (machine.step, machine.line) == (2, 0), "a checkpoint is no guard's word"
+    assert (machine.step, machine.watermark) == (2, 0), "a checkpoint is no standby's word"
     assert fed(all_ready(machine)) == [], "rule 12 holds after a roll-back as well"
     assert fed(machine.handle(SnapshotStored(0, 2, "g0"))) == []
     assert fed(machine.handle(SnapshotStored(1, 2, "g1"))) == [(2, 0), (2, 1)]
-    assert machine.line == 2
+    assert machine.watermark == 2
 
 
 # -------------------------------------------------------------------------------------------- checkpoints, evaluation
@@ -846,7 +847,7 @@ def test_a_roll_back_to_a_checkpoint_beyond_what_guards_hold_leaves_the_line_to_
 def test_a_checkpoint_rides_on_the_commit_and_the_next_commit_waits_for_it():
     machine = running(checkpoint_every=1)
     commands = commit(machine, 0)
-    assert commands[0] == SendCommit(journal_of(commands), line=1, save=True)
+    assert commands[0] == SendCommit(journal_of(commands), watermark=1, save=True)
     assert WriteCheckpoint(1, ask=False) in commands
     assert fed(machine.handle(LossArrived(1, 0, 1.0))) == [(2, 0)], "work goes on meanwhile"
     assert vote(machine, 1) == [], "but no commit overtakes the state being collected"
@@ -1141,7 +1142,7 @@ def test_a_link_that_breaks_again_before_a_commit_costs_one_of_its_ends():
         (LinkBroken("p0", "nobody", "?"), {}),
         (LinkBroken("g0", "p0", "not of this plan"), {}),
     ],
-    ids=["itself", "a stranger", "no guard"],
+    ids=["itself", "a stranger", "no standby"],
 )
 def test_links_of_strangers_mean_nothing(event: LinkBroken, changes: dict[str, object]):
     assert running(**changes).handle(event) == []
@@ -1154,40 +1155,40 @@ def test_the_owner_is_never_blamed_for_a_link_and_its_feed_counts():
     assert machine.handle(LinkBroken("p0", "owner", "cut"))[-1] == AskPlan(frozenset({"p0"}), "cut")
 
 
-def test_the_owner_s_feed_counts_also_when_its_machine_guards_no_more():
-    machine = running(guards={1: "owner"})
-    assert machine.handle(PeerLost("owner", "gone"))[0] == ReportFault("guard", "owner", (), 0, "gone")
+def test_the_owner_s_feed_counts_also_when_its_machine_standbys_no_more():
+    machine = running(standbys={1: "owner"})
+    assert machine.handle(PeerLost("owner", "gone"))[0] == ReportFault("standby", "owner", (), 0, "gone")
     assert kinds(machine.handle(LinkBroken("owner", "p0", "cut"))) == [ReportFault, SendAttach]
 
 
-def test_who_has_trouble_with_several_is_blamed_and_else_who_is_guarded():
+def test_who_has_trouble_with_several_is_blamed_and_else_who_is_with_standby():
     three = {0: "p0", 1: "p1", 2: "p2"}
     ring = {stage: frozenset({0, 1, 2} - {stage}) for stage in range(3)}
-    machine = guarded(places=three, neighbours=ring)
+    machine = has_standby(places=three, neighbours=ring)
     machine.handle(LinkBroken("p0", "p1", "cut"))
     machine.handle(LinkBroken("p0", "p2", "cut"))
     assert machine.handle(LinkBroken("p0", "p2", "cut"))[-1] == AskPlan(frozenset({"p0"}), "cut")
-    machine = running(guards={0: "g0"})
+    machine = running(standbys={0: "g0"})
     machine.handle(LinkBroken("p0", "p1", "cut"))
     assert machine.handle(LinkBroken("p0", "p1", "cut"))[-1] == AskPlan(frozenset({"p0"}), "cut"), "g0 can take over"
 
 
-def test_a_guard_whose_link_breaks_again_before_a_snapshot_came_through_is_struck_out():
-    machine = guarded(snapshot_every=3)
+def test_a_standby_whose_link_breaks_again_before_a_snapshot_came_through_is_struck_out():
+    machine = has_standby(snapshot_every=3)
     assert kinds(machine.handle(LinkBroken("p0", "g0", "cut"))) == [ReportFault, SendAttach]
     again(machine)
     commit(machine, 0)
-    assert machine.handle(LinkBroken("g0", "p0", "cut"))[0] == ReportFault("guard", "g0", (), 1, "cut")
+    assert machine.handle(LinkBroken("g0", "p0", "cut"))[0] == ReportFault("standby", "g0", (), 1, "cut")
     assert machine.phase is DriverPhase.RUNNING
-    machine = guarded(snapshot_every=3)
+    machine = has_standby(snapshot_every=3)
     machine.handle(LinkBroken("p0", "g0", "cut"))
     again(machine)
     machine.handle(SnapshotStored(0, 0, "g0"))
     assert kinds(machine.handle(LinkBroken("p0", "g0", "cut"))) == [ReportFault, SendAttach]
 
 
-def test_a_guard_struck_out_for_its_link_while_all_report_does_not_hold_the_round_up():
-    machine = guarded()
+def test_a_standby_struck_out_for_its_link_while_all_report_does_not_hold_the_round_up():
+    machine = has_standby()
     machine.handle(LinkBroken("p0", "g0", "cut"))
     for peer in ("p0", "p1", "g1"):
         machine.handle(MemberEnlisted(peer))
@@ -1243,7 +1244,7 @@ def test_a_waiting_job_takes_any_newer_plan_at_once_also_one_with_the_lost_peer(
 def test_a_better_plan_waits_for_the_boundary_of_a_step():
     machine = running(feed_window=3)
     machine.handle(LossArrived(0, 0, 1.0))
-    better = plan(2, guards=GUARDS)
+    better = plan(2, standbys=GUARDS)
     assert machine.handle(PlanGranted(better)) == []
     assert fed(machine.handle(LossArrived(0, 1, 1.0))) == [], "the step after is begun already, no other is"
     commit(machine, 0)
@@ -1253,7 +1254,7 @@ def test_a_better_plan_waits_for_the_boundary_of_a_step():
 
 def test_a_better_plan_lets_a_step_that_is_half_fed_be_finished():
     machine = running(feed_window=1)
-    machine.handle(PlanGranted(plan(2, guards=GUARDS)))
+    machine.handle(PlanGranted(plan(2, standbys=GUARDS)))
     assert fed(machine.handle(LossArrived(0, 0, 1.0))) == [(0, 1)]
     assert fed(machine.handle(LossArrived(0, 1, 1.0))) == []
 
@@ -1267,12 +1268,12 @@ def test_state_that_moves_goes_by_way_of_a_checkpoint():
     assert machine.handle(CheckpointWritten(1)) == [SendAttach(Fence(2, 1, 1), moved, {})]
 
 
-EXCHANGED = {"places": {0: "p0", 1: "g1"}, "guards": {0: "g0", 1: "p1"}}
+EXCHANGED = {"places": {0: "p0", 1: "g1"}, "standbys": {0: "g0", 1: "p1"}}
 
 
-def sheltered(*steps: tuple[int, int], **changes: object) -> DriverMachine:
+def warm_stages(*steps: tuple[int, int], **changes: object) -> DriverMachine:
     """After two steps, with a snapshot of these (stage, step)."""
-    machine = guarded(**changes)
+    machine = has_standby(**changes)
     for step in range(2):
         commit(machine, step)
     for stage, step in steps:
@@ -1280,9 +1281,9 @@ def sheltered(*steps: tuple[int, int], **changes: object) -> DriverMachine:
     return machine
 
 
-def test_a_stage_that_changes_places_with_its_guard_needs_no_checkpoint():
-    machine = sheltered((0, 2), (1, 2))
-    assert machine.sheltered == {0, 1}
+def test_a_stage_that_changes_places_with_its_standby_needs_no_checkpoint():
+    machine = warm_stages((0, 2), (1, 2))
+    assert machine.warm_stages == {0, 1}
     exchanged = plan(2, **EXCHANGED)
     machine.handle(PlanGranted(exchanged))
     assert commit(machine, 2)[-1] == SendAttach(Fence(2, 1, 1), exchanged, {0: "g0", 1: "p1"})
@@ -1291,33 +1292,33 @@ def test_a_stage_that_changes_places_with_its_guard_needs_no_checkpoint():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"places": {0: "p0", 1: "g1"}, "guards": {0: "g0"}},  # nobody would have it if the new place were lost
-        {"places": {0: "p0", 1: "g0"}, "guards": {0: "g1", 1: "p1"}},  # the guard of another stage
-        {"places": {0: "g0", 1: "g1"}, "guards": {0: "p0", 1: "p1"}},  # two at once may find no common step
+        {"places": {0: "p0", 1: "g1"}, "standbys": {0: "g0"}},  # nobody would have it if the new place were lost
+        {"places": {0: "p0", 1: "g0"}, "standbys": {0: "g1", 1: "p1"}},  # the standby of another stage
+        {"places": {0: "g0", 1: "g1"}, "standbys": {0: "p0", 1: "p1"}},  # two at once may find no common step
         {**EXCHANGED, "partition": "other"},
     ],
 )
 def test_whatever_else_moves_goes_by_way_of_a_checkpoint(changes: dict[str, object]):
-    machine = sheltered((0, 2), (1, 2))
+    machine = warm_stages((0, 2), (1, 2))
     machine.handle(PlanGranted(plan(2, **changes)))
     assert commit(machine, 2)[-1] == WriteCheckpoint(3, ask=True)
 
 
-def test_a_guard_without_a_snapshot_or_with_that_of_the_checkpoint_changes_no_places():
-    machine = sheltered((0, 2))
-    assert machine.sheltered == {0}
+def test_a_standby_without_a_snapshot_or_with_that_of_the_checkpoint_changes_no_places():
+    machine = warm_stages((0, 2))
+    assert machine.warm_stages == {0}
     machine.handle(PlanGranted(plan(2, **EXCHANGED)))
     assert commit(machine, 2)[-1] == WriteCheckpoint(3, ask=True)
-    machine = sheltered((0, 2), (1, 0))
+    machine = warm_stages((0, 2), (1, 0))
     machine.handle(PlanGranted(plan(2, **EXCHANGED)))
     assert commit(machine, 2)[-1] == WriteCheckpoint(3, ask=True)
 
 
-def test_a_guard_lost_before_they_change_places_takes_the_plan_with_it():
-    machine = sheltered((0, 2), (1, 2))
+def test_a_standby_lost_before_they_change_places_takes_the_plan_with_it():
+    machine = warm_stages((0, 2), (1, 2))
     machine.handle(PlanGranted(plan(2, **EXCHANGED)))
     machine.handle(PeerLost("g1", "gone"))
-    assert machine.sheltered == {0}
+    assert machine.warm_stages == {0}
     assert SendAttach not in kinds(commit(machine, 2))
 
 
@@ -1331,39 +1332,39 @@ def test_another_cut_goes_by_way_of_a_checkpoint():
 def test_a_plan_waits_for_a_checkpoint_of_the_base():
     machine = driver(save_base=True)
     ready(machine)
-    assert machine.handle(PlanGranted(plan(2, guards=GUARDS))) == [], "what is being collected would be lost"
+    assert machine.handle(PlanGranted(plan(2, standbys=GUARDS))) == [], "what is being collected would be lost"
     assert kinds(machine.handle(CheckpointWritten(0))) == [SendAttach]
 
 
 def test_a_plan_that_comes_when_nothing_may_be_fed_is_taken_at_once():
-    machine = guarded(snapshot_every=1)
+    machine = has_standby(snapshot_every=1)
     commit(machine, 0)
-    assert fed(commit(machine, 1)) == [], "guards hold nothing newer than the state of step 0"
-    assert kinds(machine.handle(PlanGranted(plan(2, guards={0: "g0"})))) == [SendAttach]
+    assert fed(commit(machine, 1)) == [], "standbys hold nothing newer than the state of step 0"
+    assert kinds(machine.handle(PlanGranted(plan(2, standbys={0: "g0"})))) == [SendAttach]
 
 
 def test_a_plan_waits_for_an_evaluation():
     machine = running(evaluate_every=1)
-    machine.handle(PlanGranted(plan(2, guards=GUARDS)))
+    machine.handle(PlanGranted(plan(2, standbys=GUARDS)))
     assert commit(machine, 0)[-1] == Evaluate(1)
     assert kinds(machine.handle(EvaluationDone(1, 1.0))) == [SendAttach]
 
 
-def test_a_plan_brings_a_lost_guard_back():
-    machine = guarded()
+def test_a_plan_brings_a_lost_standby_back():
+    machine = has_standby()
     machine.handle(PeerLost("g0", "gone"))
-    machine.handle(PlanGranted(plan(2, guards=GUARDS)))
-    assert commit(machine, 0)[-1] == SendAttach(Fence(2, 1, 1), plan(2, guards=GUARDS), GUARDS)
-    assert machine.guards == GUARDS
-    assert machine.handle(PeerLost("g0", "again"))[0] == ReportFault("guard", "g0", (), 1, "again")
-    assert machine.guards == {1: "g1"}
+    machine.handle(PlanGranted(plan(2, standbys=GUARDS)))
+    assert commit(machine, 0)[-1] == SendAttach(Fence(2, 1, 1), plan(2, standbys=GUARDS), GUARDS)
+    assert machine.standbys == GUARDS
+    assert machine.handle(PeerLost("g0", "again"))[0] == ReportFault("standby", "g0", (), 1, "again")
+    assert machine.standbys == {1: "g1"}
 
 
 def test_a_plan_overtaken_by_a_newer_one_is_dropped():
     machine = running()
-    machine.handle(PlanGranted(plan(3, guards={0: "g0"})))
-    machine.handle(PlanGranted(plan(2, guards={1: "g1"})))
-    assert commit(machine, 0)[-1] == SendAttach(Fence(3, 1, 1), plan(3, guards={0: "g0"}), {0: "g0"})
+    machine.handle(PlanGranted(plan(3, standbys={0: "g0"})))
+    machine.handle(PlanGranted(plan(2, standbys={1: "g1"})))
+    assert commit(machine, 0)[-1] == SendAttach(Fence(3, 1, 1), plan(3, standbys={0: "g0"}), {0: "g0"})
 
 
 def test_a_plan_that_waits_is_taken_when_a_peer_is_lost_if_it_leaves_the_living_alone():
@@ -1379,8 +1380,8 @@ def test_a_plan_that_waits_is_taken_when_a_peer_is_lost_if_it_leaves_the_living_
 
 
 def test_a_plan_with_a_peer_that_is_lost_before_it_began_is_dropped():
-    machine = guarded()
-    machine.handle(PlanGranted(plan(2, guards={0: "g0"})))
+    machine = has_standby()
+    machine.handle(PlanGranted(plan(2, standbys={0: "g0"})))
     machine.handle(PeerLost("g0", "gone"))
     assert SendAttach not in kinds(commit(machine, 0))
 
@@ -1447,16 +1448,16 @@ def test_a_stop_while_stages_are_restored_ends_when_they_are():
 
 
 def checked(**changes: object) -> DriverMachine:
-    machine = driver(guards=GUARDS, **changes)  # pyright: ignore[reportArgumentType]
+    machine = driver(standbys=GUARDS, **changes)  # pyright: ignore[reportArgumentType]
     machine.inspector = Inspector(b"s" * 32, "owner", 2)
     ready(machine)
     return machine
 
 
 def kept(machine: DriverMachine, step: int) -> list[DriverCommand]:
-    """Every guard has the state of `step`; the commands of the last word."""
-    for stage, guard in machine.guards.items():
-        commands = machine.handle(SnapshotStored(stage, step, guard))
+    """Every standby has the state of `step`; the commands of the last word."""
+    for stage, standby in machine.standbys.items():
+        commands = machine.handle(SnapshotStored(stage, step, standby))
     return commands
 
 
@@ -1464,20 +1465,20 @@ def checks(commands: list[DriverCommand]) -> dict[int, Check]:
     return {one.check.stage: one.check for one in commands if isinstance(one, StartCheck)}
 
 
-def test_a_stretch_is_checked_when_all_guards_have_what_followed_and_the_line_waits():
+def test_a_stretch_is_checked_when_all_standbys_have_what_followed_and_the_line_waits():
     machine = checked()
     commit(machine, 0)
     commit(machine, 1)
     assert checks(machine.handle(SnapshotStored(0, 2, "g0"))) == {}
     started = checks(machine.handle(SnapshotStored(1, 2, "g1")))
     assert started == {stage: Check(stage, PLACES[stage], GUARDS[stage], 0, 2) for stage in PLACES}
-    assert machine.line == 0
+    assert machine.watermark == 0
     commit(machine, 2)
     assert machine.handle(StageChecked(started[0], Opinion()))[0] == ReportCheck(started[0], "valid", "")
-    assert machine.line == 0
+    assert machine.watermark == 0
     commands = machine.handle(StageChecked(started[1], Opinion(void="it left")))
     assert isinstance(commands[0], ReportCheck)
-    assert machine.line == 2
+    assert machine.watermark == 2
     assert 2 in machine.records
 
 
@@ -1512,7 +1513,7 @@ def test_a_standby_needs_links_only_while_a_stage_loads():
     commit(machine, 1)
     kept(machine, 2)
     machine.handle(PeerLost("p0", "gone"))
-    machine.handle(PlanGranted(plan(2, places={0: "q", 1: "p1"}, guards=GUARDS)))
+    machine.handle(PlanGranted(plan(2, places={0: "q", 1: "p1"}, standbys=GUARDS)))
     enlist(machine, {"g0": {(0, 2)}, "g1": {(1, 2)}})
     report(machine, 2, s0=-1)
     assert machine.phase is DriverPhase.LOADING
@@ -1551,14 +1552,14 @@ def test_while_a_check_is_open_no_more_is_fed_than_can_be_retained():
 
 
 def found_out(machine: DriverMachine, started: dict[int, Check], stage: int) -> list[DriverCommand]:
-    """The referee takes exception to a stage, and the owner's machine as well."""
+    """The verifier takes exception to a stage, and the owner's machine as well."""
     commands = machine.handle(StageChecked(started[stage], Opinion(own="wrong")))
     again = checks(commands)[stage]
-    assert again.referee == "owner"
+    assert again.verifier == "owner"
     return machine.handle(StageChecked(again, Opinion(own="wrong")))
 
 
-def test_a_liar_goes_and_its_steps_are_taken_back():
+def test_a_faulty_peer_goes_and_its_steps_are_taken_back():
     machine = checked()
     for step in range(2):
         commit(machine, step)
@@ -1568,11 +1569,11 @@ def test_a_liar_goes_and_its_steps_are_taken_back():
     assert kinds(commands) == [ReportCheck, Distrust, ReportFault, Rewind, AskPlan]
     fault = commands[2]
     assert isinstance(fault, ReportFault)
-    assert (fault.kind, fault.peer, fault.stages, fault.step) == ("liar", "p1", (1,), 3)
+    assert (fault.kind, fault.peer, fault.stages, fault.step) == ("faulty", "p1", (1,), 3)
     assert commands[3] == Rewind(0)
     assert isinstance(commands[4], AskPlan)
     assert commands[4].without == {"p1"}
-    assert (machine.official, machine.step, machine.line, dict(machine.records)) == (0, 0, 0, {})
+    assert (machine.official, machine.step, machine.watermark, dict(machine.records)) == (0, 0, 0, {})
     assert machine.phase is DriverPhase.WAITING
 
 
@@ -1581,7 +1582,7 @@ def test_what_is_done_again_may_come_out_otherwise():
     for step in range(2):
         commit(machine, step)
     found_out(machine, checks(kept(machine, 2)), 1)
-    machine.handle(PlanGranted(plan(2, places={0: "p0", 1: "g1"}, guards={0: "g0"})))
+    machine.handle(PlanGranted(plan(2, places={0: "p0", 1: "g1"}, standbys={0: "g0"})))
     enlist(machine, {"g0": {(0, 0), (0, 2)}, "g1": {(1, 0), (1, 2)}})
     report(machine, 2, s1=-1)
     for stage in machine.roles.stages:
@@ -1605,7 +1606,7 @@ def test_nobody_goes_while_a_commit_is_on_its_way_to_the_disk():
     assert machine.official == 0
 
 
-def test_a_guard_whose_word_does_not_hold_goes_without_a_round():
+def test_a_standby_whose_word_does_not_hold_goes_without_a_round():
     machine = checked()
     for step in range(2):
         commit(machine, step)
@@ -1615,7 +1616,7 @@ def test_a_guard_whose_word_does_not_hold_goes_without_a_round():
     assert Distrust("g1", "its word against another peer did not hold") in commands
     assert machine.phase is DriverPhase.RUNNING
     assert machine.official == 2
-    assert dict(machine.guards) == {0: "g0"}
+    assert dict(machine.standbys) == {0: "g0"}
 
 
 def test_a_checkpoint_of_a_state_that_was_taken_back_is_none():
@@ -1635,13 +1636,13 @@ def test_stretches_that_a_fault_fell_into_are_not_checked():
     machine = checked()
     commit(machine, 0)
     machine.handle(LinkBroken("p0", "p1", "reset"))
-    enlist(machine, {guard: {(stage, 0)} for stage, guard in GUARDS.items()})
+    enlist(machine, {standby: {(stage, 0)} for stage, standby in GUARDS.items()})
     report(machine, 1)
     all_ready(machine)
     kept(machine, 1)
     commit(machine, 1)
     assert checks(kept(machine, 2))  # from the state after the round on
-    assert machine.line == 1
+    assert machine.watermark == 1
 
 
 def test_the_job_ends_when_all_checks_are_answered():

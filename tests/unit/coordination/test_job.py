@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from fusionai.coordination.broker import events
-from fusionai.coordination.broker.job import JOB, TOLD_LINES, Job, requested
+from fusionai.coordination.broker.job import JOB, MOST_NOTES, Job, requested
 from fusionai.coordination.machine import ForbiddenTransition
 from fusionai.primitives.ids import PeerId
 
@@ -58,14 +58,14 @@ def test_every_pair_of_phase_and_event(phase: str, event: str):
     moved, _ = JOB.advance(_job(phase), EVENTS[event])
     assert moved.phase == target
     assert moved.live == (target in ("requested", "running", "stopping"))
-    assert len(moved.told) == 2
+    assert len(moved.notes) == 2
 
 
 def test_a_job_tells_its_story():
     job = requested(ASKED)
     for name in ("plan", "start", "unattend", "attend", "note", "stop", "fail"):
         job, _ = JOB.advance(job, EVENTS[name])
-    assert [line.text for line in job.told] == [
+    assert [line.text for line in job.notes] == [
         "asked for by oooooooo",
         "plan version 3 on 1 members",
         "running",
@@ -78,12 +78,12 @@ def test_a_job_tells_its_story():
     assert (job.plan_version, job.step, job.phase) == (3, 5, "failed")
 
 
-def test_a_guarded_plan_says_so():
+def test_a_with_standby_plan_says_so():
     members = (events.MemberPlacement("p", (0,)), events.MemberPlacement("q", (), (0,)))
     job, _ = JOB.advance(
         requested(ASKED), events.PlanMinted(at_s=1.0, job="job-1", version=4, plan=b"", members=members)
     )
-    assert job.told[-1].text == "plan version 4 on 1 members, guarded by 1 more"
+    assert job.notes[-1].text == "plan version 4 on 1 members, with a standby by 1 more"
 
 
 def test_resuming_keeps_the_last_plan_version_so_that_versions_only_grow():
@@ -93,6 +93,6 @@ def test_resuming_keeps_the_last_plan_version_so_that_versions_only_grow():
 
 def test_the_story_is_bounded():
     job = requested(ASKED)
-    for _ in range(TOLD_LINES + 50):
+    for _ in range(MOST_NOTES + 50):
         job, _ = JOB.advance(job, EVENTS["note"])
-    assert len(job.told) == TOLD_LINES
+    assert len(job.notes) == MOST_NOTES

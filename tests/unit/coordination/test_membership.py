@@ -100,13 +100,13 @@ def test_a_lost_member_without_a_job_comes_back_as_a_spare():
     assert MEMBERSHIP.advance(alone, EVENTS["register"])[0].phase == "idle"
 
 
-def test_a_spare_that_guards_has_a_job_and_no_stage():
-    guarding, _ = MEMBERSHIP.advance(replace(_member("idle"), guards=()), Reserved(JOB, (), (1, 3)))
-    assert (guarding.phase, guarding.job, guarding.stages, guarding.guards) == ("active", JOB, (), (1, 3))
+def test_a_spare_that_standbys_has_a_job_and_no_stage():
+    guarding, _ = MEMBERSHIP.advance(replace(_member("idle"), standbys=()), Reserved(JOB, (), (1, 3)))
+    assert (guarding.phase, guarding.job, guarding.stages, guarding.standbys) == ("active", JOB, (), (1, 3))
     promoted, _ = MEMBERSHIP.advance(guarding, Reserved(JOB, (1,)))
-    assert (promoted.stages, promoted.guards) == ((1,), ())
+    assert (promoted.stages, promoted.standbys) == ((1,), ())
     freed, _ = MEMBERSHIP.advance(guarding, Released())
-    assert (freed.phase, freed.job, freed.guards) == ("idle", None, ())
+    assert (freed.phase, freed.job, freed.standbys) == ("idle", None, ())
 
 
 def test_who_drains_still_drains_after_a_loss_within_the_same_process_and_a_new_process_does_not():

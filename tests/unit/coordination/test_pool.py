@@ -71,13 +71,13 @@ def test_a_new_plan_releases_whom_it_leaves_out_and_supersedes_the_old_one():
     assert pool.plans[2].members == (MemberPlacement(B, (0,)), MemberPlacement(C, (1,)))
 
 
-def test_guards_are_reserved_and_released_like_those_that_run_stages():
-    guarded = events.PlanMinted(
+def test_standbys_are_reserved_and_released_like_those_that_run_stages():
+    has_standby = events.PlanMinted(
         at_s=4.0, job="job-1", version=1, plan=b"plan", members=(MemberPlacement(A, (0,)), MemberPlacement(C, (), (0,)))
     )
-    pool = replay([*START, asked(), guarded])
+    pool = replay([*START, asked(), has_standby])
     assert phases(pool) == {"a": "active", "b": "idle", "c": "active"}
-    assert [(member.stages, member.guards) for member in pool.members_of(JobId("job-1"))] == [((0,), ()), ((), (0,))]
+    assert [(member.stages, member.standbys) for member in pool.members_of(JobId("job-1"))] == [((0,), ()), ((), (0,))]
     with pytest.raises(FusionError, match="already holds"):
         advance(advance(pool, asked("job-2")), planned(2, C, job="job-2"))
     assert phases(advance(pool, planned(2, A))) == {"a": "active", "b": "idle", "c": "idle"}
@@ -195,7 +195,25 @@ def test_a_frozen_pool_is_the_same_pool_and_goes_on():
         assert replay(facts[count:], pool) == replay(facts)
 
 
-def test_a_placement_of_an_earlier_version_reads_as_one_without_guards():
+def test_a_pool_frozen_under_former_names_is_read():
+    facts = [*START, asked(), planned(1, A, C), events.JobNoted(at_s=1.5, job="job-1", text="slow")]
+    now = replay([*facts, events.MemberLost(at_s=5.0, peer=A, boot=1, reason="")])
+    assert now.jobs["job-1"].notes
+    former = msgspec.msgpack.decode(freeze(now))
+    for member in former["members"].values():
+        member["guards"] = member.pop("standbys")
+    for known in former["jobs"].values():
+        known["told"] = known.pop("notes")
+    assert thaw(msgspec.msgpack.encode(former)) == now
+
+
+@pytest.mark.parametrize("stored", [[], {"members": 1}, {"members": {A: []}}, {"jobs": {"job-1": {"told": 3}}}])
+def test_what_is_no_pool_is_refused(stored: object):
+    with pytest.raises(msgspec.ValidationError):
+        thaw(msgspec.msgpack.encode(stored))
+
+
+def test_a_placement_of_an_earlier_version_reads_as_one_without_standbys():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode([A, [1]]), type=MemberPlacement) == MemberPlacement(A, (1,))
 
 

@@ -20,17 +20,17 @@ C = 9
 def roles(
     stages: int = 4,
     *,
-    guards: Mapping[int, str] | None = None,
+    standbys: Mapping[int, str] | None = None,
     stateless: frozenset[int] = frozenset(),
     neighbours: Mapping[int, frozenset[int]] | None = None,
 ) -> Roles:
-    """A chain of stages at `p0`, `p1`, ...; guards `g0`, `g1`, ... unless told otherwise."""
+    """A chain of stages at `p0`, `p1`, ...; standbys `g0`, `g1`, ... unless told otherwise."""
     chain = {stage: frozenset({stage - 1, stage + 1} & set(range(stages))) for stage in range(stages)}
     return Roles(
         version=1,
         owner="owner",
         places={stage: f"p{stage}" for stage in range(stages)},
-        guards={stage: f"g{stage}" for stage in range(stages)} if guards is None else guards,
+        standbys={stage: f"g{stage}" for stage in range(stages)} if standbys is None else standbys,
         snapshot_every=4,
         feed_window=4,
         neighbours=neighbours or chain,
@@ -94,7 +94,7 @@ def test_a_lost_stage_starts_from_its_newest_snapshot_that_its_neighbours_can_fo
     assert resolve({"p1": {(1, 8)}}, positions(s1=LOST)).holders == {}, "it has it itself"
 
 
-def test_the_guard_passes_the_snapshot_on_before_any_other_holder():
+def test_the_standby_passes_the_snapshot_on_before_any_other_holder():
     held = {"a": {(1, 8)}, "g1": {(1, 8)}}
     assert resolve(held, positions(s1=LOST)).holders == {1: "g1"}
     held = {"z": {(1, 8)}, "b": {(1, 8)}, "g1": {(1, 4)}}
@@ -120,7 +120,7 @@ def test_a_checkpoint_is_a_snapshot_of_everybody():
     found = resolve({"g1": {(1, 8)}}, positions(s1=LOST), checkpoint=6, records_from=5)
     assert found.sources == {1: "snapshot"}, "the newer one"
     found = resolve({"g1": {(1, 6)}}, positions(s1=LOST), checkpoint=6, records_from=5)
-    assert found.sources == {1: "snapshot"}, "no disk is read while a guard has it"
+    assert found.sources == {1: "snapshot"}, "no disk is read while a standby has it"
 
 
 def test_without_a_checkpoint_the_first_state_is_made_again():
@@ -185,7 +185,7 @@ def test_a_newer_step_at_which_fewer_can_start_is_passed_over_for_an_older_one_t
 
 
 def test_when_no_step_does_everybody_goes_back_to_the_checkpoint():
-    plan = roles(guards={}, stateless=frozenset({3}))
+    plan = roles(standbys={}, stateless=frozenset({3}))
     found = resolve({}, positions(retained_from=C, s1=LOST), plan, checkpoint=6, records_from=5)
     everybody = {0: "import", 1: "import", 2: "import", 3: "initialise"}
     assert found == Restoration(base=6, sources=everybody, holders={}, rollback=True)
@@ -214,7 +214,7 @@ def cases(draw: st.DrawFn) -> tuple[Roles, dict[int, StagePosition], HELD, int |
         stages,
         neighbours=neighbours,
         stateless=frozenset(draw(st.sets(st.integers(0, stages - 1), max_size=1))),
-        guards=dict.fromkeys(draw(st.sets(st.integers(0, stages - 1))), "g"),
+        standbys=dict.fromkeys(draw(st.sets(st.integers(0, stages - 1))), "g"),
     )
     position = st.builds(
         StagePosition, st.sampled_from([-1, C - 2, C - 1, C, C]), st.just(C - 1), st.integers(3, C + 1)

@@ -1,4 +1,5 @@
-"""The serving machine's spot checks: beside passes, by guards that are warm; a liar is lost for good, at once."""
+"""The serving machine's spot checks: beside passes, by standbys that are warm; a faulty peer is lost for good, at
+once."""
 
 from __future__ import annotations
 
@@ -25,21 +26,21 @@ def told(job: Job, command: commands.BeginCheck, opinion: Opinion) -> list[comma
     return job.tell(events.TextChecked(job.fence, command.check, opinion))
 
 
-def test_a_warm_guard_reads_the_text_again_under_the_fence_it_goes_by() -> None:
+def test_a_warm_standby_reads_the_text_again_under_the_fence_it_goes_by() -> None:
     job = running(checks=True)
     (begun,) = over(job)
-    assert (begun.check.stage, begun.check.peer, begun.check.referee) == (2, "b", "g")
+    assert (begun.check.stage, begun.check.peer, begun.check.verifier) == (2, "b", "g")
     assert (begun.text.number, len(begun.text.tokens), begun.fence) == (1, 6, job.fence)
     assert job.machine.next_checks() == ()
     told(job, begun, FINE)
     (command,) = job.given
     assert isinstance(command, commands.ReportCheck)
     assert command.outcome == "valid"
-    job.tell(events.PlanGiven(roles(2, guards={2: "h"})))
+    job.tell(events.PlanGiven(roles(2, standbys={2: "h"})))
     (brought,) = job.of(commands.EnlistStandby)
     job.tell(events.MemberEnlisted(brought.fence, "h"), events.StandbyLoaded(brought.fence, "h", 2))
     (begun,) = over(job, 2)
-    assert (begun.check.referee, begun.fence) == ("h", brought.fence)
+    assert (begun.check.verifier, begun.fence) == ("h", brought.fence)
     assert begun.fence != job.fence
 
 
@@ -49,23 +50,23 @@ def test_nobody_who_is_not_ready_reads_anything_and_nothing_hidden_is_read() -> 
     assert over(running()) == ()
     job = running(checks=True)
     job.machine.roles = job.machine.roles.__class__(
-        version=1, owner="me", places=job.machine.roles.places, guards={2: "g"}, caching=job.machine.roles.caching
+        version=1, owner="me", places=job.machine.roles.places, standbys={2: "g"}, caching=job.machine.roles.caching
     )
     assert over(job) == ()
 
 
-def test_what_a_guard_takes_exception_to_the_owner_reads_and_the_liar_goes_and_all_is_read_again() -> None:
+def test_what_a_standby_takes_exception_to_the_owner_reads_and_the_faulty_peer_goes_and_all_is_read_again() -> None:
     job = running(checks=True)
     (begun,) = over(job)
     computed = decoding(job, 2)
     told(job, begun, WRONG)
     (again,) = job.of(commands.BeginCheck)
-    assert (again.check.referee, again.text, again.fence) == ("me", begun.text, job.fence)
+    assert (again.check.verifier, again.text, again.fence) == ("me", begun.text, job.fence)
     told(job, again, WRONG)
     (distrusted,) = job.of(commands.Distrust)
     assert distrusted.peer == "b"
     (fault,) = job.of(commands.ReportFault)
-    assert (fault.kind, fault.peer, fault.stages, fault.heirs) == ("liar", "b", (2,), {2: "g"})
+    assert (fault.kind, fault.peer, fault.stages, fault.successors) == ("faulty", "b", (2,), {2: "g"})
     assert job.phase is ServingPhase.ENLISTING
     job.enlist()
     job.load({1: ((2, computed),), 3: ((2, computed),)})
@@ -77,7 +78,7 @@ def test_what_a_guard_takes_exception_to_the_owner_reads_and_the_liar_goes_and_a
     assert [(one.session, one.start, one.length) for one in plan.segments] == [(2, 0, 7)]
 
 
-def test_a_guard_whose_word_did_not_hold_goes_and_no_round_begins() -> None:
+def test_a_standby_whose_word_did_not_hold_goes_and_no_round_begins() -> None:
     job = running(checks=True)
     (begun,) = over(job)
     told(job, begun, WRONG)
@@ -85,23 +86,23 @@ def test_a_guard_whose_word_did_not_hold_goes_and_no_round_begins() -> None:
     told(job, again, FINE)
     assert [one.peer for one in job.of(commands.Distrust)] == ["g"]
     (fault,) = job.of(commands.ReportFault)
-    assert (fault.kind, fault.peer, fault.stages) == ("liar", "g", ())
+    assert (fault.kind, fault.peer, fault.stages) == ("faulty", "g", ())
     assert job.phase is ServingPhase.RUNNING
-    assert 2 not in job.machine.roles.guards
+    assert 2 not in job.machine.roles.standbys
 
 
-def test_no_plan_brings_a_liar_back() -> None:
+def test_no_plan_brings_a_faulty_peer_back() -> None:
     job = running(checks=True)
     (begun,) = over(job)
     told(job, begun, WRONG)
     (again,) = job.of(commands.BeginCheck)
     told(job, again, FINE)
-    job.tell(events.PlanGiven(roles(2, guards={2: "g"}), job.machine.lost))
+    job.tell(events.PlanGiven(roles(2, standbys={2: "g"}), job.machine.lost))
     assert job.machine.roles.version == 1
 
 
 def test_a_round_ends_what_was_being_checked() -> None:
-    job = running(roles(guards={2: "g", 3: "h"}), checks=True)
+    job = running(roles(standbys={2: "g", 3: "h"}), checks=True)
     begun = over(job)
     assert len(begun) == 2
     job.tell(events.PeerLost("a", "x"))

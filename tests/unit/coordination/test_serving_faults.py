@@ -39,7 +39,7 @@ def test_a_stage_that_fails_gets_another_round_then_another_peer() -> None:
     assert (job.phase, job.machine.roles.places[2]) == (ServingPhase.ENLISTING, "b")
     again(job)
     stage_fails(job, 2)
-    assert [(told.kind, told.heirs) for told in job.of(commands.ReportFault)] == [("stage", {2: "g"})]
+    assert [(told.kind, told.successors) for told in job.of(commands.ReportFault)] == [("stage", {2: "g"})]
     again(job)
     stage_fails(job, 2)
     assert job.phase is ServingPhase.WAITING, "a third peer, where the job has been ready: it is not ended"
@@ -111,8 +111,8 @@ def test_a_probe_as_far_off_as_is_tolerated_is_right() -> None:
 
 
 def test_a_wrong_probe_with_nobody_new_but_the_owner_ends_the_job() -> None:
-    job = running(roles(guards={}))
-    job.tell(events.PlanGiven(roles(2, guards={}, s2="me")))
+    job = running(roles(standbys={}))
+    job.tell(events.PlanGiven(roles(2, standbys={}, s2="me")))
     job.enlist()
     job.load()
     job.probe("y", distance=0.5)
@@ -131,30 +131,30 @@ def test_what_a_command_could_not_do_ends_the_job() -> None:
     assert (job.phase, job.of(commands.EndJob)[0].failed) == (ServingPhase.ENDED, "no disk")
 
 
-# ------------------------------------------------------------------------------------------------------------- guards
+# ------------------------------------------------------------------------------------------------------------- standbys
 
 
-def test_a_guard_that_fails_is_replaced_and_passes_go_on() -> None:
+def test_a_standby_that_fails_is_replaced_and_passes_go_on() -> None:
     job = running(warm=False)
     job.tell(events.StageFailed(job.fence, "g", 2, "no room"))
-    assert [(told.kind, told.peer) for told in job.of(commands.ReportFault)] == [("guard", "g")]
+    assert [(told.kind, told.peer) for told in job.of(commands.ReportFault)] == [("standby", "g")]
     assert [asked.urgent for asked in job.of(commands.AskPlan)] == [False]
-    assert (job.phase, job.machine.roles.guards) == (ServingPhase.RUNNING, {})
+    assert (job.phase, job.machine.roles.standbys) == (ServingPhase.RUNNING, {})
 
 
-def test_whoever_runs_a_stage_and_can_t_guard_another_keeps_the_one_it_runs() -> None:
-    job = running(roles(guards={2: "a", 3: "g"}), warm=False)
+def test_whoever_runs_a_stage_and_can_t_standby_another_keeps_the_one_it_runs() -> None:
+    job = running(roles(standbys={2: "a", 3: "g"}), warm=False)
     fence = job.fence
     job.tell(events.StageFailed(fence, "a", 2, "no room"))
-    assert (job.fence, job.machine.roles.places[1], job.machine.roles.guards) == (fence, "a", {3: "g"})
+    assert (job.fence, job.machine.roles.places[1], job.machine.roles.standbys) == (fence, "a", {3: "g"})
     assert job.of(commands.Dismiss) == []
 
 
 @pytest.mark.parametrize("concerned", [True, False])
 def test_a_plan_that_gives_a_stage_to_whoever_could_not_load_it_is_void(concerned: bool) -> None:
-    job = running(roles(guards={2: "a"}), warm=False)
+    job = running(roles(standbys={2: "a"}), warm=False)
     moved = {"s3": "n", "s2": "a"} if concerned else {"s3": "n"}
-    job.tell(events.PlanGiven(roles(2, guards={}, **moved)))
+    job.tell(events.PlanGiven(roles(2, standbys={}, **moved)))
     (brought,) = job.of(commands.EnlistStandby)
     job.tell(events.MemberEnlisted(brought.fence, "n"), events.StageFailed(job.fence, "a", 2, "no room"))
     job.tell(events.StandbyLoaded(brought.fence, "n", 3))
@@ -165,19 +165,19 @@ def test_a_plan_that_gives_a_stage_to_whoever_could_not_load_it_is_void(concerne
 
 
 def test_the_loss_of_strangers_and_of_whoever_is_lost_already_changes_nothing() -> None:
-    job = running(roles(guards={}))
+    job = running(roles(standbys={}))
     assert job.tell(events.PeerLost("somebody", "x")) == []
     job.tell(events.PeerLost("b", "x"))
     assert job.phase is ServingPhase.WAITING
     assert job.tell(events.PeerLost("b", "x")) == []
 
 
-def test_a_lost_guard_is_asked_for_anew_urgently_only_while_the_job_waits() -> None:
+def test_a_lost_standby_is_asked_for_anew_urgently_only_while_the_job_waits() -> None:
     job = running()
     job.tell(events.PeerLost("g", "x"))
     assert job.phase is ServingPhase.RUNNING
     assert [(asked.urgent, asked.without) for asked in job.of(commands.AskPlan)] == [(False, {"g"})]
-    waiting = running(roles(guards={3: "g"}))
+    waiting = running(roles(standbys={3: "g"}))
     waiting.tell(events.PeerLost("b", "x"), events.PeerLost("g", "x"))
     assert [asked.urgent for asked in waiting.of(commands.AskPlan)] == [True, True]
     assert waiting.of(commands.AskPlan)[-1].without == {"b", "g"}
@@ -185,7 +185,7 @@ def test_a_lost_guard_is_asked_for_anew_urgently_only_while_the_job_waits() -> N
 
 def test_whoever_was_only_to_come_is_not_missed_but_what_was_to_come_of_it_is_void() -> None:
     job = running()
-    job.tell(events.PlanGiven(roles(2, s2="n", guards={})))
+    job.tell(events.PlanGiven(roles(2, s2="n", standbys={})))
     (brought,) = job.of(commands.EnlistStandby)
     job.tell(events.MemberEnlisted(brought.fence, "n"), events.PeerLost("n", "x"))
     assert job.of(commands.AskPlan) == []
@@ -194,8 +194,8 @@ def test_whoever_was_only_to_come_is_not_missed_but_what_was_to_come_of_it_is_vo
 
 
 def test_a_plan_goes_on_being_prepared_when_somebody_else_is_lost() -> None:
-    job = running(roles(guards={3: "g"}))
-    job.tell(events.PlanGiven(roles(2, s2="n", guards={})))
+    job = running(roles(standbys={3: "g"}))
+    job.tell(events.PlanGiven(roles(2, s2="n", standbys={})))
     (brought,) = job.of(commands.EnlistStandby)
     job.tell(events.PeerLost("g", "x"), events.MemberEnlisted(brought.fence, "n"))
     job.tell(events.StandbyLoaded(brought.fence, "n", 2))
@@ -204,14 +204,14 @@ def test_a_plan_goes_on_being_prepared_when_somebody_else_is_lost() -> None:
 
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_lost_stage_goes_to_whoever_was_about_to_take_it_if_it_has_loaded(warm: bool) -> None:
-    job = running(roles(guards={}))
-    job.tell(events.PlanGiven(roles(2, guards={}, s2="n", s3="m")))
+    job = running(roles(standbys={}))
+    job.tell(events.PlanGiven(roles(2, standbys={}, s2="n", s3="m")))
     fence = job.of(commands.EnlistStandby)[0].fence
     job.tell(events.MemberEnlisted(fence, "n"))
     if warm:
         job.tell(events.StandbyLoaded(fence, "n", 2))
     job.tell(events.PeerLost("b", "x"))
-    assert job.of(commands.ReportFault)[0].heirs == ({2: "n"} if warm else {})
+    assert job.of(commands.ReportFault)[0].successors == ({2: "n"} if warm else {})
     assert job.phase is (ServingPhase.ENLISTING if warm else ServingPhase.WAITING)
 
 
@@ -235,7 +235,7 @@ def test_a_link_to_the_owner_counts_also_where_it_runs_no_stage() -> None:
 
 
 def test_a_link_that_breaks_again_costs_whoever_has_trouble_with_most() -> None:
-    job = running(roles(guards={3: "g"}))
+    job = running(roles(standbys={3: "g"}))
     for pair in (("b", "c"), ("b", "a"), ("c", "b")):
         job.tell(events.LinkBroken(job.fence, *pair, "reset"))
         if job.phase is ServingPhase.ENLISTING:
@@ -244,7 +244,7 @@ def test_a_link_that_breaks_again_costs_whoever_has_trouble_with_most() -> None:
 
 
 def test_a_link_that_breaks_again_costs_whoever_can_be_replaced_at_once_and_never_the_owner() -> None:
-    job = running(roles(guards={1: "g"}))
+    job = running(roles(standbys={1: "g"}))
     for _ in range(2):
         job.tell(events.LinkBroken(job.fence, "a", "b", "reset"))
         again(job)
@@ -259,7 +259,7 @@ def test_a_link_that_breaks_again_costs_whoever_can_be_replaced_at_once_and_neve
 
 def test_whoever_is_lost_breaks_no_links() -> None:
     """The stage it had waits; the round's fence is still in force."""
-    job = running(roles(guards={}))
+    job = running(roles(standbys={}))
     job.tell(events.PeerLost("b", "x"))
     assert job.tell(events.LinkBroken(job.fence, "a", "b", "reset")) == []
 
@@ -432,7 +432,7 @@ def test_without_a_word_passes_are_given_up_sooner_than_a_stage_that_works() -> 
     assert job.phase is ServingPhase.ENLISTING
 
 
-def test_a_stage_that_is_stuck_again_and_again_goes_to_its_guard() -> None:
+def test_a_stage_that_is_stuck_again_and_again_goes_to_its_standby() -> None:
     job = running(slow_roles(1.0))
     for attempt in range(3):
         job.batcher.submit(SessionSpec(number=attempt + 1, scope="", prompt=(7,) * 8, max_tokens=3), 0.0)

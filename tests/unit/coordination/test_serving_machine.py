@@ -41,7 +41,7 @@ def test_other_bits_the_second_time_end_the_job() -> None:
     assert "other bits" in (job.of(commands.EndJob)[0].failed or "")
 
 
-def test_a_guard_that_does_not_answer_holds_nobody_up() -> None:
+def test_a_standby_that_does_not_answer_holds_nobody_up() -> None:
     job = Job(roles())
     job.tell(*(events.MemberEnlisted(job.fence, peer) for peer in ("me", "a", "b", "c")))
     job.load()
@@ -49,7 +49,7 @@ def test_a_guard_that_does_not_answer_holds_nobody_up() -> None:
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_a_guard_that_answers_late_loads_once_passes_run(loaded: bool) -> None:
+def test_a_standby_that_answers_late_loads_once_passes_run(loaded: bool) -> None:
     job = Job(roles())
     job.tell(*(events.MemberEnlisted(job.fence, peer) for peer in ("me", "a", "b", "c")))
     if loaded:
@@ -61,15 +61,15 @@ def test_a_guard_that_answers_late_loads_once_passes_run(loaded: bool) -> None:
     assert [(load.peer, load.stage, load.standby) for load in job.of(commands.SendLoad)] == [("g", 2, True)]
 
 
-def test_a_guard_takes_over_at_once_and_its_cache_is_rebuilt_from_the_stage_before() -> None:
+def test_a_standby_takes_over_at_once_and_its_cache_is_rebuilt_from_the_stage_before() -> None:
     job = running()
     computed = decoding(job)
     job.tell(events.PeerLost("b", "silent"))
     told, begun, asked = job.of(commands.ReportFault)[0], job.of(commands.BeginRound)[0], job.of(commands.AskPlan)[0]
-    assert told.heirs == {2: "g"}
+    assert told.successors == {2: "g"}
     assert begun.fence == Fence(1, 7, 1)
     assert begun.roles.places[2] == "g"
-    assert begun.roles.guards == {}
+    assert begun.roles.standbys == {}
     assert (asked.urgent, asked.without) == (False, frozenset({"b"}))
     assert job.of(commands.Dismiss)[0].peer == "b"
     job.enlist()
@@ -89,13 +89,13 @@ def test_a_guard_takes_over_at_once_and_its_cache_is_rebuilt_from_the_stage_befo
 
 
 def test_contiguous_lost_stages_are_rebuilt_in_one_run_others_in_their_own() -> None:
-    job = running(roles(guards={1: "g", 3: "h"}))
+    job = running(roles(standbys={1: "g", 3: "h"}))
     computed = decoding(job)
     job.tell(events.PeerLost("a", "x"), events.PeerLost("c", "x"))
     job.enlist()
     job.load({2: ((1, computed),)})
     assert [(one.source, one.through) for one in job.of(commands.SendRebuild)] == [(0, 1), (2, 3)]
-    both = running(roles(guards={1: "g", 2: "h"}))
+    both = running(roles(standbys={1: "g", 2: "h"}))
     decoding(both)
     both.tell(events.PeerLost("a", "x"), events.PeerLost("b", "x"))
     both.enlist()
@@ -104,7 +104,7 @@ def test_contiguous_lost_stages_are_rebuilt_in_one_run_others_in_their_own() -> 
 
 
 def test_with_nobody_before_the_lost_stage_the_tokens_are_sent() -> None:
-    given = ServingRoles(version=1, owner="me", places={0: "a", 1: "b"}, guards={0: "g"}, caching=frozenset({0, 1}))
+    given = ServingRoles(version=1, owner="me", places={0: "a", 1: "b"}, standbys={0: "g"}, caching=frozenset({0, 1}))
     job = running(given)
     computed = decoding(job)
     job.tell(events.PeerLost("a", "x"))
@@ -115,12 +115,12 @@ def test_with_nobody_before_the_lost_stage_the_tokens_are_sent() -> None:
 
 
 def test_what_a_returned_peer_says_of_its_cache_does_not_count() -> None:
-    job = running(roles(guards={}))
+    job = running(roles(standbys={}))
     computed = decoding(job)
     job.tell(events.PeerLost("b", "frozen"))
     assert job.phase is ServingPhase.WAITING
     assert job.of(commands.AskPlan)[0].urgent
-    job.tell(events.PlanGiven(roles(2, guards={}), frozenset({"b"})))
+    job.tell(events.PlanGiven(roles(2, standbys={}), frozenset({"b"})))
     assert job.fence == Fence(2, 7, 1)
     job.enlist()
     job.load(dict.fromkeys((1, 2, 3), ((1, computed),)))
@@ -130,12 +130,12 @@ def test_what_a_returned_peer_says_of_its_cache_does_not_count() -> None:
 @pytest.mark.parametrize("cut", ["", "another"])
 def test_a_stage_that_moved_away_and_back_before_passes_ran_has_no_cache(cut: str) -> None:
     """Whoever a round does not place with a stage, or with a stage of another cut, drops it."""
-    job = running(roles(guards={}))
-    job.tell(events.PlanGiven(replace(roles(2, guards={}, s2="n"), partition=cut)))
+    job = running(roles(standbys={}))
+    job.tell(events.PlanGiven(replace(roles(2, standbys={}, s2="n"), partition=cut)))
     for standing in job.of(commands.EnlistStandby):
         job.tell(events.MemberEnlisted(standing.fence, "n"), events.StandbyLoaded(standing.fence, "n", 2))
     assert job.machine.roles.places[2] == "n"
-    job.tell(events.PeerLost("n", "silent"), events.PlanGiven(roles(3, guards={}), frozenset({"n"})))
+    job.tell(events.PeerLost("n", "silent"), events.PlanGiven(roles(3, standbys={}), frozenset({"n"})))
     job.enlist()
     fresh = {load.stage for load in job.of(commands.SendLoad) if load.fresh}
     assert fresh == ({2} if cut == "" else set(PLACES))
@@ -144,7 +144,7 @@ def test_a_stage_that_moved_away_and_back_before_passes_ran_has_no_cache(cut: st
 
 
 def test_who_waits_is_told_for_what_and_whose_loss_it_is() -> None:
-    job = running(roles(guards={3: "g"}))
+    job = running(roles(standbys={3: "g"}))
     job.tell(events.PeerLost("c", "it ended a connection."))
     (told,) = job.of(commands.ReportState)
     assert (told.state, told.detail) == ("recovering", "lost c (it ended a connection)")
@@ -224,7 +224,7 @@ def test_a_probe_that_fails_while_caches_are_rebuilt_is_a_fault_of_that_stage() 
 
 
 def test_a_probe_too_far_off_after_a_takeover_costs_whoever_is_new() -> None:
-    job = running(roles(guards={2: "g", 3: "h"}))
+    job = running(roles(standbys={2: "g", 3: "h"}))
     job.tell(events.PeerLost("b", "x"))
     job.enlist()
     job.load()
@@ -234,10 +234,10 @@ def test_a_probe_too_far_off_after_a_takeover_costs_whoever_is_new() -> None:
     assert job.of(commands.AskPlan)[0].without == {"b", "g"}
 
 
-def test_other_guards_cost_no_round_and_passes_go_on() -> None:
-    job = running(roles(guards={}))
+def test_other_standbys_cost_no_round_and_passes_go_on() -> None:
+    job = running(roles(standbys={}))
     fence = job.fence
-    job.tell(events.PlanGiven(roles(2, guards={2: "n"})))
+    job.tell(events.PlanGiven(roles(2, standbys={2: "n"})))
     (brought,) = job.of(commands.EnlistStandby)
     assert (brought.peer, brought.fence) == ("n", Fence(2, 7, 0))
     assert job.fence == fence
@@ -253,8 +253,8 @@ def test_other_guards_cost_no_round_and_passes_go_on() -> None:
 
 
 def test_a_plan_that_moves_a_stage_waits_until_its_new_holder_has_loaded() -> None:
-    job = running(roles(guards={}))
-    job.tell(events.PlanGiven(roles(2, guards={}, s2="n")))
+    job = running(roles(standbys={}))
+    job.tell(events.PlanGiven(roles(2, standbys={}, s2="n")))
     assert job.phase is ServingPhase.RUNNING
     fence = job.of(commands.EnlistStandby)[0].fence
     job.tell(events.MemberEnlisted(fence, "n"))
@@ -268,17 +268,17 @@ def test_a_plan_with_somebody_lost_since_is_void() -> None:
     job = running()
     job.tell(events.PeerLost("b", "x"))
     assert job.tell(events.PlanGiven(roles(2))) == []
-    job.tell(events.PlanGiven(roles(3, guards={}, s2="g")))
+    job.tell(events.PlanGiven(roles(3, standbys={}, s2="g")))
     assert job.machine.roles.version == 3
 
 
-def test_a_guard_that_is_given_another_stage_is_enlisted_for_both_before_it_loads() -> None:
-    """It takes no stage that it was not told to guard."""
+def test_a_standby_that_is_given_another_stage_is_enlisted_for_both_before_it_loads() -> None:
+    """It takes no stage that it was not told to stand by for."""
     job = running()
     fence = job.fence
-    job.tell(events.PlanGiven(roles(2, guards={1: "g", 2: "g"})))
+    job.tell(events.PlanGiven(roles(2, standbys={1: "g", 2: "g"})))
     (anew,) = job.of(commands.EnlistStandby)
-    assert (anew.peer, anew.fence, anew.roles.guarded_by("g")) == ("g", Fence(2, 7, 0), (1, 2))
+    assert (anew.peer, anew.fence, anew.roles.standby_of("g")) == ("g", Fence(2, 7, 0), (1, 2))
     assert job.of(commands.SendLoad) == []
     job.tell(events.MemberEnlisted(anew.fence, "g"))
     assert [(load.peer, load.stage, load.fence) for load in job.of(commands.SendLoad)] == [("g", 1, anew.fence)]
@@ -288,34 +288,34 @@ def test_a_guard_that_is_given_another_stage_is_enlisted_for_both_before_it_load
     assert job.fence == fence
 
 
-def test_whoever_is_to_take_a_stage_over_is_told_to_guard_it_until_then() -> None:
-    job = running(roles(guards={}))
-    job.tell(events.PlanGiven(roles(2, guards={}, s2="n")))
+def test_whoever_is_to_take_a_stage_over_is_told_to_standby_it_until_then() -> None:
+    job = running(roles(standbys={}))
+    job.tell(events.PlanGiven(roles(2, standbys={}, s2="n")))
     (brought,) = job.of(commands.EnlistStandby)
-    assert brought.roles.guarded_by("n") == (2,)
+    assert brought.roles.standby_of("n") == (2,)
     assert brought.roles.places == PLACES
 
 
 def test_a_stage_that_moves_to_whoever_runs_another_moves_at_once() -> None:
     """It can't be prepared beside the round that it takes part in."""
-    job = running(roles(guards={}))
-    job.tell(events.PlanGiven(roles(2, guards={}, s2="a")))
+    job = running(roles(standbys={}))
+    job.tell(events.PlanGiven(roles(2, standbys={}, s2="a")))
     assert job.fence == Fence(2, 7, 1)
 
 
-def test_what_a_guard_was_not_told_to_keep_is_not_warm() -> None:
-    job = running(roles(guards={1: "g", 2: "g"}))
-    job.tell(events.PlanGiven(roles(2, guards={2: "g"})))
+def test_what_a_standby_was_not_told_to_keep_is_not_warm() -> None:
+    job = running(roles(standbys={1: "g", 2: "g"}))
+    job.tell(events.PlanGiven(roles(2, standbys={2: "g"})))
     job.tell(events.LinkBroken(job.fence, "a", "b", "x"))
     job.enlist()
     job.load()
     assert job.phase is ServingPhase.RUNNING
-    job.tell(events.PlanGiven(roles(3, guards={1: "g", 2: "g"})))
+    job.tell(events.PlanGiven(roles(3, standbys={1: "g", 2: "g"})))
     assert not job.machine.is_warm(1)
     assert job.machine.is_warm(2)
 
 
-def test_whoever_leaves_hands_over_to_its_warm_guard() -> None:
+def test_whoever_leaves_hands_over_to_its_warm_standby() -> None:
     job = running()
     job.tell(events.MemberLeaving("b"))
     assert job.machine.roles.places[2] == "g"
@@ -531,9 +531,9 @@ def test_a_stage_may_have_loaded_before_all_have_answered() -> None:
 
 def test_what_somebody_without_a_part_says_does_not_count() -> None:
     """Nor later, when it gets one."""
-    job = running(roles(guards={}))
+    job = running(roles(standbys={}))
     assert job.tell(events.StandbyLoaded(job.fence, "n", 2)) == []
-    job.tell(events.PlanGiven(roles(2, guards={2: "n"})))
+    job.tell(events.PlanGiven(roles(2, standbys={2: "n"})))
     assert not job.machine.is_warm(2)
     assert [command.peer for command in job.of(commands.EnlistStandby)] == ["n"]
 
@@ -541,7 +541,7 @@ def test_what_somebody_without_a_part_says_does_not_count() -> None:
 def test_a_result_that_comes_while_the_job_waits_or_is_over_counts_for_nobody() -> None:
     """Its fence is still that of the last round."""
     for end in (events.PeerLost("b", "x"), events.StopAsked("asked to")):
-        job = running(roles(guards={}))
+        job = running(roles(standbys={}))
         job.batcher.submit(SessionSpec(number=1, scope="", prompt=(1, 2), max_tokens=3), 0.0)
         plan = job.machine.next_pass(0.0)
         assert plan is not None

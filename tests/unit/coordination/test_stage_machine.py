@@ -323,7 +323,7 @@ def test_a_stage_votes_when_all_microbatches_are_summed_and_applies_only_on_comm
     commands = prepare(machine)
     assert commands == [ReportPrepared(0)]
     assert (machine.applied, machine.prepared) == (0, 0)
-    assert work_of(machine.handle(Committed(record(0), line=1))) == StageWork("apply", 0, record=record(0))
+    assert work_of(machine.handle(Committed(record(0), watermark=1))) == StageWork("apply", 0, record=record(0))
     assert machine.applied == 0, "not before the work is done"
     assert done(machine, StageWork("apply", 0, record=record(0))) == [ReportApplied(0)]
     assert (machine.applied, machine.prepared, machine.retained.watermark) == (1, 0, 1)
@@ -332,26 +332,28 @@ def test_a_stage_votes_when_all_microbatches_are_summed_and_applies_only_on_comm
 def test_a_commit_of_the_step_after_the_prepared_one_is_refused():
     machine = running()
     prepare(machine)
-    assert "can't apply a commit of step 1" in refusal(machine.handle(Committed(record(1), line=2)))
-    assert work_of(machine.handle(Committed(record(0), line=1))) == StageWork("apply", 0, record=record(0))
+    assert "can't apply a commit of step 1" in refusal(machine.handle(Committed(record(1), watermark=2)))
+    assert work_of(machine.handle(Committed(record(0), watermark=1))) == StageWork("apply", 0, record=record(0))
 
 
 @pytest.mark.parametrize("step", [0, 1, 7])
 def test_a_commit_of_a_step_that_is_not_prepared_is_refused(step: int):
     machine = running()
     forward(machine, 0)
-    assert f"can't apply a commit of step {step}" in refusal(machine.handle(Committed(record(step), line=step + 1)))
+    assert f"can't apply a commit of step {step}" in refusal(
+        machine.handle(Committed(record(step), watermark=step + 1))
+    )
     assert machine.retained.watermark == 0
 
 
 def test_a_commit_counts_once_before_during_and_after_its_application():
     machine = running()
     prepare(machine)
-    machine.handle(Committed(record(0), line=1, save=True))
-    assert machine.handle(Committed(record(0), line=1, save=True)) == [], "while it is being applied"
+    machine.handle(Committed(record(0), watermark=1, save=True))
+    assert machine.handle(Committed(record(0), watermark=1, save=True)) == [], "while it is being applied"
     commands = done(machine, StageWork("apply", 0, record=record(0)))
     assert work_of(commands) == StageWork("export", 1)
-    assert machine.handle(Committed(record(0), line=1, save=True)) == [], "after it was applied"
+    assert machine.handle(Committed(record(0), watermark=1, save=True)) == [], "after it was applied"
     assert work_of(done(machine, StageWork("export", 1))) is None, "saved once"
     assert machine.applied == 1
 
@@ -359,17 +361,17 @@ def test_a_commit_counts_once_before_during_and_after_its_application():
 def test_another_record_for_the_step_being_applied_is_refused():
     machine = running()
     prepare(machine)
-    machine.handle(Committed(record(0), line=1))
-    assert "can't apply" in refusal(machine.handle(Committed(record(0, scale=0.5), line=1)))
+    machine.handle(Committed(record(0), watermark=1))
+    assert "can't apply" in refusal(machine.handle(Committed(record(0, scale=0.5), watermark=1)))
 
 
 def test_the_line_only_rises_and_drops_what_is_retained_below_it():
     machine = running()
     prepare(machine)
-    assert DropRetained(1) in machine.handle(Committed(record(0), line=1))
+    assert DropRetained(1) in machine.handle(Committed(record(0), watermark=1))
     done(machine, StageWork("apply", 0, record=record(0)))
     prepare(machine, 1)
-    assert not any(isinstance(c, DropRetained) for c in machine.handle(Committed(record(1), line=0)))
+    assert not any(isinstance(c, DropRetained) for c in machine.handle(Committed(record(1), watermark=0)))
     assert machine.retained.watermark == 1
 
 
@@ -380,7 +382,7 @@ def test_a_tensor_of_the_next_step_waits_until_the_commit_is_applied():
     machine = running()
     assert work_of(forward(machine, 0, step=1)) is None
     prepare(machine)
-    machine.handle(Committed(record(0), line=1))
+    machine.handle(Committed(record(0), watermark=1))
     assert work_of(done(machine, StageWork("apply", 0, record=record(0)))) == StageWork("forward", 1, 0)
 
 
@@ -457,7 +459,7 @@ def test_side_forwards_run_on_exactly_their_state_and_leave_no_trace(mode: str):
     assert work_of(done(machine, side)) is None
     assert machine.microbatches.in_flight == 0
     prepare(machine)
-    machine.handle(Committed(record(0), line=1))
+    machine.handle(Committed(record(0), watermark=1))
     assert work_of(done(machine, StageWork("apply", 0, record=record(0)))) == StageWork("forward", 1, 4, side.mode)
 
 
@@ -476,7 +478,7 @@ def test_side_work_of_a_state_that_is_gone_is_forgotten():
     machine = running(microbatches=1, producers=producers)
     machine.handle(ForwardArrived("eval", 0, 0, 0))  # its other producer never delivers
     prepare(machine)
-    machine.handle(Committed(record(0), line=1))
+    machine.handle(Committed(record(0), watermark=1))
     assert DropHeld(below=1) in done(machine, StageWork("apply", 0, record=record(0)))
     assert not machine.wants(ForwardArrived("eval", 0, 0, FEED))
 
@@ -497,7 +499,7 @@ def test_save_rides_on_the_commit_and_comes_before_any_forward():
     machine = running()
     prepare(machine)
     forward(machine, 0, step=1)
-    machine.handle(Committed(record(0), line=1, save=True))
+    machine.handle(Committed(record(0), watermark=1, save=True))
     assert work_of(done(machine, StageWork("apply", 0, record=record(0)))) == StageWork("export", 1)
     assert work_of(done(machine, StageWork("export", 1))) == StageWork("forward", 1, 0)
 
@@ -577,7 +579,7 @@ def test_a_stage_without_a_state_has_no_sums_to_keep():
 def test_sums_of_a_step_under_way_are_not_those_of_the_step_prepared_before_it():
     machine = running(at=5)
     prepare(machine, 5)
-    machine.handle(Committed(record(5), line=6))
+    machine.handle(Committed(record(5), watermark=6))
     done(machine, StageWork("apply", 5, record=record(5)))
     forward(machine, 0, step=6)
     done(machine, StageWork("forward", 6, 0))
@@ -683,13 +685,13 @@ def test_inputs_that_come_while_a_state_is_restored_are_held():
 def test_going_back_to_a_checkpoint_lowers_the_line_and_drops_what_was_sent_beyond_it():
     machine = running(at=5)
     prepare(machine, 5)
-    machine.handle(Committed(record(5), line=6))
+    machine.handle(Committed(record(5), watermark=6))
     done(machine, StageWork("apply", 5, record=record(5)))
     machine.handle(Attached(SECOND))
     assert DropRetained(EVERY_STEP) in machine.handle(Resumed(2, "import", 2))
     machine.handle(StateArrived(2))
     prepare(machine, 2)
-    assert DropRetained(3) in machine.handle(Committed(record(2), line=3)), "or replayed steps would pile up"
+    assert DropRetained(3) in machine.handle(Committed(record(2), watermark=3)), "or replayed steps would pile up"
 
 
 def test_whoever_loses_its_state_has_nothing_prepared():
@@ -760,7 +762,7 @@ def test_another_replica_may_have_summed_the_next_step_before_this_home_applied_
     assert work_of(summed(machine)) == StageWork("total", 0)
     done(machine, StageWork("total", 0))
     done(machine, StageWork("norms", 0))
-    assert work_of(machine.handle(Committed(record(0), line=1))) == StageWork("apply", 0, record=record(0))
+    assert work_of(machine.handle(Committed(record(0), watermark=1))) == StageWork("apply", 0, record=record(0))
     assert machine.handle(SharedArrived(1, 3, "partial")) == []
     done(machine, StageWork("apply", 0, record=record(0)))
     forward(machine, 0, step=1)
@@ -978,7 +980,7 @@ def test_a_fault_while_a_difference_travels_has_it_sent_again():
 # ------------------------------------------------------------------------------------------------ retained, the line
 
 
-def guarded(at: int = 0, *, every: int = 2, snapshot: bool = False, **changes: object) -> StageMachine:
+def has_standby(at: int = 0, *, every: int = 2, snapshot: bool = False, **changes: object) -> StageMachine:
     machine = StageMachine(shape(**changes))
     machine.handle(Attached(FIRST, retain=True, snapshot_every=every))
     machine.handle(Resumed(at, "import", at, snapshot=snapshot))
@@ -986,9 +988,9 @@ def guarded(at: int = 0, *, every: int = 2, snapshot: bool = False, **changes: o
     return machine
 
 
-def step_done(machine: StageMachine, step: int, line: int) -> list[StageCommand]:
+def step_done(machine: StageMachine, step: int, watermark: int) -> list[StageCommand]:
     prepare(machine, step)
-    machine.handle(Committed(record(step), line=line))
+    machine.handle(Committed(record(step), watermark=watermark))
     return done(machine, StageWork("apply", step, record=record(step)))
 
 
@@ -998,14 +1000,14 @@ def retained_from(machine: StageMachine, fence: Fence, *, retain: bool = True) -
     return status.retained_from
 
 
-def test_what_is_sent_is_retained_from_the_line_on():
-    machine = guarded()
-    for step, line in ((0, 0), (1, 0), (2, 2)):
-        step_done(machine, step, line)
+def test_what_is_sent_is_retained_from_the_watermark_on():
+    machine = has_standby()
+    for step, watermark in ((0, 0), (1, 0), (2, 2)):
+        step_done(machine, step, watermark)
     assert retained_from(machine, SECOND) == 2
 
 
-def test_what_is_sent_while_nobody_is_guarded_is_not_retained():
+def test_what_is_sent_while_no_stage_has_a_standby_is_not_retained():
     machine = running()
     assert retained_from(machine, SECOND, retain=False) == 0, "nothing was sent"
     machine.handle(Resumed(0, "keep", 0))
@@ -1013,7 +1015,7 @@ def test_what_is_sent_while_nobody_is_guarded_is_not_retained():
     done(machine, StageWork("forward", 0, 0))
     assert retained_from(machine, Fence(1, 3, 0)) == 1
     machine.handle(Resumed(0, "keep", 0))
-    step_done(machine, 0, line=0)
+    step_done(machine, 0, watermark=0)
     assert retained_from(machine, Fence(1, 4, 0)) == 0, "this step was done anew, and retained"
 
 
@@ -1024,9 +1026,9 @@ def test_evaluation_sends_nothing_that_would_be_missed():
     assert retained_from(machine, SECOND) == 0
 
 
-def test_a_round_without_guards_takes_nothing_away_that_it_may_need():
-    """The last guard was promoted: what its neighbours retained is what it replays from."""
-    machine = guarded()
+def test_a_round_without_standbys_takes_nothing_away_that_it_may_need():
+    """The last standby was promoted: what its neighbours retained is what it replays from."""
+    machine = has_standby()
     for step in range(3):
         step_done(machine, step, 0)
     commands = machine.handle(Attached(SECOND, retain=False))
@@ -1035,11 +1037,11 @@ def test_a_round_without_guards_takes_nothing_away_that_it_may_need():
     resumed = machine.handle(Resumed(3, "keep", 1, (record(2),), frozenset({2})))
     assert SendRetained(frozenset({2}), 1, 3) in resumed
     prepare(machine, 3)
-    assert DropRetained(4) in machine.handle(Committed(record(3), line=4)), "it goes with the next line"
+    assert DropRetained(4) in machine.handle(Committed(record(3), watermark=4)), "it goes with the next line"
 
 
 def test_retained_tensors_go_to_neighbours_that_replay_and_to_nobody_else():
-    machine = guarded(sums_of=frozenset({7}), totals_to=frozenset({7}))
+    machine = has_standby(sums_of=frozenset({7}), totals_to=frozenset({7}))
     for step in range(2):
         machine.handle(SharedArrived(step, 7, "partial"))
         forward_and_total(machine, step)
@@ -1057,11 +1059,11 @@ def test_retained_tensors_go_to_neighbours_that_replay_and_to_nobody_else():
 
 @pytest.mark.parametrize(("replaying", "dropped"), [(2, 1), (9, 3)])
 def test_the_line_of_a_resume_stops_at_what_a_neighbour_that_replays_still_needs(replaying: int, dropped: int):
-    machine = guarded()
+    machine = has_standby()
     for step in range(3):
         step_done(machine, step, 0)
     machine.handle(Attached(SECOND, retain=True, snapshot_every=2))
-    commands = machine.handle(Resumed(3, "keep", 1, (record(2),), frozenset({replaying}), line=3))
+    commands = machine.handle(Resumed(3, "keep", 1, (record(2),), frozenset({replaying}), watermark=3))
     assert [c for c in commands if isinstance(c, DropRetained)] == [DropRetained(dropped)]
     assert machine.retained.watermark == dropped
 
@@ -1074,14 +1076,14 @@ def forward_and_total(machine: StageMachine, step: int) -> None:
         done(machine, StageWork("backward", step, microbatch))
     done(machine, StageWork("total", step))
     done(machine, StageWork("norms", step))
-    machine.handle(Committed(record(step), line=0))
+    machine.handle(Committed(record(step), watermark=0))
     done(machine, StageWork("apply", step, record=record(step)))
 
 
 def test_a_stage_refuses_to_stream_what_it_no_longer_has():
-    machine = guarded()
-    for step, line in ((0, 0), (1, 0), (2, 2)):
-        step_done(machine, step, line)
+    machine = has_standby()
+    for step, watermark in ((0, 0), (1, 0), (2, 2)):
+        step_done(machine, step, watermark)
     machine.handle(Attached(SECOND, retain=True, snapshot_every=2))
     reason = refusal(machine.handle(Resumed(3, "keep", 1, (record(2),), frozenset({2}))))
     assert "retains steps from 2, not from 1" in reason
@@ -1101,7 +1103,7 @@ def test_whoever_is_restored_at_the_official_step_needs_nothing_retained():
 
 
 def test_snapshots_come_on_multiples_of_the_interval():
-    machine = guarded(every=2)
+    machine = has_standby(every=2)
     assert not any(isinstance(c, TakeSnapshot) for c in step_done(machine, 0, 0))
     assert TakeSnapshot(2) in step_done(machine, 1, 0)
     assert not any(isinstance(c, TakeSnapshot) for c in step_done(machine, 2, 0))
@@ -1109,20 +1111,20 @@ def test_snapshots_come_on_multiples_of_the_interval():
 
 
 @pytest.mark.parametrize(("every", "given"), [(0, []), (1, [TakeSnapshot(0)])])
-def test_a_stage_without_a_guard_gives_no_snapshot_at_a_resume(every: int, given: list[StageCommand]):
+def test_a_stage_without_a_standby_gives_no_snapshot_at_a_resume(every: int, given: list[StageCommand]):
     machine = StageMachine(shape())
     machine.handle(Attached(FIRST, retain=True, snapshot_every=every))
     machine.handle(Resumed(0, "import", 0, snapshot=True))
     assert machine.handle(StateArrived(0)) == [ReportReady(0), *given]
 
 
-def test_a_stage_without_a_guard_gives_no_snapshot_even_if_it_is_asked():
-    machine = guarded(every=0, snapshot=True)
+def test_a_stage_without_a_standby_gives_no_snapshot_even_if_it_is_asked():
+    machine = has_standby(every=0, snapshot=True)
     assert not any(isinstance(c, TakeSnapshot) for c in step_done(machine, 0, 1))
 
 
 def test_after_a_recovery_a_snapshot_is_given_at_once_and_once():
-    machine = guarded(at=3)
+    machine = has_standby(at=3)
     commands = machine.handle(Attached(SECOND, retain=True, snapshot_every=2))
     assert machine.handle(Resumed(3, "keep", 3, snapshot=True))[-2:] == [ReportReady(3), TakeSnapshot(3)]
     machine.handle(Attached(Fence(1, 3, 0), retain=True, snapshot_every=2))
@@ -1131,7 +1133,7 @@ def test_after_a_recovery_a_snapshot_is_given_at_once_and_once():
 
 
 def test_a_commit_that_was_missed_is_applied_before_the_snapshot_is_given():
-    machine = guarded()
+    machine = has_standby()
     prepare(machine)
     machine.handle(Attached(SECOND, retain=True, snapshot_every=2))
     assert work_of(machine.handle(Resumed(1, "keep", 1, (record(0),), snapshot=True))) is not None
@@ -1248,7 +1250,7 @@ def test_after_a_failure_a_stage_stands_and_only_half_changed_states_are_forgott
         machine.handle(Resumed(0, "initialise", 0))
     elif kind == "apply":
         prepare(machine)
-        machine.handle(Committed(record(0), line=0))
+        machine.handle(Committed(record(0), watermark=0))
     else:
         forward(machine, 0)
     commands = machine.handle(WorkFailed(StageWork(kind)))  # pyright: ignore[reportArgumentType]
@@ -1269,7 +1271,7 @@ def test_after_a_failure_in_a_replay_a_stage_stands_too():
 def test_a_state_may_be_asked_for_while_the_commit_that_leads_to_it_is_applied():
     machine = running(microbatches=1)
     prepare(machine)
-    machine.handle(Committed(record(0), line=1))
+    machine.handle(Committed(record(0), watermark=1))
     assert "can't export step 0" in refusal(machine.handle(ExportAsked(0)))
     assert machine.handle(ExportAsked(1)) == []
     assert "can't export step 1" in refusal(machine.handle(ExportAsked(1))), "once"

@@ -30,11 +30,11 @@ def over(batcher: Batcher, *numbers: int) -> None:
             batcher.returned(plan.number, dict.fromkeys(plan.wanted_sessions, (7,)), (), 0.0)
 
 
-def test_texts_are_checked_one_after_the_other_at_all_guarded_stages():
+def test_texts_are_checked_one_after_the_other_at_all_with_standby_stages():
     batcher, checks = stand()
     over(batcher, 1, 2)
     due = checks.due(batcher, PLACES, GUARDS)
-    assert [(one.stage, one.peer, one.referee, one.first, one.below) for one in due] == [
+    assert [(one.stage, one.peer, one.verifier, one.first, one.below) for one in due] == [
         (1, "a", "g", 0, 2),
         (2, "b", "h", 0, 2),
     ]
@@ -49,7 +49,7 @@ def test_texts_are_checked_one_after_the_other_at_all_guarded_stages():
     assert (checks.inspector.tasks, checks.inspector.checked_tasks) == (8, 4)
 
 
-def test_without_guards_nothing_is_held():
+def test_without_standbys_nothing_is_held():
     batcher, checks = stand()
     over(batcher, 1)
     assert checks.due(batcher, PLACES, {}) == ()
@@ -97,7 +97,7 @@ def test_what_is_said_of_a_text_whose_pages_are_gone_says_nothing():
     batcher.let_go(1)
     found = checks.answered(batcher, first, WRONG)
     assert found is not None
-    assert (found.outcome, found.liar, found.again) == ("void", "", None)
+    assert (found.outcome, found.faulty_peer, found.again) == ("void", "", None)
     assert checks.answered(batcher, second, FINE) is not None
     assert checks.inspector.checked_tasks == 0
 
@@ -110,11 +110,11 @@ def test_an_accusation_holds_the_text_until_the_owner_has_read_it():
     found = checks.answered(batcher, first, WRONG)
     assert found is not None
     assert found.again is not None
-    assert found.again.referee == "me"
+    assert found.again.verifier == "me"
     assert batcher.is_held(1)
     settled = checks.answered(batcher, found.again, WRONG)
     assert settled is not None
-    assert settled.liar == "a"
+    assert settled.faulty_peer == "a"
     assert not batcher.is_held(1)
 
 

@@ -82,7 +82,7 @@ def with_faults(data: ReportData) -> ReportData:
             Tenure(peer="", part="away", from_s=3.5, to_s=4.5),
             Tenure(peer=a, part="stage", stage=0, from_s=0.0, to_s=1.5),
             Tenure(peer=a, part="away", from_s=1.5, to_s=2.5),
-            Tenure(peer=c, part="guard", stage=0, from_s=0.0, to_s=1.6),
+            Tenure(peer=c, part="standby", stage=0, from_s=0.0, to_s=1.6),
             Tenure(peer=c, part="stage", stage=0, from_s=1.6, to_s=4.5),
         ),
         lost_steps=0,

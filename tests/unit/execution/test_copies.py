@@ -82,7 +82,7 @@ def test_what_never_changes_is_sent_once_until_something_goes_wrong():
         async def send(copy: StateCopy, part: int, chunk: Chunk | None) -> None:
             del part
             if trouble:
-                raise ExecutionError("the guard is gone")
+                raise ExecutionError("the standby is gone")
             if chunk is not None:
                 sent.append((copy.step, copy.rest_of, [name for name, _ in chunk]))
 
@@ -100,7 +100,7 @@ def test_what_never_changes_is_sent_once_until_something_goes_wrong():
         await snapshot(6)
         trouble = False
         await snapshot(8)
-        copies.abandon()  # another round: perhaps another guard
+        copies.abandon()  # another round: perhaps another standby
         await snapshot(8)
         await copies.close()
         compute.close()

@@ -15,20 +15,20 @@ ME, ADA, BOB, EVE = (peer_id(number) for number in range(4))
 PRESENT, EARLIER, LATER = Fence(2, 1, 3), Fence(2, 1, 2), Fence(3, 1, 0)
 
 
-def enlist(*peers: PeerId, fence: Fence = PRESENT, guard: PeerId = BOB) -> wire.Enlist:
+def enlist(*peers: PeerId, fence: Fence = PRESENT, standby: PeerId = BOB) -> wire.Enlist:
     places = (*peers, OWNER)
     return wire.Enlist(
         fence=fence,
         job=JOB,
         neighbours=tuple(wire.Neighbour(stage=stage, peer=peer, addresses=()) for stage, peer in enumerate(places)),
-        guards=(0,) if guard == ME else (),
+        standbys=(0,) if standby == ME else (),
         ticket=b"",
-        placement=SEAL.placement(JOB, fence, stages=enumerate(places), guards=[(0, guard)]),
+        placement=SEAL.placement(JOB, fence, stages=enumerate(places), standbys=[(0, standby)]),
     )
 
 
 def opening(fence: Fence, *peers: PeerId) -> wire.OpenJob:
-    placement = SEAL.placement(JOB, fence, stages=enumerate(peers), guards=()) if peers else b""
+    placement = SEAL.placement(JOB, fence, stages=enumerate(peers), standbys=()) if peers else b""
     return wire.OpenJob(job=JOB, fence=fence, ticket=b"", placement=placement)
 
 
@@ -75,7 +75,7 @@ def test_a_round_that_is_refused_changes_nothing():
     for changed in (
         wire.Enlist(**{**_fields(wrong), "placement": b""}),
         wire.Enlist(**{**_fields(wrong), "fence": PRESENT}),
-        wire.Enlist(**{**_fields(wrong), "guards": (0,)}),
+        wire.Enlist(**{**_fields(wrong), "standbys": (0,)}),
         wire.Enlist(**{**_fields(wrong), "neighbours": enlist(ME, ADA).neighbours}),
     ):
         with pytest.raises(TrustError):
@@ -83,11 +83,11 @@ def test_a_round_that_is_refused_changes_nothing():
     assert roster.named == {ME, ADA, BOB, OWNER}
 
 
-def test_a_guard_must_be_told_all_that_it_guards():
+def test_a_standby_must_be_told_all_that_it_standbys():
     roster = Roster(JOB, OWNER, ME)
-    told = enlist(ADA, BOB, guard=ME)
-    with pytest.raises(TrustError, match="the guards of this round differ"):
-        roster.adopt(wire.Enlist(**{**_fields(told), "guards": ()}))
+    told = enlist(ADA, BOB, standby=ME)
+    with pytest.raises(TrustError, match="the standbys of this round differ"):
+        roster.adopt(wire.Enlist(**{**_fields(told), "standbys": ()}))
     roster.adopt(told)
 
 

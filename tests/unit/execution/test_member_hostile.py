@@ -362,7 +362,7 @@ DRIVERS_ONLY: list[wire.Message] = [
     wire.Detach(fence=FENCE),
     wire.Enlist(fence=Fence(9, 9, 9), job="job-1", neighbours=(), ticket=b"", placement=b""),
     wire.PassSnapshot(fence=FENCE, stage=0, step=0, peer=NEIGHBOUR, addresses=()),
-    wire.Snapshot(fence=FENCE, stage=0, step=0, part=0, line=0, last=True),
+    wire.Snapshot(fence=FENCE, stage=0, step=0, part=0, watermark=0, last=True),
     wire.Done(),
     wire.Hello(),
     wire.PoolQuery(),

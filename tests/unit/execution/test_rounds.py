@@ -79,15 +79,15 @@ def test_nobody_is_enlisted_under_a_fence_that_is_not_later(fence: Fence):
     with_running(body)
 
 
-def test_a_member_may_guard_and_run_nothing():
+def test_a_member_may_standby_and_run_nothing():
     async def body(stand: Stand) -> None:
         control, _ = await stand.open()
-        enlisted = await stand.enlisted(control, neighbours=stand.neighbours(at=1), guards=(0,))
+        enlisted = await stand.enlisted(control, neighbours=stand.neighbours(at=1), standbys=(0,))
         assert (enlisted.snapshots, enlisted.fingerprint) == ((), "test")
         assert stand.member.stages == ()
         assert stand.from_peer.empty()
 
-    with_stand(body, guards=1)
+    with_stand(body, standbys=1)
 
 
 def test_a_stage_that_is_placed_elsewhere_is_forgotten_and_its_links_too():
@@ -106,12 +106,12 @@ def test_a_stage_that_is_placed_elsewhere_is_forgotten_and_its_links_too():
     with_running(body)
 
 
-def test_who_only_guards_drops_the_links_of_the_stage_it_had():
+def test_who_only_standbys_drops_the_links_of_the_stage_it_had():
     async def body(running: Running) -> None:
         stand = running.stand
         places = ((0, peer_id(7)), (1, NEIGHBOUR), (2, OWNER))
         moved = tuple(wire.Neighbour(stage=stage, peer=peer, addresses=()) for stage, peer in places)
-        await stand.enlisted(running.control, fence=Fence(2, 1, 0), neighbours=moved, guards=(0,))
+        await stand.enlisted(running.control, fence=Fence(2, 1, 0), neighbours=moved, standbys=(0,))
         for link in (running.neighbour, running.feed):
             with pytest.raises(TransportError):
                 await receive(link)
@@ -510,12 +510,14 @@ def frame(message: wire.Message, tensors: Sequence[Any]) -> bytes:
     return b"".join([head, *(value.data for value in tensors)])
 
 
-def test_a_snapshot_for_a_guard_that_falls_silent_fails_within_the_deadline():
+def test_a_snapshot_for_a_standby_that_falls_silent_fails_within_the_deadline():
     async def run() -> None:
         async with Far() as far:
             carrier = StateConnections(far.network.transport(peer_id(0)), now_s=far.clock.now_s)
             entries = {"x": rows()}
-            first = wire.Snapshot(fence=FENCE, stage=0, step=2, part=0, line=0, last=False, tensors=headers(entries))
+            first = wire.Snapshot(
+                fence=FENCE, stage=0, step=2, part=0, watermark=0, last=False, tensors=headers(entries)
+            )
             await carrier.send(peer_id(1), far.listener.addresses, OPENING, first, tuple(entries.values()))
             await beats(far, carrier.beat, DEADLINE_S + PING_S)
             second = msgspec.structs.replace(first, part=1)
@@ -534,11 +536,11 @@ def test_commits_move_the_line_of_snapshots_that_are_kept_here():
         entries = {"x": rows()}
         for stage, step in ((1, 0), (1, 5)):
             message = wire.Snapshot(
-                fence=FENCE, stage=stage, step=step, part=0, line=0, last=True, tensors=headers(entries)
+                fence=FENCE, stage=stage, step=step, part=0, watermark=0, last=True, tensors=headers(entries)
             )
             assert store.take(NEIGHBOUR, message, entries)
         await running.prepared()
-        await running.control.send(commit(line=1))
+        await running.control.send(commit(watermark=1))
         assert isinstance((await receive(running.control)).message, wire.Applied)
         assert store.held == (wire.SnapshotAt(1, 5),)
 
@@ -549,7 +551,7 @@ def test_detaching_forgets_snapshots_too():
     async def body(running: Running) -> None:
         member = running.stand.member
         entries = {"x": rows()}
-        message = wire.Snapshot(fence=FENCE, stage=1, step=2, part=0, line=0, last=True, tensors=headers(entries))
+        message = wire.Snapshot(fence=FENCE, stage=1, step=2, part=0, watermark=0, last=True, tensors=headers(entries))
         assert member._snapshots.store.take(NEIGHBOUR, message, entries)
         await running.control.send(wire.Detach(fence=FENCE))
         await asyncio.wait_for(running.stand.pool.doors[0].idle.wait(), PATIENCE_S)

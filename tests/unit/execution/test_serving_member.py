@@ -74,13 +74,15 @@ class Bench:
         self.serving = asyncio.create_task(self.member.serve_control(channel))
         self.answers: list[wire.Message] = []
 
-    async def enlist(self, attempt: int, *, runs: tuple[int, ...] = (), guards: tuple[int, ...] = ()) -> None:
+    async def enlist(self, attempt: int, *, runs: tuple[int, ...] = (), standbys: tuple[int, ...] = ()) -> None:
         places = {stage: ME if stage in runs else OWNER for stage in range(4)}
         neighbours = tuple(Neighbour(stage=stage, peer=peer, addresses=()) for stage, peer in places.items())
         fence = Fence(1, 1, attempt)
-        placement = signed(neighbours, fence, job="job", guards=[(stage, ME) for stage in guards])
+        placement = signed(neighbours, fence, job="job", standbys=[(stage, ME) for stage in standbys])
         await self.driver.send(
-            wire.Enlist(fence=fence, job="job", neighbours=neighbours, guards=guards, ticket=b"", placement=placement)
+            wire.Enlist(
+                fence=fence, job="job", neighbours=neighbours, standbys=standbys, ticket=b"", placement=placement
+            )
         )
 
     async def load(self, attempt: int, stage: int, *, standby: bool) -> None:
@@ -130,14 +132,16 @@ def run(story: Callable[[Bench], Coroutine[None, None, None]], monkeypatch: pyte
     asyncio.run(body())
 
 
-def test_a_stage_that_is_taken_over_waits_for_no_other_that_was_to_be_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_is_taken_over_waits_for_no_other_that_was_to_be_with_standby(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def story(bench: Bench) -> None:
-        await bench.enlist(1, guards=(1, 2, 3))
+        await bench.enlist(1, standbys=(1, 2, 3))
         for stage in (1, 2, 3):
             await bench.load(1, stage, standby=True)
         await bench.loaded()
         assert bench.made == [1]
-        await bench.enlist(2, runs=(3,), guards=(1, 2))
+        await bench.enlist(2, runs=(3,), standbys=(1, 2))
         await bench.load(2, 3, standby=False)
         assert await bench.let(2) == [3]
         assert bench.made == [1, 3]
@@ -145,9 +149,9 @@ def test_a_stage_that_is_taken_over_waits_for_no_other_that_was_to_be_guarded(mo
     run(story, monkeypatch)
 
 
-def test_what_is_guarded_in_the_present_round_loads_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_with_standby_in_the_present_round_loads_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(bench: Bench) -> None:
-        await bench.enlist(1, guards=(1, 2, 3))
+        await bench.enlist(1, standbys=(1, 2, 3))
         for stage in (1, 2, 3):
             await bench.load(1, stage, standby=True)
         assert await bench.let(3) == [1, 2, 3]
@@ -158,7 +162,7 @@ def test_what_is_guarded_in_the_present_round_loads_one_after_the_other(monkeypa
 
 def test_a_stage_that_loads_when_the_next_round_begins_is_at_hand_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(bench: Bench) -> None:
-        await bench.enlist(1, guards=(1,))
+        await bench.enlist(1, standbys=(1,))
         await bench.load(1, 1, standby=True)
         await bench.loaded()
         await bench.enlist(2, runs=(1,))
@@ -171,7 +175,7 @@ def test_a_stage_that_loads_when_the_next_round_begins_is_at_hand_in_it(monkeypa
 
 def test_what_a_check_asks_of_a_stage_that_is_not_here_fails_the_check_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(bench: Bench) -> None:
-        await bench.enlist(1, guards=(1,))
+        await bench.enlist(1, standbys=(1,))
         fence, number = Fence(1, 1, 1), 5
         asked = (
             wire.RequestSketches(fence=fence, stage=1, number=number, session=1, start=0, length=4),

@@ -81,7 +81,7 @@ class Postman:
     def __init__(self) -> None:
         self.present = FENCE
         self.sent: list[tuple[int, wire.Message, tuple[HostTensor, ...]]] = []
-        self.told: list[wire.Message] = []
+        self.of_positions: list[wire.Message] = []
         self.results: list[wire.PassResult] = []
         self.failures: list[str] = []
 
@@ -89,7 +89,7 @@ class Postman:
         self.sent.append((stage, message, tuple(tensors)))
 
     def to_driver(self, message: wire.Message) -> None:
-        self.told.append(message)
+        self.of_positions.append(message)
 
     def result(self, message: wire.PassResult, tensors: Sequence[HostTensor]) -> None:
         self.results.append(message)
@@ -207,7 +207,7 @@ def test_rows_that_are_not_here_any_more_fail_the_rebuild_not_the_stage():
     async def work(bench: Bench) -> None:
         order = wire.Rebuild(fence=FENCE, stage=1, through=2, number=8, segments=(Segment(1, 0, 3, 0, (0, 1)),))
         bench.stage.rebuild(order)
-        (failed,) = bench.postman.told
+        (failed,) = bench.postman.of_positions
         assert isinstance(failed, wire.PassFailed)
         assert failed.number == 8
         assert bench.postman.failures == []
@@ -247,7 +247,7 @@ def test_all_sessions_of_a_rebuilt_pass_are_told():
     async def work(bench: Bench) -> None:
         bench.stage.take(*pass_of(*TWO, values=[1, 2, 3, 4], rebuild=1))
         await bench.settle()
-        told = [(one.session, one.length) for one in bench.postman.told if isinstance(one, wire.Rebuilt)]
+        told = [(one.session, one.length) for one in bench.postman.of_positions if isinstance(one, wire.Rebuilt)]
         assert told == [(1, 3), (2, 1)]
 
     on_a_bench(work)
@@ -262,7 +262,7 @@ def test_who_begins_fresh_has_nothing_that_was_cached_or_sent(fresh: bool):
         assert await bench.stage.begin(fresh=fresh) == (() if fresh else ((1, 3), (2, 1)))
         assert bench.stage.allocated
         bench.stage.rebuild(wire.Rebuild(fence=FENCE, stage=1, through=2, number=8, segments=TWO[1:]))
-        assert any(isinstance(one, wire.PassFailed) for one in bench.postman.told) == fresh
+        assert any(isinstance(one, wire.PassFailed) for one in bench.postman.of_positions) == fresh
 
     on_a_bench(work)
 
@@ -271,7 +271,7 @@ def test_the_last_stage_of_a_rebuild_answers_and_keeps_what_it_would_have_sent()
     async def work(bench: Bench) -> None:
         bench.stage.take(*pass_of(Segment(1, 0, 3, 0, (0, 1)), values=[1, 2, 3], rebuild=1))
         await bench.settle()
-        (rebuilt,) = bench.postman.told
+        (rebuilt,) = bench.postman.of_positions
         assert isinstance(rebuilt, wire.Rebuilt)
         assert (rebuilt.number, rebuilt.session, rebuilt.length) == (3, 1, 3)
         assert bench.postman.sent == []
@@ -299,7 +299,7 @@ def test_a_pass_fails_alone_unless_the_stage_is_broken(problem: Exception, is_pa
         bench.program.problem = problem
         bench.stage.take(*pass_of(*TWO, values=[1, 2, 3, 4]))
         await bench.settle()
-        assert len(bench.postman.told) == is_pass
+        assert len(bench.postman.of_positions) == is_pass
         assert len(bench.postman.failures) == (not is_pass)
 
     on_a_bench(work)
@@ -337,8 +337,9 @@ def test_tensors_must_be_those_of_the_boundary():
     on_a_bench(work)
 
 
-def test_a_guard_reserves_no_memory_for_rows_that_it_does_not_retain():
-    """Or a spare that guards several stages, as the plan has it, would refuse the last one for want of memory."""
+def test_a_standby_reserves_no_memory_for_rows_that_it_does_not_retain():
+    """Or a spare that stands by for several stages, as the plan has it, would refuse the last one for want of
+    memory."""
 
     async def work(bench: Bench) -> None:
         assert bench.stage.reserved_bytes > bench.program.resident_bytes
@@ -348,10 +349,10 @@ def test_a_guard_reserves_no_memory_for_rows_that_it_does_not_retain():
     on_a_bench(work)
 
 
-def test_a_guard_computes_nothing():
+def test_a_standby_computes_nothing():
     async def work(bench: Bench) -> None:
         bench.stage.allocated = False
-        with pytest.raises(ExecutionError, match="only guards the stage"):
+        with pytest.raises(ExecutionError, match="is only a standby of the stage"):
             bench.stage.take(*pass_of(*TWO, values=[1, 2, 3, 4]))
 
     on_a_bench(work)

@@ -37,7 +37,7 @@ class Store(SnapshotStore):
         *,
         stage: int = 1,
         step: int = 4,
-        line: int = 0,
+        watermark: int = 0,
         fence: Fence = FENCE,
         sender: str = STAGE_PEER,
         entries: dict[str, HostTensor] | None = None,
@@ -49,15 +49,15 @@ class Store(SnapshotStore):
             stage=stage,
             step=step,
             part=number,
-            line=line,
+            watermark=watermark,
             last=number == 2,
             rest_of=rest_of,
             tensors=headers(carried),
         )
         return self.take(sender, message, carried)  # pyright: ignore[reportArgumentType]
 
-    def all(self, step: int, *, stage: int = 1, fence: Fence = FENCE, line: int = 0) -> bool:
-        parts = [self.part(number, step=step, stage=stage, fence=fence, line=line) for number in range(3)]
+    def all(self, step: int, *, stage: int = 1, fence: Fence = FENCE, watermark: int = 0) -> bool:
+        parts = [self.part(number, step=step, stage=stage, fence=fence, watermark=watermark) for number in range(3)]
         assert not any(parts[:2])
         return parts[2]
 
@@ -112,7 +112,7 @@ def test_below_the_line_nothing_stays_whoever_tells_of_it():
         store.all(4, stage=stage)
     store.drop_below(3)
     assert store.held == at((1, 4), (3, 4))
-    store.part(0, step=6, line=5)
+    store.part(0, step=6, watermark=5)
     assert store.held == ()
 
 
@@ -141,7 +141,7 @@ def test_what_there_is_no_room_for_is_refused_with_all_that_follows_of_it():
         store.part(1, step=6)
     assert not store.part(2, step=6), "a part of a state is no state"
     assert (store.held, store.nbytes) == (at((1, 2), (1, 4)), 4 * PART_BYTES)
-    assert store.all(8, line=4)
+    assert store.all(8, watermark=4)
 
 
 def test_entries_are_bounded_too(monkeypatch: pytest.MonkeyPatch):

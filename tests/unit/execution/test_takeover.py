@@ -1,7 +1,7 @@
-"""A guard takes a stage over, on the shipped backend and doors: the state comes out with the undisturbed one's bits.
+"""A standby takes a stage over, on the shipped backend and doors: the state comes out with the undisturbed one's bits.
 
-Stage 0 runs at one shipped peer, another guards it; the test plays driver and neighbour and keeps what both would.
-"""
+Stage 0 runs at one shipped peer, another stands by for it; the test plays driver and neighbour and keeps what both
+would."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ EVERY = 2
 State = dict[str, bytes]
 
 
-def with_stand(body: Callable[[Stand], Awaitable[None]], *, guards: int = 1) -> None:
+def with_stand(body: Callable[[Stand], Awaitable[None]], *, standbys: int = 1) -> None:
     async def run() -> None:
-        async with Stand(guards=guards, backend=partial(TorchBackend, device="cpu", threads=1)) as stand:
+        async with Stand(standbys=standbys, backend=partial(TorchBackend, device="cpu", threads=1)) as stand:
             await body(stand)
         assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()], "a task is left"
 
@@ -97,38 +97,38 @@ async def run_step(running: Running, step: int, course: Course, *, fence: Fence 
     prepared = (await receive(running.control)).message
     assert isinstance(prepared, wire.Prepared), prepared
     course.norms[step] = prepared.norms
-    await running.control.send(commit(step, fence=fence, record=record(step), line=line))
+    await running.control.send(commit(step, fence=fence, record=record(step), watermark=line))
     assert isinstance((await receive(running.control)).message, wire.Applied)
 
 
 async def guard_of(stand: Stand, number: int = 1, *, fence: Fence = FENCE) -> Channel:
-    """The control connection of a guard that keeps stage 0's snapshots."""
+    """The control connection of a standby that keeps stage 0's snapshots."""
     control, answer = await stand.open(to=number, fence=fence)
     assert isinstance(answer, wire.Done), answer
     ticket = stand.pool.ticket(stand.pool.hosts[number].peer, version=fence.plan_version)
-    enlisted = await stand.enlisted(control, guards=(0,), ticket=ticket, fence=fence)
+    enlisted = await stand.enlisted(control, standbys=(0,), ticket=ticket, fence=fence)
     assert enlisted.snapshots == ()
     return control
 
 
-async def guarded(stand: Stand, **changes: object) -> tuple[Running, Channel]:
-    """Stage 0 at work and its guard."""
-    guard = await guard_of(stand)
+async def has_standby(stand: Stand, **changes: object) -> tuple[Running, Channel]:
+    """Stage 0 at work and its standby."""
+    standby = await guard_of(stand)
     peer = stand.pool.hosts[1].peer
     running = await stand.running(
         **{
             "retain": True,
-            "guard": peer,
-            "guard_addresses": stand.pool.addresses[peer],
+            "standby": peer,
+            "standby_addresses": stand.pool.addresses[peer],
             "snapshot_every": EVERY,
             **changes,
         }
     )
-    return running, guard
+    return running, standby
 
 
-async def kept(guard: Channel) -> tuple[int, int]:
-    message = (await receive(guard)).message
+async def kept(standby: Channel) -> tuple[int, int]:
+    message = (await receive(standby)).message
     assert isinstance(message, wire.SnapshotKept), message
     return message.stage, message.step
 
@@ -145,28 +145,28 @@ async def exported(control: Channel, state: Channel, step: int, fence: Fence) ->
 
 
 @pytest.mark.parametrize("ready", [False, True])
-def test_a_guard_takes_over_from_its_snapshot_and_what_neighbours_retained_to_the_same_bits(
+def test_a_standby_takes_over_from_its_snapshot_and_what_neighbours_retained_to_the_same_bits(
     ready: bool, monkeypatch: pytest.MonkeyPatch
 ):
     loads = count_loads(monkeypatch)
 
     async def body(stand: Stand) -> None:
-        running, guard = await guarded(stand)
+        running, standby = await has_standby(stand)
         if ready:
-            await made_ready(stand, guard)
+            await made_ready(stand, standby)
             assert len(loads) == 2
         course = Course()
         for step in range(5):
             await run_step(running, step, course)
-        assert [await kept(guard), await kept(guard)] == [(0, 2), (0, 4)]
+        assert [await kept(standby), await kept(standby)] == [(0, 2), (0, 4)]
         undisturbed = await exported(running.control, running.state, 5, FENCE)
 
         later = Fence(2, 1, 0)
         places = stand.neighbours(at=1)
         ticket = stand.pool.ticket(stand.pool.hosts[1].peer, version=2)
-        enlisted = await stand.enlisted(guard, fence=later, neighbours=places, ticket=ticket)
+        enlisted = await stand.enlisted(standby, fence=later, neighbours=places, ticket=ticket)
         assert enlisted.snapshots == (SnapshotAt(0, 2), SnapshotAt(0, 4))
-        status = await stand.attach_on(guard, fence=later, retain=True)
+        status = await stand.attach_on(standby, fence=later, retain=True)
         assert isinstance(status, wire.Status)
         assert status.applied == -1
         feed, _ = await stand.open("tensors", to=1, fence=later)
@@ -176,8 +176,8 @@ def test_a_guard_takes_over_from_its_snapshot_and_what_neighbours_retained_to_th
         resume = wire.Resume(
             fence=later, stage=0, committed=5, source="snapshot", base=2, records=records, replaying=(0,)
         )
-        await guard.send(resume)
-        assert (await receive(guard)).message == wire.Ready(fence=later, stage=0, applied=2)
+        await standby.send(resume)
+        assert (await receive(standby)).message == wire.Ready(fence=later, stage=0, applied=2)
         for step in (4, 3, 2):  # gradients of all steps come at once, on another connection than the inputs
             for microbatch in range(MICROBATCHES):
                 message, carried = sent_backward(step, microbatch, later)
@@ -187,20 +187,20 @@ def test_a_guard_takes_over_from_its_snapshot_and_what_neighbours_retained_to_th
                 message, carried = sent_forward(step, microbatch, later)
                 await feed.send(message, tuple(carried.values()))
         for step in (2, 3, 4):
-            prepared = (await receive(guard)).message
+            prepared = (await receive(standby)).message
             assert isinstance(prepared, wire.Prepared), prepared
             assert (prepared.step, prepared.norms) == (step, course.norms[step])
-        assert (await receive(guard)).message == wire.Ready(fence=later, stage=0, applied=5)
-        assert await exported(guard, state, 5, later) == undisturbed
+        assert (await receive(standby)).message == wire.Ready(fence=later, stage=0, applied=5)
+        assert await exported(standby, state, 5, later) == undisturbed
         assert len(loads) == 2, "what is ready is not loaded again"
 
         # What it sent during the replay it retained, and a neighbour that is lost now can have it.
-        sent = Running(stand, guard, feed, state, neighbour)
+        sent = Running(stand, standby, feed, state, neighbour)
         last = Fence(2, 1, 1)
-        status = await again(stand, guard, last, ticket)
+        status = await again(stand, standby, last, ticket)
         assert (status.applied, status.retained_from) == (5, 2)
-        await guard.send(wire.Resume(fence=last, stage=0, committed=5, source="keep", base=3, replaying=(1,)))
-        assert (await receive(guard)).message == wire.Ready(fence=last, stage=0, applied=5)
+        await standby.send(wire.Resume(fence=last, stage=0, committed=5, source="keep", base=3, replaying=(1,)))
+        assert (await receive(standby)).message == wire.Ready(fence=last, stage=0, applied=5)
         for step, microbatch in ((3, 0), (3, 1), (4, 0), (4, 1)):
             envelope = await receive(sent.neighbour)
             assert isinstance(envelope.message, wire.Forward), "in the order of the steps"
@@ -224,21 +224,21 @@ def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     return loads
 
 
-async def made_ready(stand: Stand, guard: Channel, number: int = 1, **changes: Any) -> None:
+async def made_ready(stand: Stand, standby: Channel, number: int = 1, **changes: Any) -> None:
     message, carried = stand.prepare(**changes)
-    await guard.send(message, tuple(carried.values()))
+    await standby.send(message, tuple(carried.values()))
     await until(lambda: 0 in stand.member_of(number)._stages.ready)
 
 
-def test_a_round_that_takes_the_stage_from_its_guard_leaves_nothing_ready():
+def test_a_round_that_takes_the_stage_from_its_standby_leaves_nothing_ready():
     async def body(stand: Stand) -> None:
-        guard = await guard_of(stand)
-        await made_ready(stand, guard)
+        standby = await guard_of(stand)
+        await made_ready(stand, standby)
         stages = stand.member_of(1)._stages
         ticket = stand.pool.ticket(stand.pool.hosts[1].peer, version=2)
-        await stand.enlisted(guard, guards=(0,), fence=Fence(2, 1, 0), ticket=ticket)
-        assert stages.ready == {0}, "guarded as before"
-        await stand.enlisted(guard, guards=(), fence=Fence(2, 1, 1), ticket=ticket)
+        await stand.enlisted(standby, standbys=(0,), fence=Fence(2, 1, 0), ticket=ticket)
+        assert stages.ready == {0}, "with a standby as before"
+        await stand.enlisted(standby, standbys=(), fence=Fence(2, 1, 1), ticket=ticket)
         assert stages.ready == frozenset()
 
     with_stand(body)
@@ -248,15 +248,15 @@ def test_what_was_made_ready_for_other_options_is_loaded_anew(monkeypatch: pytes
     loads = count_loads(monkeypatch)
 
     async def body(stand: Stand) -> None:
-        guard = await guard_of(stand)
-        await made_ready(stand, guard)
-        await made_ready(stand, guard)
+        standby = await guard_of(stand)
+        await made_ready(stand, standby)
+        await made_ready(stand, standby)
         assert len(loads) == 1, "told again"
         options = wire.StageOptions(microbatches=MICROBATCHES, in_flight=1, optimizer=wire.OptimizerSpec())
         later = Fence(2, 1, 0)
         ticket = stand.pool.ticket(stand.pool.hosts[1].peer, version=2)
-        await stand.enlisted(guard, fence=later, neighbours=stand.neighbours(at=1), ticket=ticket)
-        assert isinstance(await stand.attach_on(guard, fence=later, options=options), wire.Status)
+        await stand.enlisted(standby, fence=later, neighbours=stand.neighbours(at=1), ticket=ticket)
+        assert isinstance(await stand.attach_on(standby, fence=later, options=options), wire.Status)
         assert len(loads) == 2
         assert stand.member_of(1)._stages.ready == frozenset()
 
@@ -276,13 +276,13 @@ def test_a_wrong_order_to_have_a_stage_ready_harms_nobody(
     changes: dict[str, object], dropped: int, said: str, caplog: pytest.LogCaptureFixture
 ):
     async def body(stand: Stand) -> None:
-        guard = await guard_of(stand)
+        standby = await guard_of(stand)
         member = stand.member_of(1)
         message, carried = stand.prepare(**changes)
-        await guard.send(message, tuple(carried.values()))
+        await standby.send(message, tuple(carried.values()))
         await until(lambda: member.stale_dropped == dropped and said in caplog.text)
         assert member._stages.ready == frozenset()
-        await made_ready(stand, guard)  # it goes on
+        await made_ready(stand, standby)  # it goes on
 
     with_stand(body)
 
@@ -294,13 +294,13 @@ def test_a_stage_is_made_ready_only_where_there_is_room_beside_its_snapshots(
     loads = count_loads(monkeypatch)
 
     async def body(stand: Stand) -> None:
-        guard = await guard_of(stand)
+        standby = await guard_of(stand)
         member = stand.member_of(1)
         entries = state_entries(stand.partition.stages[0].graph, wire.OptimizerSpec()).values()
         lent = (ARRIVING + 2) * sum(entry.nbytes for entry in entries) - (not fits)
         object.__setattr__(member._host, "memory_limit_bytes", lent)
         message, carried = stand.prepare()
-        await guard.send(message, tuple(carried.values()))
+        await standby.send(message, tuple(carried.values()))
         await until(lambda: len(loads) == 1 and not member._attaching.locked())
         assert loads == [lent]
         assert member._stages.ready == (frozenset({0}) if fits else frozenset())
@@ -317,20 +317,20 @@ async def again(stand: Stand, control: Channel, fence: Fence, ticket: bytes) -> 
 
 def test_a_snapshot_is_handed_on_to_a_machine_that_has_none():
     async def body(stand: Stand) -> None:
-        running, guard = await guarded(stand)
+        running, standby = await has_standby(stand)
         course = Course()
         for step in range(2):
             await run_step(running, step, course)
-        assert await kept(guard) == (0, 2)
+        assert await kept(standby) == (0, 2)
         undisturbed = await exported(running.control, running.state, 2, FENCE)
 
         later = Fence(2, 1, 0)
         newcomer = stand.pool.hosts[2].peer
         places = stand.neighbours(at=2)
         holder = stand.pool.hosts[1].peer
-        placement = signed(places, later, guards=[(0, holder)])
+        placement = signed(places, later, standbys=[(0, holder)])
         ticket = stand.pool.ticket(holder, version=2)
-        await stand.enlisted(guard, fence=later, neighbours=places, ticket=ticket, guards=(0,), placement=placement)
+        await stand.enlisted(standby, fence=later, neighbours=places, ticket=ticket, standbys=(0,), placement=placement)
         control, _ = await stand.open(to=2, fence=later)
         ticket = stand.pool.ticket(newcomer, version=2)
         enlisted = await stand.enlisted(control, fence=later, neighbours=places, ticket=ticket, placement=placement)
@@ -339,33 +339,33 @@ def test_a_snapshot_is_handed_on_to_a_machine_that_has_none():
         await stand.open("tensors", to=2, fence=later)
         state, _ = await stand.open("state", to=2, fence=later)
         await control.send(wire.Resume(fence=later, stage=0, committed=2, source="snapshot", base=2))
-        await guard.send(
+        await standby.send(
             wire.PassSnapshot(fence=later, stage=0, step=2, peer=newcomer, addresses=stand.pool.addresses[newcomer])
         )
         assert (await receive(control)).message == wire.Ready(fence=later, stage=0, applied=2)
         assert await exported(control, state, 2, later) == undisturbed
 
-    with_stand(body, guards=2)
+    with_stand(body, standbys=2)
 
 
 def test_a_snapshot_nobody_has_or_nobody_takes_is_reported():
     async def body(stand: Stand) -> None:
-        guard = await guard_of(stand)
+        standby = await guard_of(stand)
         order = wire.PassSnapshot(fence=FENCE, stage=0, step=2, peer=NEIGHBOUR, addresses=())
-        await guard.send(order)
-        message = (await receive(guard)).message
+        await standby.send(order)
+        message = (await receive(standby)).message
         assert isinstance(message, wire.StageFailed)
         assert "no snapshot of step 2" in message.reason
 
     with_stand(body)
 
 
-def test_the_state_sent_is_that_of_its_step_however_slow_the_guard_is(monkeypatch: pytest.MonkeyPatch):
-    """Copy on apply: the guard takes nothing until the stage is four steps further."""
+def test_the_state_sent_is_that_of_its_step_however_slow_the_standby_is(monkeypatch: pytest.MonkeyPatch):
+    """Copy on apply: the standby takes nothing until the stage is four steps further."""
     slow = asyncio.Event()
 
     async def body(stand: Stand) -> None:
-        running, guard = await guarded(stand)
+        running, standby = await has_standby(stand)
         keeper = stand.member._snapshots
         send = keeper.send
 
@@ -379,7 +379,7 @@ def test_the_state_sent_is_that_of_its_step_however_slow_the_guard_is(monkeypatc
             await run_step(running, step, course)
             states[step + 1] = await exported(running.control, running.state, step + 1, FENCE)
         slow.set()
-        assert [await kept(guard), await kept(guard)] == [(0, 2), (0, 4)]
+        assert [await kept(standby), await kept(standby)] == [(0, 2), (0, 4)]
         store = stand.member_of(1)._snapshots.store
         for step in (2, 4):
             entries = store.whole(0, step)
@@ -394,7 +394,7 @@ def test_a_third_snapshot_takes_the_place_of_the_one_not_begun(monkeypatch: pyte
     slow = asyncio.Event()
 
     async def body(stand: Stand) -> None:
-        running, guard = await guarded(stand)
+        running, standby = await has_standby(stand)
         keeper = stand.member._snapshots
         send = keeper.send
 
@@ -406,16 +406,16 @@ def test_a_third_snapshot_takes_the_place_of_the_one_not_begun(monkeypatch: pyte
         for step in range(6):
             await run_step(running, step, Course())
         slow.set()
-        assert [await kept(guard), await kept(guard)] == [(0, 2), (0, 6)]
+        assert [await kept(standby), await kept(standby)] == [(0, 2), (0, 6)]
 
     with_stand(body)
 
 
-def test_a_guard_that_is_gone_fails_no_stage_and_is_told_of_when_the_line_stands():
+def test_a_standby_that_is_gone_fails_no_stage_and_is_told_of_when_the_line_stands():
     async def body(stand: Stand) -> None:
-        running, guard = await guarded(stand)
+        running, standby = await has_standby(stand)
         stand.pool.network.disconnect(stand.pool.hosts[1].peer)
-        await guard.close()
+        await standby.close()
         for step in range(EVERY * FAILURES_TOLD):
             await run_step(running, step, Course())
         lost = (await receive(running.control)).message
@@ -426,36 +426,36 @@ def test_a_guard_that_is_gone_fails_no_stage_and_is_told_of_when_the_line_stands
     with_stand(body)
 
 
-def test_a_recovered_stage_gives_its_guard_a_snapshot_at_once():
+def test_a_recovered_stage_gives_its_standby_a_snapshot_at_once():
     async def body(stand: Stand) -> None:
-        running, guard = await guarded(stand)
+        running, standby = await has_standby(stand)
         await run_step(running, 0, Course())
         later = Fence(1, 1, 1)
         ticket = stand.pool.ticket(stand.pool.hosts[1].peer)
-        await stand.enlisted(guard, guards=(0,), ticket=ticket, fence=later)
+        await stand.enlisted(standby, standbys=(0,), ticket=ticket, fence=later)
         peer = stand.pool.hosts[1].peer
         await stand.round(
             running.control,
             later,
             retain=True,
-            guard=peer,
-            guard_addresses=stand.pool.addresses[peer],
+            standby=peer,
+            standby_addresses=stand.pool.addresses[peer],
             snapshot_every=EVERY,
         )
         await running.control.send(wire.Resume(fence=later, stage=0, committed=1, source="keep", base=1, snapshot=True))
         assert (await receive(running.control)).message == wire.Ready(fence=later, stage=0, applied=1)
-        assert await kept(guard) == (0, 1)
+        assert await kept(standby) == (0, 1)
 
     with_stand(body)
 
 
-def test_a_guard_without_room_says_so_and_does_not_acknowledge(monkeypatch: pytest.MonkeyPatch):
+def test_a_standby_without_room_says_so_and_does_not_acknowledge(monkeypatch: pytest.MonkeyPatch):
     async def body(stand: Stand) -> None:
-        running, guard = await guarded(stand)
+        running, standby = await has_standby(stand)
         monkeypatch.setattr(stand.member_of(1)._snapshots.store, "_room_bytes", lambda: 10)
         for step in range(EVERY):
             await run_step(running, step, Course())
-        message = (await receive(guard)).message
+        message = (await receive(standby)).message
         assert isinstance(message, wire.StageFailed), message
         assert (message.stage, message.code) == (0, "out_of_memory")
         assert stand.member_of(1).snapshots == ()
@@ -465,20 +465,20 @@ def test_a_guard_without_room_says_so_and_does_not_acknowledge(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("stranger", ["another stage's peer", "the driver's feed"])
-def test_nobody_else_gives_a_guard_snapshots(stranger: str):
+def test_nobody_else_gives_a_standby_snapshots(stranger: str):
     async def body(stand: Stand) -> None:
-        guard = await guard_of(stand)
+        standby = await guard_of(stand)
         member = stand.member_of(1)
         peer = NEIGHBOUR if stranger == "another stage's peer" else OWNER
         channel, answer = await stand.open("state", as_peer=peer, to=1)
         assert isinstance(answer, wire.Done)
         entries = {"model/layer0.weight": rows()}
-        message = wire.Snapshot(fence=FENCE, stage=0, step=2, part=0, line=0, last=True, tensors=headers(entries))
+        message = wire.Snapshot(fence=FENCE, stage=0, step=2, part=0, watermark=0, last=True, tensors=headers(entries))
         await channel.send(message, tuple(entries.values()))
         await until(lambda: channel.closed)
         assert member.snapshots == ()
-        await guard.send(wire.Ping(sequence=1, sent_at_s=0.0))
-        assert isinstance((await receive(guard)).message, wire.Pong)
+        await standby.send(wire.Ping(sequence=1, sent_at_s=0.0))
+        assert isinstance((await receive(standby)).message, wire.Pong)
 
     with_stand(body)
 
@@ -495,7 +495,7 @@ def test_who_is_in_the_placement_no_more_gives_no_snapshots_over_a_connection_it
         )
         await stand.enlisted(running.control, fence=later, neighbours=places)
         entries = {"model/layer0.weight": rows()}
-        message = wire.Snapshot(fence=later, stage=0, step=2, part=0, line=0, last=True, tensors=headers(entries))
+        message = wire.Snapshot(fence=later, stage=0, step=2, part=0, watermark=0, last=True, tensors=headers(entries))
         await channel.send(message, tuple(entries.values()))
         await until(lambda: channel.closed)
         assert stand.member.snapshots == ()
@@ -511,7 +511,7 @@ def test_a_snapshot_that_does_not_fit_its_stage_is_reported():
         await control.send(wire.Resume(fence=FENCE, stage=0, committed=2, source="snapshot", base=2))
         channel, _ = await stand.open("state", as_peer=NEIGHBOUR)
         entries = {"model/layer0.weight": rows(batch=4)}
-        message = wire.Snapshot(fence=FENCE, stage=0, step=2, part=0, line=0, last=True, tensors=headers(entries))
+        message = wire.Snapshot(fence=FENCE, stage=0, step=2, part=0, watermark=0, last=True, tensors=headers(entries))
         await channel.send(message, tuple(entries.values()))
         failed = (await receive(control)).message
         assert isinstance(failed, wire.StageFailed)
@@ -519,22 +519,22 @@ def test_a_snapshot_that_does_not_fit_its_stage_is_reported():
         status = await stand.round(control, Fence(1, 1, 1))
         assert status.applied == -1
 
-    with_stand(body, guards=0)
+    with_stand(body, standbys=0)
 
 
 # ------------------------------------------------------------------------------------------------- changing places
 
 
 async def changed_places(stand: Stand, running: Running, fence: Fence, **changes: object) -> wire.Enlisted:
-    """The next round as stage 0's peer sees it: the guard runs the stage, it guards it."""
+    """The next round as stage 0's peer sees it: the standby runs the stage, it stands by for it."""
     ticket = stand.pool.ticket(stand.peer, version=fence.plan_version)
-    fields = {"guards": (0,), "neighbours": stand.neighbours(at=1), "ticket": ticket, "fence": fence, **changes}
+    fields = {"standbys": (0,), "neighbours": stand.neighbours(at=1), "ticket": ticket, "fence": fence, **changes}
     return await stand.enlisted(running.control, **fields)
 
 
-def test_a_stage_that_moves_to_its_guard_stays_at_hand_until_there_is_a_snapshot_of_it():
+def test_a_stage_that_moves_to_its_standby_stays_at_hand_until_there_is_a_snapshot_of_it():
     async def body(stand: Stand) -> None:
-        running, _ = await guarded(stand)
+        running, _ = await has_standby(stand)
         course = Course()
         for step in range(3):
             await run_step(running, step, course)
@@ -542,7 +542,7 @@ def test_a_stage_that_moves_to_its_guard_stays_at_hand_until_there_is_a_snapshot
         await changed_places(stand, running, Fence(2, 1, 0))
         assert stand.member.stages == (0,)
 
-        # The guard dies before it could give a snapshot: its former peer has the stage back as it was.
+        # The standby dies before it could give a snapshot: its former peer has the stage back as it was.
         last = Fence(3, 1, 0)
         await stand.enlisted(running.control, fence=last, ticket=stand.pool.ticket(stand.peer, version=3))
         status = await stand.attach_on(running.control, fence=last, retain=True)
@@ -557,14 +557,14 @@ def test_a_stage_that_moves_to_its_guard_stays_at_hand_until_there_is_a_snapshot
 
 def test_with_a_snapshot_of_it_the_former_peer_forgets_the_stage():
     async def body(stand: Stand) -> None:
-        running, _ = await guarded(stand)
+        running, _ = await has_standby(stand)
         await run_step(running, 0, Course())
         later = Fence(2, 1, 0)
         await changed_places(stand, running, later)
         tensors = {"model/weight": tensor(np.zeros(3, dtype=np.float32))}
         stand.member._snapshots.take(
             stand.pool.hosts[1].peer,
-            wire.Snapshot(fence=later, stage=0, step=1, part=0, line=1, last=True, tensors=headers(tensors)),
+            wire.Snapshot(fence=later, stage=0, step=1, part=0, watermark=1, last=True, tensors=headers(tensors)),
             tensors,
         )
         assert await kept(running.control) == (0, 1)
@@ -574,10 +574,10 @@ def test_with_a_snapshot_of_it_the_former_peer_forgets_the_stage():
     with_stand(body)
 
 
-@pytest.mark.parametrize("changes", [{"guards": ()}, {"partition": "another cut"}])
+@pytest.mark.parametrize("changes", [{"standbys": ()}, {"partition": "another cut"}])
 def test_a_stage_that_moves_otherwise_is_forgotten_at_once(changes: dict[str, object]):
     async def body(stand: Stand) -> None:
-        running, _ = await guarded(stand)
+        running, _ = await has_standby(stand)
         await run_step(running, 0, Course())
         await changed_places(stand, running, Fence(2, 1, 0), **changes)
         assert stand.member.stages == ()

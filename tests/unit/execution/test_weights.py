@@ -342,9 +342,9 @@ def test_wrong_bytes_are_refused_and_their_sender_named(
 ) -> None:
     async def body(members: Members) -> None:
         owner = await members.desk(OWNER, filled(tmp_path / "owner"))
-        liar = await members.serve(FIRST, answering(corrupt))
+        faulty_peer = await members.serve(FIRST, answering(corrupt))
         store = WeightStore(tmp_path / "b")
-        counted = await members.fetch(SECOND, store, liar, owner)
+        counted = await members.fetch(SECOND, store, faulty_peer, owner)
         assert_whole(store)
         assert sum(counted.values()) == TOTAL_BYTES
         assert [peer for peer, _ in members.refused] == [FIRST]
@@ -394,10 +394,10 @@ def test_what_can_not_be_had_is_named_with_everybody_asked(tmp_path: Path) -> No
     async def body(members: Members) -> None:
         partly = await members.desk(OWNER, filled(tmp_path / "owner", SPECS[:2]))
         gone = WeightSource(peer=FIRST, addresses=("memory://nowhere:1",))
-        liar = await members.serve(SECOND, answering(lambda ask: pieces(ask, bytes(len(right(ask))))))
+        faulty_peer = await members.serve(SECOND, answering(lambda ask: pieces(ask, bytes(len(right(ask))))))
         store = WeightStore(tmp_path / "c")
         with pytest.raises(ExecutionError) as told:
-            await members.fetch(THIRD, store, gone, liar, partly, limits=QUICK)
+            await members.fetch(THIRD, store, gone, faulty_peer, partly, limits=QUICK)
         said = str(told.value)
         assert "1 of 4 tensors could not be fetched, the first is mlp: 3.15 MB are missing" in said
         assert "peer aaaaaaaa (no answer from memory://nowhere:1)" in said

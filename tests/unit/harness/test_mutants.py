@@ -1,4 +1,4 @@
-"""Every guard of a source is broken, each way once, and nothing else is touched."""
+"""Every standby of a source is broken, each way once, and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def broken(source: str) -> list[str]:
         ("TABLE = {a: b, c: d}", ["a -> no row", "c -> no row"]),
     ],
 )
-def test_each_kind_of_guard(source: str, expected: list[str]):
+def test_each_kind_of_standby(source: str, expected: list[str]):
     assert sorted(broken(source)) == sorted(expected)
 
 
@@ -51,7 +51,7 @@ def test_each_kind_of_guard(source: str, expected: list[str]):
         "STORY_LENGTH: Final = 3",
     ],
 )
-def test_what_is_no_guard_is_left_alone(source: str):
+def test_what_is_no_standby_is_left_alone(source: str):
     assert broken(source) == []
 
 

@@ -40,7 +40,7 @@ def in_place_of_the_neighbour(stand: Stand) -> tuple[wire.Neighbour, ...]:
 
 def brokers_own(stand: Stand, fence: Fence) -> bytes:
     places = [(one.stage, one.peer) for one in in_place_of_the_neighbour(stand)]
-    return Seal(BROKER_KEY, "trusted").placement(JOB, fence, stages=places, guards=())
+    return Seal(BROKER_KEY, "trusted").placement(JOB, fence, stages=places, standbys=())
 
 
 SHOWN: dict[str, Callable[[Stand, Fence], bytes]] = {
@@ -111,7 +111,7 @@ WRONG: dict[str, Callable[[Stand], dict[str, Any]]] = {
         "placement": signed(stand.neighbours(), FENCE),
         "neighbours": in_place_of_the_neighbour(stand),
     },
-    "a guard slipped in beside it": lambda stand: {"placement": signed(stand.neighbours(), FENCE), "guards": (1,)},
+    "a standby slipped in beside it": lambda stand: {"placement": signed(stand.neighbours(), FENCE), "standbys": (1,)},
 }
 
 

@@ -34,7 +34,7 @@ class Network:
         way = self.ways[expect]
         if way is None:
             raise TransportError("nobody answers.")
-        return SimpleNamespace(way=way, close=self.close)
+        return SimpleNamespace(route=way, close=self.close)
 
     async def close(self) -> None:
         self.closed += 1
@@ -68,7 +68,7 @@ def test_only_ways_within_the_network_count() -> None:
     assert network.dialled == ["c", "b", "a"]
     assert network.closed == 2
     (view,) = links.among(())
-    assert (view.peer, view.way, view.channels, view.probed_bytes_per_s) == (A.peer, "lan", 0, 1e8)
+    assert (view.peer, view.route, view.channels, view.probed_bytes_per_s) == (A.peer, "lan", 0, 1e8)
     assert view.round_trip_s == 0.002
 
 
@@ -92,7 +92,7 @@ def test_links_there_are_keep_their_figures() -> None:
         LinkView(C.peer, "quic", 1, 0.01),
     )
     merged = links.among(now)
-    assert [(one.peer[0], one.way, one.channels, one.probed_bytes_per_s) for one in merged] == [
+    assert [(one.peer[0], one.route, one.channels, one.probed_bytes_per_s) for one in merged] == [
         ("a", "lan", 2, 1e8),
         ("a", "relay", 1, 0.0),
         ("c", "quic", 1, 0.0),

@@ -1,4 +1,4 @@
-"""Who guards whom: exact before tolerant, dear stages on fast spares, neighbours apart, nothing beyond memory."""
+"""Who standbys whom: exact before tolerant, dear stages on fast spares, neighbours apart, nothing beyond memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def problem(*spares: PeerProfile, **changes: object) -> Problem:
 
 
 def standbys(found: Plan) -> dict[int, str]:
-    return {standby.stage: standby.peer for standby in found.guards}
+    return {standby.stage: standby.peer for standby in found.standbys}
 
 
 def test_every_stage_has_its_own_spare_while_spares_last() -> None:
@@ -56,14 +56,14 @@ def test_every_stage_has_its_own_spare_while_spares_last() -> None:
     found = plan(posed)
     assert sorted(standbys(found)) == [0, 1, 2]
     assert len(set(standbys(found).values())) == 3
-    assert all(standby.exact for standby in found.guards)
+    assert all(standby.exact for standby in found.standbys)
     assert found.snapshot_every == 1
-    # The owner's loss has no state, and nobody guards what is already a spare.
+    # The owner's loss has no state, and nobody standbys what is already a spare.
     assert {stage.peer for stage in found.stages} == {"a", "b", "c", "owner"}
     assert len(found.spares) == 4
 
 
-def test_neighbours_are_guarded_by_different_spares() -> None:
+def test_neighbours_are_with_standby_by_different_spares() -> None:
     found = plan(problem(peer("s0"), peer("s1")))
     watch = standbys(found)
     assert watch[0] == watch[2] != watch[1]
@@ -73,24 +73,24 @@ def test_neighbours_are_guarded_by_different_spares() -> None:
     assert (watch[1], watch[0], watch[2]) == ("s1", "s0", "s0")
 
 
-def test_one_spare_guards_all_if_it_has_room_and_else_what_fits() -> None:
+def test_one_spare_standbys_all_if_it_has_room_and_else_what_fits() -> None:
     found = plan(problem(peer("s0")))
     assert standbys(found) == {0: "s0", 1: "s0", 2: "s0"}
     stage = found.stages[0]
     # Three snapshots while one arrives; running one stage beside two snapshots of each.
     two = max(3 * 2 * STATE, stage.memory_bytes + 2 * 2 * STATE)
-    assert len(plan(problem(peer("s0", memory_bytes=two))).guards) == 2
-    assert len(plan(problem(peer("s0", memory_bytes=two - 1))).guards) == 1
+    assert len(plan(problem(peer("s0", memory_bytes=two))).standbys) == 2
+    assert len(plan(problem(peer("s0", memory_bytes=two - 1))).standbys) == 1
     one = max(3 * STATE, stage.memory_bytes + 2 * STATE)
     posed = problem(peer("s0", memory_bytes=one - 50_000))
     found = assign_standbys(plan(posed), posed)
-    assert found.plan.guards == ()
+    assert found.plan.standbys == ()
     assert [entry.stage for entry in found.without_standby] == [0, 1, 2]
     assert "it lends 10" in found.without_standby[0].reasons[0].reason
     assert found.interval.every == 0
 
 
-def test_a_dear_stage_has_the_fast_guard() -> None:
+def test_a_dear_stage_has_the_fast_standby() -> None:
     spares = (peer("s0"), peer("s1", flops_per_s=5e10), peer("s2", flops_per_s=2e10))
     dear = (block(0), block(1, forward_flops=9e9), block(2), block(3, parameter_bytes=0, trainable_bytes=0))
     found = plan(problem(*spares, blocks=dear))
@@ -98,30 +98,30 @@ def test_a_dear_stage_has_the_fast_guard() -> None:
     assert standbys(found)[heavy] == "s1"
 
 
-def test_other_fingerprints_guard_only_where_that_is_tolerated() -> None:
+def test_other_fingerprints_standby_only_where_that_is_tolerated() -> None:
     spares = (peer("alike"), peer("other", fingerprint="gpu"), peer("unknown", fingerprint=""))
     small = tuple(msgspec.structs.replace(spare, memory_bytes=11_000_000) for spare in spares)
     posed = problem(*small)
     found = assign_standbys(plan(posed), posed)
-    assert {(standby.peer, standby.exact) for standby in found.plan.guards} == {("alike", True)}
+    assert {(standby.peer, standby.exact) for standby in found.plan.standbys} == {("alike", True)}
     assert len(found.without_standby) == 2
     assert {entry.peer for entry in found.without_standby[0].reasons} == {"alike", "other", "unknown"}
     assert "other bits" in {e.peer: e.reason for e in found.without_standby[0].reasons}["other"]
     tolerant = plan(problem(*small, takeover="tolerant"))
-    assert {(standby.peer, standby.exact) for standby in tolerant.guards} == {
+    assert {(standby.peer, standby.exact) for standby in tolerant.standbys} == {
         ("alike", True),
         ("other", False),
         ("unknown", False),
     }
-    # An exact guard with room for all is better than three that are not.
+    # An exact standby with room for all is better than three that are not.
     roomy = plan(problem(*spares, takeover="tolerant"))
-    assert {standby.peer for standby in roomy.guards} == {"alike"}
+    assert {standby.peer for standby in roomy.standbys} == {"alike"}
 
 
-def test_a_stage_whose_numerics_nobody_knows_has_no_exact_guard() -> None:
+def test_a_stage_whose_numerics_nobody_knows_has_no_exact_standby() -> None:
     unknown = tuple(peer(name, flops_per_s=1e12, fingerprint="") for name in "abc")
     spare = peer("s0", fingerprint="")
-    assert plan(problem(peers=(*unknown, spare))).guards == ()
+    assert plan(problem(peers=(*unknown, spare))).standbys == ()
 
 
 def test_the_numerics_a_stage_began_with_count_not_its_peers_present_ones() -> None:
@@ -129,26 +129,26 @@ def test_the_numerics_a_stage_began_with_count_not_its_peers_present_ones() -> N
     placed = plan(posed)
     changed = tuple(peer(name, flops_per_s=1e12, fingerprint="new") for name in "abc")
     again = with_standbys(placed, msgspec.structs.replace(posed, peers=(*changed, peer("s0"))))
-    assert again.guards == placed.guards
+    assert again.standbys == placed.standbys
     gone = with_standbys(placed, msgspec.structs.replace(posed, peers=(peer("s0"),), required=()))
-    assert gone.guards == placed.guards
+    assert gone.standbys == placed.standbys
 
 
-def test_what_the_owner_runs_is_not_guarded_and_the_owner_guards_nothing() -> None:
+def test_what_the_owner_runs_is_not_with_standby_and_the_owner_standbys_nothing() -> None:
     posed = problem(peer("s0"))
     found = plan(posed)
-    at_a = msgspec.structs.replace(found, feed="a", guards=())
+    at_a = msgspec.structs.replace(found, feed="a", standbys=())
     mine = next(stage.stage for stage in found.stages if stage.peer == "a")
     assert mine not in standbys(with_standbys(at_a, posed))
-    own_spare = msgspec.structs.replace(found, feed="s0", guards=())
-    assert with_standbys(own_spare, posed).guards == ()
+    own_spare = msgspec.structs.replace(found, feed="s0", standbys=())
+    assert with_standbys(own_spare, posed).standbys == ()
 
 
 def test_a_link_that_takes_longer_than_the_longest_interval_is_refused() -> None:
     slow = peer("s0", downlink=Link(bandwidth_bytes_per_s=1e3))
     posed = problem(slow)
     found = assign_standbys(plan(posed), posed)
-    assert found.plan.guards == ()
+    assert found.plan.standbys == ()
     assert "its link is too slow" in found.without_standby[0].reasons[0].reason
 
 
@@ -156,51 +156,51 @@ def test_operators_and_settings_that_keep_a_peer_from_stages_keep_it_from_guardi
     blocks = tuple(block(n, ops=("aten.add.Tensor",)) for n in range(3))
     blocks = (*blocks, block(3, parameter_bytes=0, trainable_bytes=0))
     posed = problem(peer("s0"), blocks=blocks)
-    placed = msgspec.structs.replace(plan(posed), guards=())
+    placed = msgspec.structs.replace(plan(posed), standbys=())
     for spare in (
         peer("s0", unsupported_ops=("aten.add.Tensor",)),
         peer("s0", roles=("owner",)),
         peer("s0", flops_per_s=0.0),
     ):
         changed = msgspec.structs.replace(posed, peers=(*posed.peers[:3], spare))
-        assert with_standbys(placed, changed).guards == ()
-    assert with_standbys(placed, msgspec.structs.replace(posed, excluded=("s0",))).guards == ()
+        assert with_standbys(placed, changed).standbys == ()
+    assert with_standbys(placed, msgspec.structs.replace(posed, excluded=("s0",))).standbys == ()
 
 
-def test_who_guards_already_goes_on() -> None:
+def test_who_standbys_already_goes_on() -> None:
     spares = tuple(peer(f"s{n}") for n in range(3))
     posed = problem(*spares)
     found = plan(posed)
     turned = {0: standbys(found)[1], 1: standbys(found)[2], 2: standbys(found)[0]}
     running = msgspec.structs.replace(
-        found, guards=tuple(Standby(stage=stage, peer=name) for stage, name in turned.items())
+        found, standbys=tuple(Standby(stage=stage, peer=name) for stage, name in turned.items())
     )
     assert standbys(with_standbys(running, posed)) == turned
     # One that computes other bits gives way to one that does not, and only to that.
     other = (peer("s0", fingerprint="gpu"), peer("s1", fingerprint="gpu"))
     tolerant = problem(*other, takeover="tolerant")
     inexact = plan(tolerant)
-    assert not any(standby.exact for standby in inexact.guards)
+    assert not any(standby.exact for standby in inexact.standbys)
     assert with_standbys(inexact, tolerant) == inexact
     joined = msgspec.structs.replace(tolerant, peers=(*tolerant.peers, peer("s2")))
     better = with_standbys(msgspec.structs.replace(inexact, spares=("s0", "s1", "s2")), joined)
-    assert {(standby.peer, standby.exact) for standby in better.guards} == {("s2", True)}
+    assert {(standby.peer, standby.exact) for standby in better.standbys} == {("s2", True)}
 
 
-def test_lost_guards_are_struck_out_of_the_same_version() -> None:
+def test_lost_standbys_are_struck_out_of_the_same_version() -> None:
     found = msgspec.structs.replace(plan(problem(peer("s0"), peer("s1"))), version=7)
-    one, other = sorted({standby.peer for standby in found.guards})
+    one, other = sorted({standby.peer for standby in found.standbys})
     left = without_standbys(found, {one})
     assert left.version == 7
-    assert {standby.peer for standby in left.guards} == {other}
+    assert {standby.peer for standby in left.standbys} == {other}
     assert left.spares == (other,)
     assert left.snapshot_every == found.snapshot_every
     nobody = without_standbys(left, {other})
-    assert (nobody.guards, nobody.snapshot_every) == ((), 0)
+    assert (nobody.standbys, nobody.snapshot_every) == ((), 0)
     assert nobody.stages == found.stages
 
 
-def test_without_room_to_retain_nobody_is_guarded_and_that_is_said() -> None:
+def test_without_room_to_retain_nobody_is_with_standby_and_that_is_said() -> None:
     posed = problem(peer("s0"))
     placed = plan(posed)
     tight = placed.stages[0]
@@ -209,7 +209,7 @@ def test_without_room_to_retain_nobody_is_guarded_and_that_is_said() -> None:
         for profile in posed.peers
     )
     found = assign_standbys(placed, msgspec.structs.replace(posed, peers=peers))
-    assert found.plan.guards == ()
+    assert found.plan.standbys == ()
     assert [entry.stage for entry in found.without_standby] == [0, 1, 2]
     assert found.without_standby[0].reasons[0].peer == tight.peer
 

@@ -87,13 +87,13 @@ def test_bits_come_before_an_unlike_machine_that_brings_little() -> None:
     assert found.exact
 
 
-def test_a_state_that_an_unlike_guard_has_comes_before_bits() -> None:
+def test_a_state_that_an_unlike_standby_has_comes_before_bits() -> None:
     odd = peer("e", fingerprint="e")
     posed = problem(A, B, odd, takeover="tolerant")
     made = plan(msgspec.structs.replace(posed, peers=(A, B, odd), required=("a", "b")))
-    assert made.guards
+    assert made.standbys
     lost = made.stages[1].peer
-    made = msgspec.structs.replace(made, guards=(Standby(stage=1, peer="e", exact=False),))
+    made = msgspec.structs.replace(made, standbys=(Standby(stage=1, peer="e", exact=False),))
     found = went_on(posed, lost, *(one for one in (A, B) if one.peer != lost), odd, takeover="any", before=made)
     assert isinstance(found, Otherwise)
     assert (found.exact, found.recut, found.takers) == (False, False, {"e"})

@@ -48,7 +48,7 @@ def problem(*spares: PeerProfile, **changes: object) -> Problem:
 
 
 def after_a_loss(base: Problem, lost: PeerProfile) -> Plan:
-    """The first plan, less `lost`: whoever guarded its stage has it now."""
+    """The first plan, less `lost`: whoever stood by for its stage has it now."""
     found = replaced(plan(base), base, frozenset((lost.peer,)))
     assert isinstance(found, Plan)
     return found
@@ -56,7 +56,7 @@ def after_a_loss(base: Problem, lost: PeerProfile) -> Plan:
 
 def looked(found: Plan, base: Problem, *there: PeerProfile, **changes: object) -> Promotion | None:
     usual: dict[str, object] = {
-        "sheltered": frozenset(standby.stage for standby in found.guards),
+        "warm_stages": frozenset(standby.stage for standby in found.standbys),
         "steps_left": 1000,
         "rested": False,
         "trust": 1.0,
@@ -70,10 +70,10 @@ def stage_of(found: Plan, name: str) -> int:
 
 
 def standbys(found: Plan) -> dict[int, str]:
-    return {standby.stage: standby.peer for standby in found.guards}
+    return {standby.stage: standby.peer for standby in found.standbys}
 
 
-def test_a_faster_machine_that_is_back_guards_the_stage_first_and_then_changes_places() -> None:
+def test_a_faster_machine_that_is_back_standbys_the_stage_first_and_then_changes_places() -> None:
     base = problem(SLOW, peer("other", 4e10))
     run = after_a_loss(base, A)
     stage = stage_of(run, "slow")
@@ -91,7 +91,7 @@ def test_a_faster_machine_that_is_back_guards_the_stage_first_and_then_changes_p
 
     # Its snapshot has not arrived: nobody moves, and nobody asks for anything else instead.
     waiting = first.plan
-    assert looked(waiting, base, *there, sheltered=frozenset(standbys(waiting)) - {stage}) is None
+    assert looked(waiting, base, *there, warm_stages=frozenset(standbys(waiting)) - {stage}) is None
 
     second = looked(waiting, base, *there)
     assert second is not None
@@ -141,7 +141,7 @@ def test_a_machine_of_other_numerics_gets_nothing_in_an_exact_job() -> None:
     assert looked(run, base, B, C, SLOW, gpu) is None
     tolerant = msgspec.structs.replace(base, takeover="tolerant")
     found = looked(run, tolerant, B, C, SLOW, gpu, rested=True)
-    assert found is not None, "no guard, for there are exact ones, but a home"
+    assert found is not None, "no standby, for there are exact ones, but a home"
     assert found.reason.startswith("GPU")
     assert found.reason.endswith("and takes it over")
 
@@ -171,7 +171,7 @@ def test_serving_moves_nothing() -> None:
     assert looked(run, base, A, B, C, SLOW) is None
 
 
-def test_a_machine_without_room_for_it_is_neither_guard_nor_home() -> None:
+def test_a_machine_without_room_for_it_is_neither_standby_nor_home() -> None:
     base = problem(SLOW, peer("other", 4e10))
     run = after_a_loss(base, A)
     stage = stage_of(run, "slow")
@@ -194,11 +194,11 @@ def test_of_what_is_predicted_only_the_trusted_part_counts() -> None:
     there = (A, B, C, SLOW, peer("other", 4e10))
     guarded = looked(run, base, *there)
     assert guarded is not None
-    assert guarded.gain == 0.0, "a guard gains nothing yet"
+    assert guarded.gain == 0.0, "a standby gains nothing yet"
     swapped = looked(guarded.plan, base, *there)
     assert swapped is not None
     assert 0.2 < swapped.gain < 0.9
     enough = 0.03 / swapped.gain
     assert looked(guarded.plan, base, *there, trust=1.01 * enough) == swapped
     assert looked(guarded.plan, base, *there, trust=0.99 * enough) is None
-    assert looked(run, base, *there, trust=0.99 * enough) is None, "nor does anybody guard what will not move"
+    assert looked(run, base, *there, trust=0.99 * enough) is None, "nor does anybody standby what will not move"

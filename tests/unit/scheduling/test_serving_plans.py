@@ -1,4 +1,4 @@
-"""Plans for generation: where blocks go, how many pages there are, who guards, what is said about it."""
+"""Plans for generation: where blocks go, how many pages there are, who stands by, what is said about it."""
 
 from __future__ import annotations
 
@@ -171,28 +171,28 @@ def test_stages_are_evened_out_where_it_costs_one_session_little() -> None:
     assert alone.certificate.exact
 
 
-def test_spares_guard_the_peers_stages_and_none_of_the_owners() -> None:
+def test_spares_standby_the_peers_stages_and_none_of_the_owners() -> None:
     posed = problem(*(peer(name) for name in ("ada", "bob", "cyd")), peer("odd", fingerprint="gpu"), stages=2)
     watch = assign_standbys(plan(posed), posed)
-    assert [standby.stage for standby in watch.plan.guards] == [1, 2]
-    # Same bits first: the odd one guards only where nobody of the same kind has room.
-    assert "odd" not in {standby.peer for standby in watch.plan.guards}
+    assert [standby.stage for standby in watch.plan.standbys] == [1, 2]
+    # Same bits first: the odd one stands by for only where nobody of the same kind has room.
+    assert "odd" not in {standby.peer for standby in watch.plan.standbys}
     exact = msgspec.structs.replace(posed, peers=posed.peers[:2] + posed.peers[3:], takeover="exact")
-    assert plan(exact).guards == ()
-    assert {g.peer for g in plan(msgspec.structs.replace(exact, takeover="tolerant")).guards} == {"odd"}
+    assert plan(exact).standbys == ()
+    assert {g.peer for g in plan(msgspec.structs.replace(exact, takeover="tolerant")).standbys} == {"odd"}
     assert watch.plan.snapshot_every == 0
     assert "weights" in watch.interval.reason
-    # A spare that has no room for the weights and one stage's caches guards nothing.
+    # A spare that has no room for the weights and one stage's caches stands by for nothing.
     small = problem(*(peer(name) for name in ("ada", "bob")), peer("cyd", memory_bytes=5_000_000), stages=2)
     small = msgspec.structs.replace(small, required=("ada", "bob"))
-    assert plan(small).guards == ()
+    assert plan(small).standbys == ()
     assert "it lends 5 MB" in assign_standbys(plan(small), small).without_standby[0].reasons[0].reason
 
 
-def test_a_lost_stage_goes_to_its_guard_and_the_others_stay() -> None:
+def test_a_lost_stage_goes_to_its_standby_and_the_others_stay() -> None:
     posed = problem(stages=3)
     found = plan(posed)
-    standby = next(standby for standby in found.guards if standby.stage == 2)
+    standby = next(standby for standby in found.standbys if standby.stage == 2)
     lost = found.stages[2].peer
     after = replaced(found, posed, frozenset({lost}), ())
     assert isinstance(after, Plan)

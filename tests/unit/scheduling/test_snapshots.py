@@ -108,29 +108,29 @@ def test_memory_for_retained_tensors_limits_the_interval() -> None:
     assert f"memory of {found.stages[1].peer} holds no more steps" in interval.reason
 
 
-def test_it_is_never_rarer_than_the_most_and_zero_without_guards() -> None:
+def test_it_is_never_rarer_than_the_most_and_zero_without_standbys() -> None:
     problem = posed(state=3_000_000_000, crossing=0, flops=1e5, bandwidth=1e9)
     found = plan(problem)
-    assert found.guards == ()
+    assert found.standbys == ()
     assert snapshot_interval(found, problem).every == found.snapshot_every == 0
     # Within 64 steps the link just carries it; half of it would ask for more.
     steps = 3.0 / found.step_time_s
     slower = posed(state=3_000_000_000, crossing=0, flops=1e5 * steps / 60, bandwidth=1e9)
     found = plan(slower)
-    assert len(found.guards) == 2
+    assert len(found.standbys) == 2
     assert snapshot_interval(found, slower).every == MOST_STEPS
 
 
-def test_snapshots_of_several_stages_share_the_guards_downlink() -> None:
+def test_snapshots_of_several_stages_share_the_standbys_downlink() -> None:
     sizes = {"state": 600_000_000, "crossing": 1_000_000, "flops": 1e10}
     fast = Link(bandwidth_bytes_per_s=1e10)
     problem = posed(**sizes, bandwidth=2.5e6, spares=1)
     peers = tuple(msgspec.structs.replace(peer, uplink=fast) for peer in problem.peers)
-    # Only the way to the guard is narrow; between the stages everything is fast and on links of its own.
+    # Only the way to the standby is narrow; between the stages everything is fast and on links of its own.
     links = {f"{one}>{other}": fast for one in ("a", "b", "owner") for other in ("a", "b", "owner") if one != other}
     problem = msgspec.structs.replace(problem, peers=peers, links=links)
     found = plan(problem)
-    assert {standby.peer for standby in found.guards} == {"s0"}
+    assert {standby.peer for standby in found.standbys} == {"s0"}
     interval = snapshot_interval(found, problem)
     sent_s = 600_000_000 / 2.5e6
     one_stage = sent_s / (0.5 * found.step_time_s)
@@ -138,13 +138,13 @@ def test_snapshots_of_several_stages_share_the_guards_downlink() -> None:
     assert interval.every > 1
 
 
-def test_a_guard_of_many_stages_waits_for_all_of_them() -> None:
-    # Five stages, each with a fast uplink, one guard with a narrow downlink.
+def test_a_standby_of_many_stages_waits_for_all_of_them() -> None:
+    # Five stages, each with a fast uplink, one standby with a narrow downlink.
     narrow, fast = Link(bandwidth_bytes_per_s=1e7), Link(bandwidth_bytes_per_s=1e10)
     base = posed(state=300_000_000, crossing=1000, flops=1e10)
     example = base.peers[0]
     peers = tuple(msgspec.structs.replace(example, peer=f"p{n}", uplink=fast, downlink=fast) for n in range(5))
-    standby = msgspec.structs.replace(example, peer="guard", name="the guard", uplink=fast, downlink=narrow)
+    standby = msgspec.structs.replace(example, peer="standby", name="the standby", uplink=fast, downlink=narrow)
     problem = msgspec.structs.replace(
         base,
         blocks=(*(msgspec.structs.replace(base.blocks[0], block=n) for n in range(5)), block(5, 0, 0, 1e3)),
@@ -153,7 +153,7 @@ def test_a_guard_of_many_stages_waits_for_all_of_them() -> None:
         required=tuple(peer.peer for peer in peers),
     )
     found = plan(problem)
-    assert {entry.peer for entry in found.guards} == {"guard"}
+    assert {entry.peer for entry in found.standbys} == {"standby"}
     interval = snapshot_interval(found, problem)
     assert interval.every == -(-5 * 30 / found.step_time_s // 1)
-    assert "the snapshots for the guard take 2 min 30 s over its link" in interval.reason
+    assert "the snapshots for the standby take 2 min 30 s over its link" in interval.reason

@@ -1,4 +1,4 @@
-"""A lost stage goes to its guard, else to whoever fits; what lives stays as it is; what is missing is said."""
+"""A lost stage goes to its standby, else to whoever fits; what lives stays as it is; what is missing is said."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def places(found: Plan) -> list[str]:
 
 
 def standbys(found: Plan) -> dict[int, str]:
-    return {standby.stage: standby.peer for standby in found.guards}
+    return {standby.stage: standby.peer for standby in found.standbys}
 
 
 def taken(found: Plan | WaitingForMachines) -> Plan:
@@ -58,7 +58,7 @@ def taken(found: Plan | WaitingForMachines) -> Plan:
     return found
 
 
-def test_the_guard_takes_over_and_the_others_do_not_notice() -> None:
+def test_the_standby_takes_over_and_the_others_do_not_notice() -> None:
     posed = problem(*(peer(f"s{n}") for n in range(3)))
     before = msgspec.structs.replace(plan(posed), version=3)
     lost = before.stages[1].peer
@@ -68,7 +68,7 @@ def test_the_guard_takes_over_and_the_others_do_not_notice() -> None:
     assert (after.stages[0], *after.stages[2:]) == (before.stages[0], *before.stages[2:])
     assert after.stages[1].blocks == before.stages[1].blocks
     assert after.stages[1].in_flight == before.stages[1].in_flight
-    # The guards of living stages go on, the new stage has one of those left.
+    # The standbys of living stages go on, the new stage has one of those left.
     assert standbys(after)[0] == standbys(before)[0]
     assert standbys(after)[2] == standbys(before)[2]
     assert standbys(after)[1] in after.spares
@@ -88,11 +88,11 @@ def test_two_neighbours_lost_together_go_to_two_machines() -> None:
     before = plan(posed)
     after = taken(replaced(before, posed, frozenset(places(before)[:2])))
     assert [after.stages[0].peer, after.stages[1].peer] == [standbys(before)[0], standbys(before)[1]]
-    assert after.guards == ()
+    assert after.standbys == ()
     assert after.snapshot_every == 0
 
 
-def test_two_stages_of_one_guard_prefer_an_idle_machine_to_one_on_top_of_the_other() -> None:
+def test_two_stages_of_one_standby_prefer_an_idle_machine_to_one_on_top_of_the_other() -> None:
     posed = problem(peer("s0"))
     before = plan(posed)
     assert set(standbys(before).values()) == {"s0"}
@@ -105,7 +105,7 @@ def test_two_stages_of_one_guard_prefer_an_idle_machine_to_one_on_top_of_the_oth
     assert alone.step_time_s > helped.step_time_s
 
 
-def test_memory_limits_how_many_a_guard_takes() -> None:
+def test_memory_limits_how_many_a_standby_takes() -> None:
     posed = problem(peer("s0"))
     before = plan(posed)
     one = before.stages[0]
@@ -124,7 +124,7 @@ def test_a_small_machine_takes_a_stage_with_fewer_microbatches_in_flight() -> No
     before = plan(posed)
     stage = msgspec.structs.replace(before.stages[2], in_flight=8)
     stage = msgspec.structs.replace(stage, memory_bytes=before.stages[2].memory_bytes + 5 * stage.in_flight_bytes)
-    before = msgspec.structs.replace(before, stages=(*before.stages[:2], stage, before.stages[3]), guards=())
+    before = msgspec.structs.replace(before, stages=(*before.stages[:2], stage, before.stages[3]), standbys=())
     state = 3_000_000
     roomy = peer("new", memory_bytes=stage.memory_bytes + state)
     assert taken(replaced(before, posed, frozenset({stage.peer}), (roomy,))).stages[2].in_flight == 8
@@ -185,7 +185,7 @@ def test_who_runs_a_stage_is_no_candidate_for_another() -> None:
     assert isinstance(replaced(before, posed, frozenset({before.stages[0].peer}), posed.peers[1:]), WaitingForMachines)
 
 
-def test_of_equals_the_guard_that_holds_the_snapshot_is_taken() -> None:
+def test_of_equals_the_standby_that_holds_the_snapshot_is_taken() -> None:
     posed = problem(peer("zed", fingerprint="gpu"), takeover="tolerant")
     before = plan(posed)
     assert set(standbys(before).values()) == {"zed"}
@@ -194,7 +194,7 @@ def test_of_equals_the_guard_that_holds_the_snapshot_is_taken() -> None:
     assert after.stages[0].peer == "zed"
 
 
-def test_a_lost_guard_is_nobodys_stand_in_and_a_returned_one_is_an_ordinary_machine() -> None:
+def test_a_lost_standby_is_nobodys_stand_in_and_a_returned_one_is_an_ordinary_machine() -> None:
     posed = problem(peer("s0"))
     before = plan(posed)
     stage = before.stages[0].peer
@@ -217,16 +217,16 @@ def test_the_job_owners_process_is_not_replaced() -> None:
         replaced(plan(posed), posed, frozenset({"owner"}))
 
 
-def test_reinforcing_adds_guards_and_changes_none() -> None:
+def test_reinforcing_adds_standbys_and_changes_none() -> None:
     posed = problem(peer("s0", memory_bytes=15_000_000))
     before = msgspec.structs.replace(plan(posed), version=4)
-    assert len(before.guards) == 1
+    assert len(before.standbys) == 1
     assert reinforced(before, posed, ()) is None
     assert reinforced(before, posed, (peer("other", fingerprint="gpu"),)) is None
     better = reinforced(before, posed, (peer("new"),))
     assert better is not None
     assert (better.version, better.stages) == (0, before.stages)
-    assert set(before.guards) < set(better.guards)
+    assert set(before.standbys) < set(better.standbys)
     assert sorted(standbys(better)) == [0, 1, 2]
     assert better.spares == ("new", "s0")
     assert better.snapshot_every > 0
@@ -234,16 +234,16 @@ def test_reinforcing_adds_guards_and_changes_none() -> None:
     assert reinforced(better, posed, (peer("new"), peer("newer"))) is None
 
 
-def test_an_exact_guard_replaces_an_inexact_one() -> None:
+def test_an_exact_standby_replaces_an_inexact_one() -> None:
     posed = problem(peer("gpu", fingerprint="gpu"), takeover="tolerant")
     before = plan(posed)
-    assert {(standby.peer, standby.exact) for standby in before.guards} == {("gpu", False)}
+    assert {(standby.peer, standby.exact) for standby in before.standbys} == {("gpu", False)}
     better = reinforced(before, posed, (peer("new", memory_bytes=15_000_000),))
     assert better is not None
-    assert sorted((standby.peer, standby.exact) for standby in better.guards) == [
+    assert sorted((standby.peer, standby.exact) for standby in better.standbys) == [
         ("gpu", False),
         ("gpu", False),
         ("new", True),
     ]
     inexact = Standby(stage=0, peer="gpu", exact=False)
-    assert reinforced(msgspec.structs.replace(before, guards=(inexact,)), posed, ()) is not None
+    assert reinforced(msgspec.structs.replace(before, standbys=(inexact,)), posed, ()) is not None

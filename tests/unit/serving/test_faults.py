@@ -10,7 +10,7 @@ from fusionai.serving.interface import FaultNote
 from harness.pool import peer_id
 from harness.virtual_clock import VirtualClock
 
-LOST = ReportFault(kind="peer", peer=peer_id(1), stages=(0,), heirs={}, reason="it closed the connection")
+LOST = ReportFault(kind="peer", peer=peer_id(1), stages=(0,), successors={}, reason="it closed the connection")
 
 
 class Story:

@@ -1,4 +1,4 @@
-"""SketchReport about a text against a referee's: who is contradicted, what is within rounding, what says nothing."""
+"""SketchReport about a text against a verifier's: who is contradicted, what is within rounding, what says nothing."""
 
 from __future__ import annotations
 

@@ -69,10 +69,10 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *events: Event, machines: int = 6,
 
 
 def stage_peer(monkeypatch: pytest.MonkeyPatch, stage: int, machines: int = 6) -> tuple[str, str | None]:
-    """Who runs a stage at first, and who guards it."""
+    """Who runs a stage at first, and who stands by for it."""
     calm = scripted(monkeypatch, machines=machines)
-    guards = {guard.stage: guard.peer for guard in calm.first_plan.guards}
-    return calm.first_plan.stages[stage].peer, guards.get(stage)
+    standbys = {standby.stage: standby.peer for standby in calm.first_plan.standbys}
+    return calm.first_plan.stages[stage].peer, standbys.get(stage)
 
 
 def test_undisturbed_hours_are_full_of_steps() -> None:
@@ -97,11 +97,11 @@ def test_a_commit_waits_for_the_checkpoint_to_be_collected() -> None:
     assert often.steps == pytest.approx(rare.steps * row_s / (row_s + collecting_s - rare.undisturbed_step_s), rel=0.02)
 
 
-def test_the_guard_of_a_crashed_peer_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    victim, guard = stage_peer(monkeypatch, 1)
+def test_the_standby_of_a_crashed_peer_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    victim, standby = stage_peer(monkeypatch, 1)
     course = scripted(monkeypatch, Event(300.0, victim, "crash"))
     (incident,) = course.incidents
-    assert course.last_plan.stages[1].peer == guard
+    assert course.last_plan.stages[1].peer == standby
     assert incident.causes == [f"{victim.upper()} crashed (stage 1)"]
     assert (incident.restored, incident.rollback) == ((1,), False)
     assert incident.at_s == 300.0
@@ -133,18 +133,18 @@ def test_a_short_freeze_only_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert late[-1] == pytest.approx(1.0)
 
 
-def test_a_frozen_guard_and_an_idle_spare_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_standby_and_an_idle_spare_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     calm = scripted(monkeypatch)
-    guard = calm.first_plan.guards[0].peer
-    course = scripted(monkeypatch, Event(300.0, guard, "fall silent"))
+    standby = calm.first_plan.standbys[0].peer
+    course = scripted(monkeypatch, Event(300.0, standby, "fall silent"))
     assert course.incidents == ()
     assert course.steps >= calm.steps - 2
-    assert any("guard of stage" in what for _, what in course.story)
+    assert any("standby of stage" in what for _, what in course.story)
 
 
 def test_a_frozen_peer_that_nobody_can_replace_goes_on_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    victim, guard = stage_peer(monkeypatch, 1, machines=3)
-    assert guard is None
+    victim, standby = stage_peer(monkeypatch, 1, machines=3)
+    assert standby is None
     course = scripted(
         monkeypatch, Event(300.0, victim, "freeze"), Event(330.0, victim, "wake"), machines=3, checkpoint_every=10
     )

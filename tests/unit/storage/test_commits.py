@@ -266,7 +266,7 @@ def test_run_directory(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "file" / "below")
 
 
-def test_what_a_liar_did_is_taken_back_and_done_again(tmp_path: Path) -> None:
+def test_what_a_faulty_peer_did_is_taken_back_and_done_again(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     with CommitJournal(path) as journal:
         for step in range(5):

@@ -81,7 +81,7 @@ Lie = Callable[[wire.Message], wire.Message]
 
 
 def telling(monkeypatch: pytest.MonkeyPatch, kind: type, lie: Lie) -> None:
-    """What the liar tells the driver on its control connection."""
+    """What the faulty peer tells the driver on its control connection."""
     true = JobMember.to_driver
 
     def to_driver(self: JobMember, message: wire.Message) -> None:

@@ -15,7 +15,7 @@ FENCE = Fence(1, 1, 0)
 OWNER = "owner"
 CHECK = Check(1, "b", "g", 4, 5)
 NORMS = {"w": 3.0, "v": 4.0}
-LOOSE = WorkTolerance(marks=1e-3, norms=1e-3, state=1e-2)
+LOOSE = WorkTolerance(sketches=1e-3, norms=1e-3, state=1e-2)
 
 
 def values(of: float) -> tuple[float, ...]:
@@ -36,23 +36,23 @@ OWN = (got(0, 1.0), gave(2, 5.0), got(2, 2.0, forward=False), gave(0, 7.0, forwa
 
 def inspection() -> Inspection:
     made = Inspection(b"s" * 32, OWNER)
-    for peer, stage, marks in (
+    for peer, stage, sketches in (
         ("a", 0, (gave(1, 1.5), got(1, 70.0, forward=False))),
         ("b", 1, OWN),
         ("c", 2, (got(1, 50.0), gave(1, 2.5, forward=False))),
     ):
-        made.hear(peer, Prepared(fence=FENCE, stage=stage, step=4, norms=NORMS, marks=marks))
+        made.hear(peer, Prepared(fence=FENCE, stage=stage, step=4, norms=NORMS, sketches=sketches))
     return made
 
 
 def said(**changes: Any) -> Rechecked:
-    """As an honest referee would of an honest peer."""
+    """As an honest verifier would of an honest peer."""
     fields: dict[str, Any] = {
         "fence": FENCE,
         "stage": 1,
         "first": 4,
         "below": 5,
-        "marks": (
+        "sketches": (
             SketchesOf(1, 4, OWN),
             SketchesOf(0, 4, (got(1, 70.0, forward=False),)),
             SketchesOf(2, 4, (got(1, 50.0),)),
@@ -62,12 +62,12 @@ def said(**changes: Any) -> Rechecked:
     return Rechecked(**{**fields, **changes})
 
 
-def marks(**own: Sketch) -> dict[str, Any]:
+def sketches(**own: Sketch) -> dict[str, Any]:
     """Stage 1's with some replaced, by their place in `OWN`."""
     changed = list(OWN)
     for place, mark in own.items():
         changed[int(place.removeprefix("at"))] = mark
-    return {"marks": (SketchesOf(1, 4, tuple(changed)), *said().marks[1:])}
+    return {"sketches": (SketchesOf(1, 4, tuple(changed)), *said().sketches[1:])}
 
 
 def test_where_all_agree_there_is_nothing_to_say():
@@ -75,26 +75,27 @@ def test_where_all_agree_there_is_nothing_to_say():
 
 
 def test_what_the_peer_computed_is_held_against_it_in_words():
-    opinion = inspection().opinion(CHECK, said(**marks(at1=gave(2, 5.05))), LOOSE)
+    opinion = inspection().opinion(CHECK, said(**sketches(at1=gave(2, 5.05))), LOOSE)
     assert "activations for stage 2, microbatch 0 of step 4" in opinion.own
     assert not opinion.inputs
     assert (
-        "gradients for stage 0" in inspection().opinion(CHECK, said(**marks(at3=gave(0, 6, forward=False))), LOOSE).own
+        "gradients for stage 0"
+        in inspection().opinion(CHECK, said(**sketches(at3=gave(0, 6, forward=False))), LOOSE).own
     )
 
 
 def test_what_it_got_is_between_it_and_who_gave_it():
-    assert inspection().opinion(CHECK, said(**marks(at0=got(0, 1.1))), LOOSE).inputs == {"a"}
-    assert inspection().opinion(CHECK, said(**marks(at2=got(2, 1.1, forward=False))), LOOSE).inputs == {"c"}
+    assert inspection().opinion(CHECK, said(**sketches(at0=got(0, 1.1))), LOOSE).inputs == {"a"}
+    assert inspection().opinion(CHECK, said(**sketches(at2=got(2, 1.1, forward=False))), LOOSE).inputs == {"c"}
 
 
 def test_what_it_gave_is_between_it_and_who_got_it():
-    changed = (*said().marks[:2], SketchesOf(2, 4, (got(1, 51.0),)))
-    assert inspection().opinion(CHECK, said(marks=changed), LOOSE).links == {"c"}
+    changed = (*said().sketches[:2], SketchesOf(2, 4, (got(1, 51.0),)))
+    assert inspection().opinion(CHECK, said(sketches=changed), LOOSE).links == {"c"}
 
 
 def test_small_differences_are_machines_and_large_ones_are_not():
-    near = said(**marks(at1=gave(2, 5.0 * (1 + 1e-4))))
+    near = said(**sketches(at1=gave(2, 5.0 * (1 + 1e-4))))
     assert inspection().opinion(CHECK, near, LOOSE) == Opinion()
     assert inspection().opinion(CHECK, near, EXACT).own
 
@@ -110,7 +111,7 @@ def test_a_norm_that_is_rounding_beside_the_others_says_nothing():
     assert inspection().opinion(CHECK, said(norms=(StepNorms(4, {"w": 3.004, "v": 4.0}),)), LOOSE) == Opinion()
 
 
-@pytest.mark.parametrize("what", ["state_apart", "begin_apart"])
+@pytest.mark.parametrize("what", ["state_distance", "begin_distance"])
 def test_a_state_that_does_not_follow(what: str):
     assert "state" in inspection().opinion(CHECK, said(**{what: 0.05}), LOOSE).own
     assert "state" in inspection().opinion(CHECK, said(**{what: math.nan}), LOOSE).own
@@ -119,7 +120,7 @@ def test_a_state_that_does_not_follow(what: str):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"reason": "no room"}, {"marks": ()}, {"norms": ()}, {"marks": (*said().marks, SketchesOf(3, 4, ()))}],
+    [{"reason": "no room"}, {"sketches": ()}, {"norms": ()}, {"sketches": (*said().sketches, SketchesOf(3, 4, ()))}],
     ids=lambda changes: next(iter(changes)),
 )
 def test_what_is_not_whole_is_no_opinion(changes: dict[str, Any]):
@@ -150,7 +151,7 @@ def test_secrets_differ_between_stages_and_peers():
 def test_limits_follow_from_numerics():
     fp32, bf16 = StageOptions(), StageOptions(precision="bf16")
     assert limits(fp32, "x", "x") == EXACT
-    assert limits(fp32, "", "").marks > EXACT.marks
-    assert EXACT.marks < limits(fp32, "x", "y").marks < 0.01 / 2.5 < limits(bf16, "x", "y").marks
+    assert limits(fp32, "", "").sketches > EXACT.sketches
+    assert EXACT.sketches < limits(fp32, "x", "y").sketches < 0.01 / 2.5 < limits(bf16, "x", "y").sketches
     packed = StageOptions(codecs=("int8",))
-    assert limits(packed, "x", "y").marks > limits(fp32, "x", "y").marks
+    assert limits(packed, "x", "y").sketches > limits(fp32, "x", "y").sketches

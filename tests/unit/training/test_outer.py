@@ -31,14 +31,14 @@ def moved(*values: float) -> dict[str, Carried]:
 class Memory:
     """An `OuterDisk` that forgets nothing."""
 
-    told: dict[str, list[OuterUpdate]] = field(default_factory=dict)
+    answers: dict[str, list[OuterUpdate]] = field(default_factory=dict)
 
-    def save(self, state: OuterState, said: Mapping[str, OuterUpdate], rounds: Mapping[str, int]) -> None:
-        for job, agreement in said.items():
-            self.told.setdefault(job, []).append(agreement)
+    def save(self, state: OuterState, updates: Mapping[str, OuterUpdate], rounds: Mapping[str, int]) -> None:
+        for job, outer_update in updates.items():
+            self.answers.setdefault(job, []).append(outer_update)
 
-    def said(self, job: str, since: int) -> Iterable[OuterUpdate]:
-        return [one for one in self.told.get(job, ()) if one.step >= since]
+    def updates(self, job: str, since: int) -> Iterable[OuterUpdate]:
+        return [one for one in self.answers.get(job, ()) if one.step >= since]
 
     def forget(self, job: str, below: int) -> None: ...
 
@@ -61,7 +61,7 @@ def test_a_newcomer_begins_with_what_is_agreed_on_and_is_in_the_next_round() -> 
         second, agreed = await outer.newcomer("b")
         assert value(agreed) == [-2, -4]
         both = await asyncio.gather(first.agree(7, moved(1, 1)), second.agree(3, moved(3, 1)))
-        assert [one.told for one in both] == ["other", "other"]
+        assert [one.form for one in both] == ["other", "other"]
         await outer.close()
 
     asyncio.run(body())
@@ -76,10 +76,10 @@ def test_who_misses_a_round_is_behind_until_it_has_been_told() -> None:
         outer = opened(rounds)
         first, second = outer.seat("a"), outer.seat("b")
         await first.agree(3, moved(2, 4))
-        told = await second.agree(3, moved(4, 0))
-        assert (told.told, value(dict(told.values))) == ("all", [-2, -4])  # pyright: ignore[reportArgumentType]
+        answers = await second.agree(3, moved(4, 0))
+        assert (answers.form, value(dict(answers.values))) == ("all", [-2, -4])  # pyright: ignore[reportArgumentType]
         both = await asyncio.gather(first.agree(7, moved(0, 0)), second.agree(7, moved(2, 0)))
-        assert all(one.told == "mean" for one in both)
+        assert all(one.form == "mean" for one in both)
         assert as_array(both[0].values["w"]).tolist() == [2, 0], "the mean of three differences, one of them late"  # pyright: ignore
         await outer.close()
 
@@ -160,9 +160,9 @@ def test_everybody_comes_to_the_same_bits_from_what_it_is_told(jobs: int, codec:
     for _ in range(4):
         come = [host_tensor("float32", (600,), rng.standard_normal(600, np.float32).tobytes()) for _ in range(jobs)]
         sent = [pack("w", one, codec) for one in come]
-        told = state.step([{"w": one} for one in sent], rules)
-        assert [one.told for one in told] == ["other" if jobs == 2 else "mean"] * jobs
-        for job, (form, values) in enumerate(told):
+        answers = state.step([{"w": one} for one in sent], rules)
+        assert [one.form for one in answers] == ["other" if jobs == 2 else "mean"] * jobs
+        for job, (form, values) in enumerate(answers):
             gradient = as_array(unpack(values["w"]))
             if form == "other":
                 gradient = (as_array(unpack(sent[job])) + gradient) * np.float32(0.5)

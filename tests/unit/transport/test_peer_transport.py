@@ -111,12 +111,12 @@ def play(pool: Any) -> Callable[[Callable[[Stand], Coroutine[Any, Any, None]]], 
 def test_who_can_be_dialled_is_dialled(play):
     async def scene(stand: Stand) -> None:
         channel = await stand.reach([nowhere(), *stand.listener.addresses, RELAY])
-        assert channel.way == "lan"
+        assert channel.route == "lan"
         assert stand.asked == []
         theirs = await stand.came.get()
         (link,), (back,) = stand.a.links, stand.b.links
-        assert (link.peer, link.way, link.channels) == (stand.peer("b"), "lan", 1)
-        assert (back.peer, back.way, back.channels) == (stand.peer("a"), "lan", 1)
+        assert (link.peer, link.route, link.channels) == (stand.peer("b"), "lan", 1)
+        assert (back.peer, back.route, back.channels) == (stand.peer("a"), "lan", 1)
         assert 0 <= link.round_trip_s < 1
         assert link.loss <= 1
         await channel.close()
@@ -130,14 +130,14 @@ def test_who_can_not_is_met_at_the_relay(play):
     async def scene(stand: Stand) -> None:
         channel = await stand.reach([nowhere(), RELAY])
         theirs = await stand.came.get()
-        assert (channel.way, theirs.way) == ("relay", "relay")
+        assert (channel.route, theirs.route) == ("relay", "relay")
         assert (channel.remote.peer, theirs.remote.peer) == (stand.peer("b"), stand.peer("a"))
         (link,) = stand.a.links
-        assert (link.peer, link.way, link.channels) == (stand.peer("b"), "relay", 1)
+        assert (link.peer, link.route, link.channels) == (stand.peer("b"), "relay", 1)
         assert link.round_trip_s == 0.0, "the kernel knows that to the relay only"
         # A second one goes over the relay at once, in the conversation that is still open.
         again = await stand.reach([nowhere(), RELAY])
-        assert again.way == "relay"
+        assert again.route == "relay"
         assert [type(message) for message in stand.asked] == [Meet, Meet]
         await channel.close()
         await again.close()
@@ -151,18 +151,18 @@ def test_a_better_way_is_found_in_the_background_and_the_next_connection_takes_i
     async def scene(stand: Stand) -> None:
         closed = nowhere()
         relayed = await stand.reach([closed, RELAY])
-        assert relayed.way == "relay"
-        assert (await stand.came.get()).way == "relay"
+        assert relayed.route == "relay"
+        assert (await stand.came.get()).route == "relay"
         # The port gets forwarded.
         second = await stand.b.listen(stand.accept, host="127.0.0.1", port=int(closed.rpartition(":")[2]))
-        assert (await stand.came.get()).way == "lan", "tried in the background"
+        assert (await stand.came.get()).route == "lan", "tried in the background"
         while any(task for task in stand.a._seeking.values()):
             await asyncio.wait(stand.a._seeking.values())
         channel = await stand.reach([closed, RELAY])
-        assert channel.way == "lan"
+        assert channel.route == "lan"
         assert sum(isinstance(message, Meet) for message in stand.asked) == 1
         assert not relayed.closed
-        assert [link.way for link in stand.a.links] == ["lan", "relay"]
+        assert [link.route for link in stand.a.links] == ["lan", "relay"]
         await channel.close()
         await relayed.close()
         await second.close()
@@ -188,7 +188,7 @@ def test_what_the_broker_does_not_introduce_is_not_reached(play):
         with pytest.raises(TransportError, match="could not introduce"):
             await stand.reach([nowhere(), RELAY])
         # Its refusal says nothing about other ways.
-        assert (await stand.reach([RELAY, *stand.listener.addresses])).way == "lan"
+        assert (await stand.reach([RELAY, *stand.listener.addresses])).route == "lan"
 
     play(scene)
 
@@ -199,7 +199,7 @@ def test_somebody_else_at_an_address_does_not_end_the_search(play):
             await channel.receive()
 
         other = await TcpTransport(stand.pool.credentials("c")).listen(accept, host="127.0.0.1", port=0)
-        assert (await stand.reach([*other.addresses, RELAY])).way == "relay"
+        assert (await stand.reach([*other.addresses, RELAY])).route == "relay"
         stand.introduces = False
         with pytest.raises(TrustError):
             await stand.reach([*other.addresses])

@@ -51,7 +51,7 @@ class PlanReport:
     plan: Plan
     asked: Asked
     names: Mapping[str, str]
-    guards: StandbyAssignment
+    standbys: StandbyAssignment
     links: tuple[Crossing, ...]
     cost: TokenCost
     trained: Trained | None
@@ -70,7 +70,7 @@ class PlanReport:
             plan=found,
             asked=asked,
             names={profile.peer: profile.name or profile.peer for profile in pool.everyone},
-            guards=assign_standbys(found, problem),
+            standbys=assign_standbys(found, problem),
             links=crossings(found, StageCosts(problem, found)),
             cost=token_cost(found, pool.everyone, pool.prices),
             trained=None if serves else trained(graph, OptimizerSpec()),
@@ -89,7 +89,7 @@ class PlanReport:
             console.line(f"With AdamW, {self.trained.words}")
         for sentence in privacy_lines(self.asked.privacy, found):
             console.line(sentence)
-        show_standbys(self.guards, names)
+        show_standbys(self.standbys, names)
         show_cost(self.cost, names)
         if self.smaller:
             offers = (
@@ -119,6 +119,8 @@ class PlanReport:
     def figures(self) -> dict[str, object]:
         """Return what `--json` writes, with peers' names instead of their ids where they are known."""
         found, cost, certificate = self.plan, self.cost, self.plan.certificate
+        standbys = [{"stage": one.stage, "peer": self._name(one.peer)} for one in self.standbys.plan.standbys]
+        without_standby = [entry.stage for entry in self.standbys.without_standby]
         return {
             "task": found.task,
             "stages": [self._stage(stage) for stage in found.stages],
@@ -129,11 +131,11 @@ class PlanReport:
             "method": certificate.method,
             "bottleneck": found.bottleneck,
             "spares": [self._name(peer) for peer in found.spares],
-            "guards": [
-                {"stage": standby.stage, "peer": self._name(standby.peer)} for standby in self.guards.plan.guards
-            ],
-            "unguarded": [entry.stage for entry in self.guards.without_standby],
-            "snapshot_every": self.guards.plan.snapshot_every,
+            "standbys": standbys,
+            "without_standby": without_standby,
+            "guards": standbys,  # the older names of both
+            "unguarded": without_standby,
+            "snapshot_every": self.standbys.plan.snapshot_every,
             "excluded": [{"peer": self._name(entry.peer), "reason": entry.reason} for entry in found.excluded],
             "single_peer_tokens_per_s": found.single_peer_tokens_per_s,
             "power_w": cost.power_w,

@@ -435,13 +435,13 @@ def _prices(
 
 def _assumed(tables: Sequence[PeerTable], catalogue: Catalogue) -> Iterator[str]:
     """Yield a sentence per kind of machine whose speed comes from the catalogue."""
-    said: dict[str, None] = {}
+    notes: dict[str, None] = {}
     for table in tables:
         if table.gpu is not None and table.flops_per_s is None:
             device = catalogue.find(table.gpu)
             speed = device.speed(table.catalogue_dtype)
-            said[
+            notes[
                 f"{device.name}: not measured; {speed.flops_per_s / 1e12:.4g} TFLOP/s {speed.dtype} ({speed.source}) "
                 f"times {table.catalogue_part:g}."
             ] = None
-    yield from said
+    yield from notes

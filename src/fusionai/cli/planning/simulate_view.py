@@ -109,8 +109,8 @@ def show_course(course: Course, shown: Simulated) -> None:
         f"{len(course.incidents)} interruptions, {course.lost_steps} steps lost."
     )
     if course.takeovers:
-        told = {"exact": "exact", "tolerant": "with other numerics", "recut": "with the model cut anew"}
-        counts = (f"{course.takeovers.get(kind, 0)} {words}" for kind, words in told.items())
+        kinds = {"exact": "exact", "tolerant": "with other numerics", "recut": "with the model cut anew"}
+        counts = (f"{course.takeovers.get(kind, 0)} {words}" for kind, words in kinds.items())
         console.line(f"Takeovers: {', '.join(counts)}")
     stopped = _stopped(course)
     if stopped:

@@ -124,15 +124,15 @@ def picture(found: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]
 
 def show_standbys(watch: StandbyAssignment, names: Mapping[str, str]) -> None:
     """Print the warm standby of each stage, or why it has none."""
-    for standby in watch.plan.guards:
+    for standby in watch.plan.standbys:
         bits = "" if standby.exact else ", with other numerics"
         console.line(f"Stage {standby.stage} has the warm standby {names.get(standby.peer, standby.peer)}{bits}.")
-    if watch.plan.guards:
+    if watch.plan.standbys:
         console.line(f"Snapshots: {watch.interval.reason}")
     for entry in watch.without_standby:
         reasons = _by_reason(entry.reasons, names)
-        said = "; ".join(f"{_list(peers)}: {reason}" for reason, peers in list(reasons.items())[:_REASONS])
-        console.line(f"Stage {entry.stage} has no warm standby: {said or 'the pool has no spare'}.")
+        why = "; ".join(f"{_list(peers)}: {reason}" for reason, peers in list(reasons.items())[:_REASONS])
+        console.line(f"Stage {entry.stage} has no warm standby: {why or 'the pool has no spare'}.")
 
 
 def show_cost(found: TokenCost, names: Mapping[str, str]) -> None:

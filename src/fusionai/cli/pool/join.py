@@ -133,7 +133,7 @@ def join(
         write_json(json_file, "join", msgspec.to_builtins(announced))
         _announce(announced, options)
 
-    run_until_stopped(lambda stop: run_peer(options, announce=ready, stop=stop, tell=console.line), lifeline=lifeline)
+    run_until_stopped(lambda stop: run_peer(options, announce=ready, stop=stop, notice=console.line), lifeline=lifeline)
     console.line("Left the pool.")
 
 

@@ -69,7 +69,7 @@ def pool(home: Path, json_file: Path | None) -> None:
         title=f"Pool {console.printable(name)}",
         right=(3, 4, 5),
     )
-    if any(link.way == "relay" for member in members for link in best_links(member.view.links).values()):
+    if any(link.route == "relay" for member in members for link in best_links(member.view.links).values()):
         console.line(
             "Relayed links pass the broker's machine; `fusion doctor` at either end says how to make one direct."
         )
@@ -147,16 +147,16 @@ def _state(member: MemberView) -> str:
 def _part(member: MemberView) -> str:
     """Return what the member does in its job: the stages it runs, and those it is warm standby of."""
     runs = " ".join(str(stage) for stage in member.stages)
-    guards = " ".join(str(stage) for stage in member.guards)
+    standbys = " ".join(str(stage) for stage in member.standbys)
     return ", ".join(
-        part for part in (f"runs {runs}" if runs else "", f"standby of {guards}" if guards else "") if part
+        part for part in (f"runs {runs}" if runs else "", f"standby of {standbys}" if standbys else "") if part
     )
 
 
 def _links(member: MemberView) -> str:
     """Return the number of peers reached per route, such as `2 direct, 1 relay`."""
-    ways = Counter[str](link.way for link in best_links(member.links).values())
-    return ", ".join(f"{count} {way}" for way, count in sorted(ways.items()))
+    routes = Counter[str](link.route for link in best_links(member.links).values())
+    return ", ".join(f"{count} {route}" for route, count in sorted(routes.items()))
 
 
 def _figures(member: MemberView, profile: PeerProfile) -> dict[str, object]:
@@ -166,14 +166,16 @@ def _figures(member: MemberView, profile: PeerProfile) -> dict[str, object]:
         "state": member.state,
         "job": member.job or None,
         "stages": list(member.stages),
-        "guards": list(member.guards),
+        "standby_of": list(member.standbys),
+        "guards": list(member.standbys),  # its older name
         "rests_s": member.rests_s,
         "clears": member.clears or None,
         "addresses": list(member.addresses),
         "links": [
             {
                 "peer": link.peer,
-                "way": link.way,
+                "route": link.route,
+                "way": link.route,  # its older name
                 "channels": link.channels,
                 "round_trip_s": link.round_trip_s or None,
                 "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s or None,

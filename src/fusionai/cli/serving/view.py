@@ -104,7 +104,7 @@ class ServingView:
                 pass
             case progress.TextRechecked():
                 about = f"a text of {self._name(event.peer)} (stage {event.stage}) recomputed by"
-                self.say(f"check: {about} {self._name(event.referee)}: {event.outcome}, {event.reason.rstrip('.')}")
+                self.say(f"check: {about} {self._name(event.verifier)}: {event.outcome}, {event.reason.rstrip('.')}")
             case progress.Fault(note=note):
                 gap = "" if note.gap_s is None else f" (no tokens for {format_seconds(note.gap_s)})"
                 self.say(f"{note.text.rstrip('.')}{gap}")

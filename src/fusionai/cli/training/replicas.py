@@ -193,5 +193,5 @@ class _Watch:
 
 def _machines(plan: Plan, run_report: RunReport) -> str:
     names = [run_report.faults.name(stage.peer) for stage in plan.stages if stage.peer != plan.feed]
-    guards = {run_report.faults.name(guard.peer): None for guard in plan.guards}
-    return ", ".join(names) + (f" (standbys: {', '.join(guards)})" if guards else "")
+    standbys = {run_report.faults.name(standby.peer): None for standby in plan.standbys}
+    return ", ".join(names) + (f" (standbys: {', '.join(standbys)})" if standbys else "")

@@ -26,7 +26,7 @@ from fusionai.dashboard.report_data import PlanObservation, ReportData, Reported
 from fusionai.scheduling.problem.types import Plan
 from fusionai.training import progress
 
-_Part = Literal["stage", "guard", "away"]
+_Part = Literal["stage", "standby", "away"]
 BROKER = ""
 
 
@@ -42,7 +42,7 @@ class Tenures:
         wanted: set[tuple[str, _Part, int | None]] = {
             (stage.peer, "stage", stage.stage) for stage in plan.stages if "stage" in stage.roles
         }
-        wanted |= {(guard.peer, "guard", guard.stage) for guard in plan.guards}
+        wanted |= {(standby.peer, "standby", standby.stage) for standby in plan.standbys}
         for key in [key for key in self._open if key[1] != "away" and key[0] != BROKER and key not in wanted]:
             self._end(key, at_s)
         for key in wanted:
@@ -155,7 +155,7 @@ class RunReport:
             case progress.PlanChanged(plan=plan):
                 self.observation.plan(plan)
                 self.tenures.plan(plan, self._at_s())
-            case progress.FaultSeen(kind="peer" | "guard" | "liar", peer=peer):
+            case progress.FaultSeen(kind="peer" | "standby" | "faulty", peer=peer):
                 self.tenures.lost(peer, self._at_s())
             case progress.BrokerAway():
                 self.tenures.lost(BROKER, self._at_s())
@@ -237,7 +237,7 @@ class RunReport:
     def _fault(self, episode: Episode) -> ReportedFault:
         who = self.faults.name(episode.peer) if episode.peer else "the broker"
         if episode.stages:
-            held = "standby of " if episode.kind == "guard" else ""
+            held = "standby of " if episode.kind == "standby" else ""
             who += f", {held}{stages_in_words(episode.stages)}"
         return ReportedFault(
             step=episode.step,

@@ -85,7 +85,7 @@ def _known(replanner: TrainingReplanner, prepared: PreparedJob) -> Plan | None:
     fits = (wanted is None or wanted * plan.replicas == pool_stages) and embedding_and_head_stay(
         plan, replanner.problem
     )
-    believed = not replanner.liars & {one.peer for one in (*plan.stages, *plan.guards)}
+    believed = not replanner.faulty_peers & {one.peer for one in (*plan.stages, *plan.standbys)}
     return plan if plan.graph_hash == prepared.graph_hash and fits and believed else None
 
 

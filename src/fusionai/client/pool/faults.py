@@ -19,7 +19,7 @@ from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
 
-Kind = Literal["peer", "guard", "link", "stage", "liar", "broker"]
+Kind = Literal["peer", "standby", "link", "stage", "faulty", "broker"]
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Episode:
     """Committed steps that are recomputed from there."""
     rollback: bool = False
     """Whether all stages went back to a checkpoint."""
-    guarded: bool = False
+    from_standby: bool = False
     """Whether the peer that took over had snapshots of the stage."""
     recut: tuple[str, ...] = ()
     """The peers over which the model was cut anew, if it was."""
@@ -143,18 +143,18 @@ class FaultReport:
                 return (f"step {episode.step}: {self._what(episode)}",)
             if episode.peer == event.peer and event.kind == episode.kind == "link":
                 return ()
-        guarded = () if self._plan is None else tuple(g.stage for g in self._plan.guards if g.peer == event.peer)
+        from_standby = () if self._plan is None else tuple(g.stage for g in self._plan.standbys if g.peer == event.peer)
         episode = Episode(
             event.kind,
             event.step + 1,
             now_s,
             _bare(event),
             event.peer,
-            guarded if event.kind == "guard" else event.stages,
+            from_standby if event.kind == "standby" else event.stages,
             killed=event.kind != "link" and self._take_killed(event.peer),
         )
         self.episodes.append(episode)
-        if event.kind == "guard" or (event.kind == "liar" and not event.stages):
+        if event.kind == "standby" or (event.kind == "faulty" and not event.stages):
             episode.over_s = now_s
             return (f"step {episode.step}: {self._what(episode)}; the job continues",)
         return (f"step {episode.step}: {self._what(episode)}",)
@@ -185,7 +185,7 @@ class FaultReport:
         former, self._plan = self._plan, event.plan
         places = {stage.stage: stage for stage in event.plan.stages}
         before = {} if former is None else {stage.stage: stage for stage in former.stages}
-        guards = set() if former is None else {(guard.stage, guard.peer) for guard in former.guards}
+        standbys = set() if former is None else {(standby.stage, standby.peer) for standby in former.standbys}
         known = () if former is None else former.tolerant_takeovers
         newest = event.plan.tolerant_takeovers[-1:]
         tolerance = newest[0].tolerance if newest and newest != known[-1:] else None
@@ -200,7 +200,7 @@ class FaultReport:
             for stage in episode.stages:
                 if stage in places and (places[stage].peer != episode.peer or self._waiting):
                     episode.takeover[stage] = places[stage].peer
-                    episode.guarded = (stage, places[stage].peer) in guards
+                    episode.from_standby = (stage, places[stage].peer) in standbys
                     same = stage in before and bool(places[stage].fingerprint)
                     same = same and places[stage].fingerprint == before[stage].fingerprint
                     episode.exact = same and episode.exact is not False
@@ -237,7 +237,7 @@ class FaultReport:
         """Return which peer continued and from which state; empty if it is not known yet."""
         if episode.kind == "broker":
             return "the job continued without it" + ("" if episode.over_s is None else "; it is back")
-        if episode.kind == "guard" or (episode.kind == "liar" and not episode.stages):
+        if episode.kind == "standby" or (episode.kind == "faulty" and not episode.stages):
             return "the job continued; no stage was interrupted"
         origin = self._origin(episode)
         takers = list(dict.fromkeys(episode.takeover.values()))
@@ -265,7 +265,7 @@ class FaultReport:
             origin = f"with all stages from the checkpoint of step {episode.base}"
             origin = origin if episode.base else "with all stages from the beginning"
         else:
-            origin = f"from {'its snapshot' if episode.guarded else 'a stored state'} of step {episode.base}"
+            origin = f"from {'its snapshot' if episode.from_standby else 'a stored state'} of step {episode.base}"
         if not episode.replays:
             return origin
         return f"{origin}, with {episode.replays} {'step' if episode.replays == 1 else 'steps'} recomputed"
@@ -278,14 +278,14 @@ class FaultReport:
                 return f"{name} was killed ({stages})"
             case "peer":
                 return f"{name} is lost ({stages}): {reason}"
-            case "guard":
+            case "standby":
                 how = "was killed" if episode.killed else f"is lost: {reason}"
                 return f"{name}, warm standby of {stages}, {how}" if stages else f"{name}, a spare, {how}"
             case "link":
                 return f"the connection to {name} broke ({stages}): {reason}"
             case "stage":
                 return f"{stages} failed on {name}: {reason}"
-            case "liar":
+            case "faulty":
                 where = f"{stages} on {name}" if stages else f"{name}, a spare,"
                 return f"{where} gave wrong results and gets no more work from this job: {reason}"
             case "broker":

@@ -114,7 +114,7 @@ def job_trust(home: Path, membership: Membership, level: PrivacyLevel, *, confid
 
 def parts(plan: Plan) -> frozenset[PeerId]:
     """Return all peers with a part in `plan`: holders, standbys and the feed."""
-    return frozenset(PeerId(one.peer) for one in (*plan.stages, *plan.guards)) | {PeerId(plan.feed)}
+    return frozenset(PeerId(one.peer) for one in (*plan.stages, *plan.standbys)) | {PeerId(plan.feed)}
 
 
 log = logging.getLogger(__name__)

@@ -94,20 +94,20 @@ BROKER: Final = "broker"
 """Name of the broker's process; no peer may have it."""
 
 
-class _BrokerSaid(msgspec.Struct, frozen=True):
+class _BrokerAnnouncement(msgspec.Struct, frozen=True):
     """The part of the file of `fusion broker --json` that is read here."""
 
     addresses: tuple[str, ...]
     invitation: str
 
 
-class _PeerSaid(msgspec.Struct, frozen=True):
+class _PeerAnnouncement(msgspec.Struct, frozen=True):
     """The part of the file of `fusion join --json` that is read here."""
 
     peer: str
 
 
-_Said = TypeVar("_Said", _BrokerSaid, _PeerSaid)
+_Said = TypeVar("_Said", _BrokerAnnouncement, _PeerAnnouncement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +224,9 @@ class LocalPool:
         announced.unlink(missing_ok=True)
         arguments = ["broker", "--pool", self.name, "--host", "127.0.0.1", "--port", str(self._port)]
         broker = await self._spawn(BROKER, self.broker_home, [*arguments, "--json", str(announced)])
-        said = await self._announced(broker, announced, _BrokerSaid)
-        self._port = int(said.addresses[0].rpartition(":")[2])
-        self.invitation = self.invitation or said.invitation
+        announcement = await self._announced(broker, announced, _BrokerAnnouncement)
+        self._port = int(announcement.addresses[0].rpartition(":")[2])
+        self.invitation = self.invitation or announcement.invitation
         self._watch(broker)
 
     async def _start_peer(self, peer: LocalPeer, *, invited: bool) -> None:
@@ -247,18 +247,20 @@ class LocalPool:
             arguments += ["--weights-beside", str(peer.weights_beside)]
         home = self.directory / peer.name
         if invited:
-            child = await self._spawn(peer.name, home, [*arguments, "-"], said=f"{self.invitation}\n")
-            said = await self._announced(child, announced, _PeerSaid)
+            child = await self._spawn(peer.name, home, [*arguments, "-"], given_input=f"{self.invitation}\n")
+            announcement = await self._announced(child, announced, _PeerAnnouncement)
         else:
             child = await self._spawn(peer.name, home, arguments)
             yielding = weigh_session(child.process.pid, YIELDING)
-            said = await self._announced(child, announced, _PeerSaid)
+            announcement = await self._announced(child, announced, _PeerAnnouncement)
             if yielding:
                 await _ordinary(child)
-        self.names[said.peer] = peer.name
+        self.names[announcement.peer] = peer.name
         self._watch(child)
 
-    async def _spawn(self, name: str, home: Path, arguments: Sequence[str], *, said: str | None = None) -> _Child:
+    async def _spawn(
+        self, name: str, home: Path, arguments: Sequence[str], *, given_input: str | None = None
+    ) -> _Child:
         """Start `fusion ARGUMENTS --home HOME`. The invitation is passed by standard input, so that process lists don't
         show it."""
         log_path = self.directory / f"{name}.log"
@@ -285,8 +287,8 @@ class LocalPool:
         if former is not None:
             former.log.close()
         self._children[name] = child
-        if said is not None and process.stdin is not None:
-            process.stdin.write(said.encode())
+        if given_input is not None and process.stdin is not None:
+            process.stdin.write(given_input.encode())
             await process.stdin.drain()
         return child
 
@@ -295,7 +297,7 @@ class LocalPool:
         if the process ends first or takes longer than `START_TIMEOUT_S`."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while (said := _read_json(path, kind)) is None:
+                while (announcement := _read_json(path, kind)) is None:
                     if not child.lives:
                         raise FusionError(f"{child.name} ended during its start: {_last_line(child.log_path)}")
                     await asyncio.sleep(POLL_S)
@@ -303,7 +305,7 @@ class LocalPool:
             raise FusionError(
                 f"{child.name} was not ready within {START_TIMEOUT_S:.0f} s: {_last_line(child.log_path)}"
             ) from None
-        return said
+        return announcement
 
     def _watch(self, child: _Child) -> None:
         task = asyncio.create_task(self._bring_back(child))

@@ -42,7 +42,7 @@ from fusionai.scheduling.standby.continuation import (
 )
 from fusionai.scheduling.standby.straggling import slowed
 from fusionai.scheduling.standby.takeover import WaitingForMachines
-from fusionai.scheduling.standby.takeover import with_profiles as told_problem
+from fusionai.scheduling.standby.takeover import with_profiles as rounded_problem
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
 
@@ -98,7 +98,7 @@ class PoolReplanner:
     clock: Clock
     barred: Callable[[], tuple[Excluded, ...]] = tuple
     """Returns the members that are not trusted, as of the last listing."""
-    liars: set[str] = field(default_factory=set[str])
+    faulty_peers: set[str] = field(default_factory=set[str])
     """Peers whose results were wrong."""
     grace_s: float = GRACE_S
     """Time to wait for a machine with the same numerics before the job uses an alternative, in seconds."""
@@ -161,7 +161,7 @@ class PoolReplanner:
         """Return `lost` with the other peers of the plan that the broker has lost meanwhile."""
         present = frozenset(member.view.peer for member in members if is_present(member))
         gone = lost | ({stage.peer for stage in plan.stages} - present - {plan.feed})
-        return gone | ({guard.peer for guard in plan.guards} - present)
+        return gone | ({standby.peer for standby in plan.standbys} - present)
 
     def _returned(self, lost: frozenset[str], members: tuple[PoolMember, ...]) -> list[PeerProfile]:
         return [one.profile for one in self.usable(members) if one.view.peer in lost and self.is_there(one)]
@@ -180,16 +180,16 @@ class PoolReplanner:
         there = [*(one.profile for one in self.usable(members) if one.view.peer not in gone), *back]
         posed = msgspec.structs.replace(self.problem, links=near_links(members))
         besides = await self._look_besides(plan, posed, gone - returned, there)
-        found, told = besides.found, told_problem(posed, there)
+        found, problem = besides.found, rounded_problem(posed, there)
         if isinstance(found, Nothing):
-            return self._unhelped(waiting, found, besides.unlike, told)
+            return self._unhelped(waiting, found, besides.unlike, problem)
         left_s = self._short_since_s + self.grace_s - now_s
         if left_s <= 0:
             self.is_shrunk = self.is_shrunk or found.recut
             return found.plan
         if self._shown_s is None or ceil(left_s) in COUNTED:
             self._shown_s = ceil(left_s)
-        return f"{waiting.sentence}; {found.words(told)} in {self._shown_s} s"
+        return f"{waiting.sentence}; {found.words(problem)} in {self._shown_s} s"
 
     async def _look_besides(
         self, plan: Plan, problem: Problem, gone: frozenset[str], there: Sequence[PeerProfile]
@@ -206,7 +206,7 @@ class PoolReplanner:
         return self._besides
 
     def _unhelped(
-        self, waiting: WaitingForMachines, nothing: Nothing, unlike: Otherwise | Nothing, told: Problem
+        self, waiting: WaitingForMachines, nothing: Nothing, unlike: Otherwise | Nothing, problem: Problem
     ) -> str:
         """Return a sentence about what is waited for and what would help. Raises `ExecutionError` if only other
         numerics prevent an alternative and the recipe refuses to wait."""
@@ -220,7 +220,7 @@ class PoolReplanner:
         return (
             f'{waiting.sentence}; takeover = "exact" demands the same bits. What would help: a machine with the '
             f'processor, device and settings of the lost one, or takeover = "any" in [faults], which would '
-            f"mean {unlike.words(told)}"
+            f"mean {unlike.words(problem)}"
         )
 
     def note_lost(self, peer: str) -> None:
@@ -262,7 +262,7 @@ class PoolReplanner:
         """Return the members that are free for this job or already have a part in it, with the speeds that this job has
         found."""
         self._seen.update((member.view.peer, member) for member in members)
-        kept_out = self.excluded(members) | self.liars
+        kept_out = self.excluded(members) | self.faulty_peers
         return tuple(
             dataclasses.replace(member, profile=slowed(member.profile, self._slowness(member.view.peer)))
             for member in members
@@ -309,7 +309,7 @@ class PoolReplanner:
                 )
             self._newest_version = granted.plan.version
             await asyncio.to_thread(self.adopt, granted)
-            self._missing -= {one.peer for one in (*granted.plan.stages, *granted.plan.guards)}
+            self._missing -= {one.peer for one in (*granted.plan.stages, *granted.plan.standbys)}
             self._short_since_s = self._shown_s = None
             return granted
 
@@ -335,7 +335,7 @@ class PoolReplanner:
 
     def distrust(self, peer: str, reason: str) -> None:  # noqa: ARG002
         """Exclude a peer that gave wrong results from all further plans."""
-        self.liars.add(peer)
+        self.faulty_peers.add(peer)
 
     async def renewed(self, deployment: Deployment) -> Deployment:
         """Return the plan in force with new tickets and current addresses. Raises `RefusedError` (`unknown_job` or

@@ -28,13 +28,13 @@ leases."""
 
 
 class Reporting:
-    """Reports one job. `run` lasts until cancelled; then call `close`. `tell` receives the broker's absence and
+    """Reports one job. `run` lasts until cancelled; then call `close`. `on_progress` receives the broker's absence and
     return."""
 
-    def __init__(self, pool: PoolSession, job: JobId, tell: Callable[[progress.Progress], None]) -> None:
+    def __init__(self, pool: PoolSession, job: JobId, on_progress: Callable[[progress.Progress], None]) -> None:
         self._pool = pool
         self._job = job
-        self._on_progress = tell
+        self._on_progress = on_progress
         self._away = False
         self._step = -1
         self._lines: list[str] = []
@@ -61,7 +61,7 @@ class Reporting:
         while True:
             await self._seen.wait()
             self._seen.clear()
-            await self._tell("running", self._lines[0] if self._lines else "")
+            await self._report("running", self._lines[0] if self._lines else "")
             if self._lines:
                 self._seen.set()
             await asyncio.sleep(REPORT_EVERY_S)
@@ -69,11 +69,11 @@ class Reporting:
     async def close(self, state: Literal["done", "failed"], detail: str) -> None:
         try:
             async with asyncio.timeout(LAST_REPORT_S):
-                await self._tell(state, detail)
+                await self._report(state, detail)
         except TimeoutError:
             self._on_progress(progress.Warned("the broker could not be informed that the job is over"))
 
-    async def _tell(self, state: Literal["running", "done", "failed"], detail: str) -> None:
+    async def _report(self, state: Literal["running", "done", "failed"], detail: str) -> None:
         report = wire.JobReport(job=self._job, state=state, step=self._step, detail=detail[:4000])
         try:
             await self._pool.report(report)

@@ -234,7 +234,7 @@ def near_links(members: Sequence[PoolMember]) -> dict[str, Link]:
     for member in members:
         for link in member.view.links:
             other = profiles.get(link.peer)
-            if link.way != "lan" or not link.probed_bytes_per_s or other is None or other is member.profile:
+            if link.route != "lan" or not link.probed_bytes_per_s or other is None or other is member.profile:
                 continue
             line = hop(member.profile, other, {})
             if link.probed_bytes_per_s < BETTER * line.bandwidth_bytes_per_s:

@@ -56,7 +56,7 @@ class Watched(Protocol):
     def is_waiting(self) -> bool: ...
 
     @property
-    def sheltered(self) -> frozenset[int]:
+    def warm_stages(self) -> frozenset[int]:
         """Stages whose warm standby could take over now."""
         ...
 
@@ -104,7 +104,7 @@ class PoolWatch:
                 self._gains = with_step(self._gains, plan, event.step_s, self._clock.now_s())
             case progress.PlanChanged():
                 self._slow = watching(self._step)
-            case progress.FaultSeen(kind="guard", peer=peer):
+            case progress.FaultSeen(kind="standby", peer=peer):
                 self._replanner.note_lost(peer)
                 self._fallen.add(peer)
             case _:
@@ -133,13 +133,13 @@ class PoolWatch:
         if pending and self._clock.now_s() - offered_s < PATIENCE_S:
             return
         self._fallen.clear()
-        plan, sheltered = self._driver.plan, self._driver.sheltered
+        plan, warm_stages = self._driver.plan, self._driver.warm_stages
         self._replanner.keep_in_mind(stage.peer for stage in plan.stages)
         self._replanner.note_sound(stage.peer for stage in plan.stages)
-        self._replanner.note_sound(guard.peer for guard in plan.guards if guard.stage in sheltered)
+        self._replanner.note_sound(standby.peer for standby in plan.standbys if standby.stage in warm_stages)
         members = await self._replanner.pool.pool()
         found = self._handed_over(members) or await self._widened(members)
-        found = found or self._guarded(members) or await self._faster(members)
+        found = found or self._with_standbys(members) or await self._faster(members)
         if found is not None:
             await self._offer(*found)
         elif (promotion := await self._promoted(members)) is not None:
@@ -153,7 +153,7 @@ class PoolWatch:
             self._unsure = True
             raise
         plan = deployment.plan
-        if self._fallen & {one.peer for one in (*plan.stages, *plan.guards)}:
+        if self._fallen & {one.peer for one in (*plan.stages, *plan.standbys)}:
             self._unsure = True
             return
         self._offered = (plan.version, self._clock.now_s())
@@ -190,7 +190,7 @@ class PoolWatch:
         releases it with the first plan without it, so there is an intermediate plan in which its successors already run
         its stages and it is their standby."""
         plan = self._plan()
-        parts = {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}
+        parts = {stage.peer for stage in plan.stages} | {standby.peer for standby in plan.standbys}
         leaving = [one for one in members if one.view.state == "draining" and one.view.peer in parts]
         if not leaving:
             return None
@@ -231,15 +231,15 @@ class PoolWatch:
             f"machines have joined: {found.words(with_profiles(problem, [one.profile for one in there]))}",
         )
 
-    def _guarded(self, members: tuple[PoolMember, ...]) -> tuple[Plan, str] | None:
+    def _with_standbys(self, members: tuple[PoolMember, ...]) -> tuple[Plan, str] | None:
         plan = self._plan()
         candidates = [one.profile for one in self._replanner.usable(members) if self._replanner.is_back(one)]
         # Tried even without new peers: a standby may also take the stage of a lost one.
         found = reinforced(plan, self._replanner.problem, candidates)
         if found is None:
             return None
-        had = {(guard.stage, guard.peer) for guard in plan.guards}
-        stages = [str(guard.stage) for guard in found.guards if (guard.stage, guard.peer) not in had]
+        had = {(standby.stage, standby.peer) for standby in plan.standbys}
+        stages = [str(standby.stage) for standby in found.standbys if (standby.stage, standby.peer) not in had]
         return found, f"a warm standby for stage{'s' if len(stages) > 1 else ''} {', '.join(stages)} is available"
 
     async def _faster(self, members: tuple[PoolMember, ...]) -> tuple[Plan, str] | None:
@@ -260,14 +260,14 @@ class PoolWatch:
     async def _promoted(self, members: tuple[PoolMember, ...]) -> Promotion | None:
         plan, problem, step = self._plan(), self._replanner.unforced, self._step
         there = tuple(one.profile for one in self._replanner.usable(members) if self._replanner.is_back(one))
-        sheltered, rested = self._driver.sheltered, self._slow.rested(step)
+        warm_stages, rested = self._driver.warm_stages, self._slow.rested(step)
         trust = self._gains.trust(self._clock.now_s())
-        seen = (plan, there, sheltered, rested, trust)
+        seen = (plan, there, warm_stages, rested, trust)
         if seen == self._compared:
             return None
         left = self._replanner.steps - step
         search = partial(
-            *(promoted, plan, problem, there), sheltered=sheltered, steps_left=left, rested=rested, trust=trust
+            *(promoted, plan, problem, there), warm_stages=warm_stages, steps_left=left, rested=rested, trust=trust
         )
         found = await in_background(search)
         if found is None or not self._is_allowed(plan, found.plan):

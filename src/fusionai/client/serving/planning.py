@@ -81,10 +81,10 @@ def checking_sentence(plan: Plan, checkable: frozenset[int], *, spot: bool) -> s
         return None
     if not spot:
         return "the peers' results are not checked (--checks off)"
-    guarded = {guard.stage for guard in plan.guards if guard.peer != plan.feed}
-    checked = [stage for stage in working if stage in guarded & checkable]
+    covered = {standby.stage for standby in plan.standbys if standby.peer != plan.feed}
+    checked = [stage for stage in working if stage in covered & checkable]
     hidden = [stage for stage in working if stage not in checkable]
-    bare = [stage for stage in working if stage in checkable - guarded]
+    bare = [stage for stage in working if stage in checkable - covered]
     parts: list[str] = []
     if checked:
         parts.append(f"spot checks: warm standbys recompute part of the texts of {stages_in_words(checked)}")

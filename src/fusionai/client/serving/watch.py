@@ -47,18 +47,18 @@ class ServingWatch(PoolWatch):
         super().__init__(replanner, engine, owner, clock)
         self._engine = engine
         self._priced = priced
-        self._told: frozenset[str] = frozenset()
+        self._announced: frozenset[str] = frozenset()
         self._regrowth = Regrowth()
         self._served = (0, 0)
         """Tokens emitted and read at the last look."""
 
     def _handed_over(self, members: tuple[PoolMember, ...]) -> tuple[Plan, str] | None:
         plan = self._engine.deployment.plan
-        parts = {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}
+        parts = {stage.peer for stage in plan.stages} | {standby.peer for standby in plan.standbys}
         leaving = {one.view.peer for one in members if one.view.state == "draining"} & parts
-        for peer in sorted(leaving - self._told):
+        for peer in sorted(leaving - self._announced):
             self._engine.leaving(peer)
-        self._told = frozenset(leaving)
+        self._announced = frozenset(leaving)
         return None
 
     async def _widened(self, members: tuple[PoolMember, ...]) -> tuple[Plan, str] | None:
@@ -67,7 +67,7 @@ class ServingWatch(PoolWatch):
         idle, names = self._is_idle(), frozenset(one.view.peer for one in there)
         now_s = self._clock.now_s()
         self._regrowth = self._regrowth.seen(now_s, idle=idle, there=names)
-        if not self._regrowth.is_due(now_s) or self._told:
+        if not self._regrowth.is_due(now_s) or self._announced:
             return None
         plan = self._plan()
         profiles = self._priced(tuple(one.profile for one in there))

@@ -244,13 +244,13 @@ class Striker:
             self._start(self._strike(kill, min(INTO_STEP * step_s, LONGEST_DELAY_S)))
 
     def _start(self, work: Coroutine[object, object, None]) -> None:
-        async def told() -> None:
+        async def strike() -> None:
             try:
                 await work
             except FusionError as error:
                 self._on_event(progress.Warned(f"demo: {error}"))
 
-        task = asyncio.create_task(told())
+        task = asyncio.create_task(strike())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: work.close())  # for a task that was cancelled before it began

@@ -394,10 +394,10 @@ def checking(recipe: Recipe, plan: Plan) -> str:
     """Return a sentence about which stages are spot-checked."""
     if not recipe.checks:
         return "the peers' results are not checked"
-    guarded = {guard.stage for guard in plan.guards}
+    checked = {standby.stage for standby in plan.standbys}
     working = [stage.stage for stage in plan.stages if stage.peer != plan.feed]
-    bare = [stage for stage in working if stage not in guarded]
-    if not guarded:
+    bare = [stage for stage in working if stage not in checked]
+    if not checked:
         return "the peers' results are not checked: there is no warm standby to recompute them"
-    text = f"spot checks: warm standbys recompute part of the work of {stages_in_words(sorted(guarded))}"
+    text = f"spot checks: warm standbys recompute part of the work of {stages_in_words(sorted(checked))}"
     return text if not bare else f"{text}; not checked: {stages_in_words(bare)}"

@@ -94,7 +94,7 @@ def _peers(plan: bytes) -> tuple[str, ...]:
         read = msgspec.json.decode(plan, type=Plan)
     except msgspec.DecodeError:
         return ()  # written by another version of this program
-    return tuple({one.peer: None for one in (*read.stages, *read.guards) if one.peer != read.feed})
+    return tuple({one.peer: None for one in (*read.stages, *read.standbys) if one.peer != read.feed})
 
 
 def begin_with(

@@ -366,7 +366,7 @@ class _Replicas:
         del self._waiting[number]
         at = first_step if past is None else past.first_step + past.steps
         self._note(f"replica {number} starts" + (f" at step {at}" if at else ""))
-        self._crews.give(number, [one.peer for one in (*made.stages, *made.guards) if one.peer != made.feed])
+        self._crews.give(number, [one.peer for one in (*made.stages, *made.standbys) if one.peer != made.feed])
         await self._start(number, past, first_step, exchange)
         self._wait_for_more()
 

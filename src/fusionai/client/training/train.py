@@ -281,7 +281,7 @@ class _Run:
             directory=self.directory,
             clock=self.clock,
             say=self.note,
-            liars={one.peer for one in faulty},
+            faulty_peers={one.peer for one in faulty},
         )
 
     async def _drive(self, pool: PoolSession, machine: OwnMachine, begun: _Begun) -> TrainingResult:

@@ -48,7 +48,7 @@ def report_job(turn: Transaction, request: ReportJob) -> None:
         raise Refusal("not_authorised", f"{job.entity} belongs to {short(job.owner)}.")
     if not job.live:
         if request.state != job.phase:
-            raise Refusal("bad_message", f"{job.entity} is {job.phase} ({job.told[-1].text}); ask for it again.")
+            raise Refusal("bad_message", f"{job.entity} is {job.phase} ({job.notes[-1].text}); ask for it again.")
         turn.commands.append(Answer(Done()))
         return
     at_s, step, detail = turn.wall_s, request.step, request.detail[:REASON_LENGTH]
@@ -67,7 +67,7 @@ def report_job(turn: Transaction, request: ReportJob) -> None:
         turn.dismiss(job.job)
     else:
         _attend(turn, job.job, request.connection)
-        if detail and detail != turn.pool.jobs[job.job].told[-1].text:
+        if detail and detail != turn.pool.jobs[job.job].notes[-1].text:
             turn.record(events.JobNoted(at_s=at_s, job=job.job, text=detail))
         if job.phase == "stopping" and request.state != "stopping":
             turn.commands.append(Notify(request.connection, StopNotice(job=job.job)))

@@ -28,7 +28,7 @@ class MemberPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, a
 
     peer: Peer
     stages: tuple[Index, ...]
-    guards: tuple[Index, ...] = ()
+    standbys: tuple[Index, ...] = ()
 
 
 class _Fact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="e"):

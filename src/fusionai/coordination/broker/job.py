@@ -26,7 +26,7 @@ from fusionai.coordination.machine import Machine, State, Transition
 from fusionai.primitives.ids import JobId, PeerId, short
 
 LIVE: Final = ("requested", "running", "stopping")
-TOLD_LINES: Final = 200
+MOST_NOTES: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Job(State):
     """0 before the first plan is minted."""
     step: int = -1
     """Last step, reported by the driver at the end. Progress before that is kept in memory only."""
-    told: tuple[JobNote, ...] = ()
+    notes: tuple[JobNote, ...] = ()
 
     @property
     def live(self) -> bool:
@@ -67,7 +67,7 @@ def requested(fact: JobRequested) -> Job:
         owner=PeerId(fact.owner),
         steps=fact.steps,
         requested_at_s=fact.at_s,
-        told=(JobNote(fact.at_s, f"asked for by {short(PeerId(fact.owner))}"),),
+        notes=(JobNote(fact.at_s, f"asked for by {short(PeerId(fact.owner))}"),),
     )
 
 
@@ -75,7 +75,7 @@ def _request_again(job: Job, fact: JobRequested) -> tuple[Job, tuple[Any, ...]]:
     renewed = replace(
         job, phase="requested", title=fact.title, steps=fact.steps, requested_at_s=fact.at_s, attended=True
     )
-    return _tell(renewed, fact.at_s, "asked for again"), ()
+    return _noted(renewed, fact.at_s, "asked for again"), ()
 
 
 def _plan(job: Job, fact: PlanMinted) -> tuple[Job, tuple[Any, ...]]:
@@ -83,8 +83,8 @@ def _plan(job: Job, fact: PlanMinted) -> tuple[Job, tuple[Any, ...]]:
     spares = len(fact.members) - working
     text = f"plan version {fact.version} on {working} members"
     if spares:
-        text += f", guarded by {spares} more"
-    return _tell(replace(job, plan_version=fact.version), fact.at_s, text), ()
+        text += f", with a standby by {spares} more"
+    return _noted(replace(job, plan_version=fact.version), fact.at_s, text), ()
 
 
 def _moved(text: Callable[[Any], str], **changes: Any) -> Callable[[Job, Any], tuple[Job, tuple[Any, ...]]]:
@@ -93,7 +93,7 @@ def _moved(text: Callable[[Any], str], **changes: Any) -> Callable[[Job, Any], t
 
     def act(job: Job, fact: Any) -> tuple[Job, tuple[Any, ...]]:
         step = fact.step if isinstance(fact, JobDone | JobFailed) else job.step
-        return _tell(replace(job, step=step, **changes), fact.at_s, text(fact)), ()
+        return _noted(replace(job, step=step, **changes), fact.at_s, text(fact)), ()
 
     return act
 
@@ -107,8 +107,8 @@ _done: Final = _moved(lambda fact: f"done: {fact.detail}" if fact.detail else "d
 _fail: Final = _moved(lambda fact: f"failed: {fact.detail}" if fact.detail else "failed", phase="failed")
 
 
-def _tell(job: Job, at_s: float, text: str) -> Job:
-    return replace(job, told=(*job.told, JobNote(at_s, text))[-TOLD_LINES:])
+def _noted(job: Job, at_s: float, text: str) -> Job:
+    return replace(job, notes=(*job.notes, JobNote(at_s, text))[-MOST_NOTES:])
 
 
 JOB: Final[Machine[Job, Any]] = Machine(

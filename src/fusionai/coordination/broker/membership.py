@@ -33,7 +33,7 @@ class Reserved:
 
     job: JobId
     stages: tuple[int, ...]
-    guards: tuple[int, ...] = ()
+    standbys: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Member(State):
     job: JobId | None = None
     stages: tuple[int, ...] = ()
     """Stages it runs; empty for a spare that is only a standby."""
-    guards: tuple[int, ...] = ()
+    standbys: tuple[int, ...] = ()
     """Stages whose snapshots it keeps as their standby."""
     leaving: bool = False
     """Its owner asked it to leave after its present work. Kept over a loss of the same process."""
@@ -119,7 +119,7 @@ def _register(member: Member, fact: MemberRegistered) -> tuple[Member, tuple[Any
 def _reserve(member: Member, event: Reserved) -> tuple[Member, tuple[Any, ...]]:
     """Reserve the member. One that drains may stay in its job's next plan, and still drains."""
     phase = "draining" if member.phase == "draining" else "active"
-    return replace(member, phase=phase, job=event.job, stages=event.stages, guards=event.guards), ()
+    return replace(member, phase=phase, job=event.job, stages=event.stages, standbys=event.standbys), ()
 
 
 def _release(member: Member, event: Released) -> tuple[Member, tuple[Any, ...]]:
@@ -145,7 +145,7 @@ def _lose(member: Member, fact: MemberLost) -> tuple[Member, tuple[Any, ...]]:
 
 def _apart(member: Member) -> Member:
     """Return the member without a part in any job."""
-    return replace(member, job=None, stages=(), guards=())
+    return replace(member, job=None, stages=(), standbys=())
 
 
 _PRESENT: Final = ("idle", "active", "draining")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -28,6 +28,8 @@ ENDED_JOBS_KEPT: Final = 500
 DEPARTED_KEPT: Final = 1_000
 """Limit on departed members that are remembered and may come back as they were; an older one needs a new invitation.
 Bounds the pool, because a machine that is installed anew is a new member."""
+_FORMER_NAMES: Final = (("members", "guards", "standbys"), ("jobs", "told", "notes"))
+"""Fields of stored pools that have another name now: table, former name, name."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -79,8 +81,15 @@ def freeze(pool: Pool) -> bytes:
 
 
 def thaw(data: bytes) -> Pool:
-    """Raises `msgspec.ValidationError` or `msgspec.DecodeError`; `broker.service` turns them into `StorageError`."""
-    return msgspec.msgpack.decode(data, type=Pool)
+    """Decode a frozen pool, also one written under the names in `_FORMER_NAMES`. Raises `msgspec.ValidationError` or
+    `msgspec.DecodeError`; `broker.service` turns them into `StorageError`."""
+    pool = msgspec.msgpack.decode(data, type=dict[str, Any])
+    for table, former, name in _FORMER_NAMES:
+        pool[table] = msgspec.convert(pool.get(table, {}), dict[str, dict[str, Any]])
+        for entry in pool[table].values():
+            if former in entry:
+                entry[name] = entry.pop(former)
+    return msgspec.convert(pool, Pool)
 
 
 def advance(pool: Pool, fact: Fact) -> Pool:
@@ -173,7 +182,9 @@ def _mint(pool: Pool, fact: events.PlanMinted) -> Pool:
         member = _member(pool, placement.peer)
         if member.job not in (None, planned.job):
             raise UnknownEntity(f"{member.entity}: already holds stages of {member.job}, not free for {planned.job}.")
-        members[member.peer], _ = MEMBERSHIP.advance(member, Reserved(planned.job, placement.stages, placement.guards))
+        members[member.peer], _ = MEMBERSHIP.advance(
+            member, Reserved(planned.job, placement.stages, placement.standbys)
+        )
     plans = dict(pool.plans)
     for version, plan in pool.plans.items():
         if plan.job == planned.job:

@@ -50,7 +50,7 @@ def member_view(desk: BrokerState, member: Member, now_s: float, wall_s: float) 
         profile=msgspec.Raw(member.profile),
         job=member.job or "",
         stages=member.stages,
-        guards=member.guards,
+        standbys=member.standbys,
         rests_s=rests_s,
         clears="" if leftover is None else leftover.job,
         last_heard_s=max(0.0, now_s - lease.heard_s) if lease is not None else 0.0,
@@ -61,11 +61,11 @@ def job_list(desk: BrokerState, name: JobId | None = None) -> JobList:
     """Return all jobs without their histories, or the one called `name` with it (empty if there is none)."""
     if name is not None:
         job = desk.pool.jobs.get(name)
-        return JobList(jobs=() if job is None else (_job_view(desk, job, told=True),))
-    return JobList(jobs=tuple(_job_view(desk, job, told=False) for job in desk.pool.jobs.values()))
+        return JobList(jobs=() if job is None else (_job_view(desk, job, with_notes=True),))
+    return JobList(jobs=tuple(_job_view(desk, job, with_notes=False) for job in desk.pool.jobs.values()))
 
 
-def _job_view(desk: BrokerState, job: Job, *, told: bool) -> JobView:
+def _job_view(desk: BrokerState, job: Job, *, with_notes: bool) -> JobView:
     return JobView(
         job=job.job,
         title=job.title,
@@ -75,7 +75,7 @@ def _job_view(desk: BrokerState, job: Job, *, told: bool) -> JobView:
         steps=job.steps,
         plan_version=job.plan_version,
         started_at_s=job.requested_at_s,
-        story=tuple(_line(line) for line in job.told) if told else (),
+        story=tuple(_line(line) for line in job.notes) if with_notes else (),
     )
 
 

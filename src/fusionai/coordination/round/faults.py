@@ -38,14 +38,14 @@ class Faults:
         self.links.clear()
         self.stages.clear()
 
-    def blamed(self, pair: Collection[str], roles: PlanRoles, guarded: Collection[int]) -> str:
+    def blamed(self, pair: Collection[str], roles: PlanRoles, has_standby: Collection[int]) -> str:
         """Return which peer of a broken link to remove. Never the job owner; otherwise in order: a peer that runs no
         stage, a peer that has trouble with most others, a peer that can be replaced at once because all its stages are
-        in `guarded`."""
+        in `has_standby`."""
 
         def weight(peer: str) -> tuple[bool, int, bool, str]:
             stages = roles.stages_of(peer)
             troubles = sum(peer in other for other in self.links)
-            return (not stages, troubles, all(stage in guarded for stage in stages), peer)
+            return (not stages, troubles, all(stage in has_standby for stage in stages), peer)
 
         return max((peer for peer in pair if peer != roles.owner), key=weight)

@@ -1,4 +1,4 @@
-"""What one plan version says about who runs, guards and owns a job, for training and serving alike.
+"""What one plan version says about who runs a job, who stands by and who owns it, for training and serving alike.
 
 `coordination.training.roles` and `coordination.serving.roles` add what only their kind of job has.
 """
@@ -16,7 +16,7 @@ class PlanRoles:
     owner: str
     places: Mapping[int, str]
     """Stage -> peer that runs it."""
-    guards: Mapping[int, str] = field(default_factory=dict[int, str])
+    standbys: Mapping[int, str] = field(default_factory=dict[int, str])
     """Stage -> warm standby, which holds the stage's snapshots (training) or weights (serving)."""
     partition: str = ""
     """Name of the cut. State of another cut's stages can't be used."""
@@ -27,7 +27,7 @@ class PlanRoles:
 
     @property
     def members(self) -> frozenset[str]:
-        return frozenset(self.places.values()) | frozenset(self.guards.values())
+        return frozenset(self.places.values()) | frozenset(self.standbys.values())
 
     def stages_of(self, peer: str) -> tuple[int, ...]:
         return tuple(stage for stage, place in sorted(self.places.items()) if place == peer)

@@ -1,14 +1,14 @@
 """Spot checks of a training job: which steps which machine runs again, and which peer each outcome discredits.
 
-A *stretch* is what one stage did in the steps from one snapshot to the next. Its guard has the state at the beginning,
-the stage's neighbours still have what they gave it, and all of them told the driver marks (projections under keys of
-their own) of what they got and gave: the guard, as *referee*, runs the stretch again and tells the marks of what it
-gets. Nobody is judged by one other peer's word: where the referee contradicts, the job owner's own machine runs the
-stretch as well, and whoever it contradicts is the liar. Two that contradict each other about what went between them
-can't be told apart by anybody else: both are checked all the time from then on, whoever stands against two others goes,
-and so does whose results are disputed by the same neighbour again.
+An *audit interval* is what one stage did in the steps from one snapshot to the next. Its standby has the state at the
+beginning, the stage's neighbours still have what they gave it, and all of them told the driver sketches (projections
+under keys of their own) of what they got and gave: the standby, as *verifier*, runs the audit interval again and tells
+the sketches of what it gets. Nobody is judged by one other peer's word: where the verifier contradicts, the job owner's
+own machine runs the audit interval as well, and whoever it contradicts is the faulty peer. Two that contradict each
+other about what went between them can't be told apart by anybody else: both are checked all the time from then on,
+whoever stands against two others goes, and so does whose results are disputed by the same neighbour again.
 
-Decides no numbers: `training.inspection` compares marks within their limits and makes an `Opinion` of it.
+Decides no numbers: `training.inspection` compares sketches within their limits and makes an `Opinion` of it.
 
 Neighbours: `coordination.training.driver` owns the inspector, holds the line for open checks and performs what is
 found; `reputation` has the rule of how much is checked."""
@@ -26,11 +26,11 @@ DISPUTED: Final = "what it says it got or gave is not what its neighbour says"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Steps `first` to `below` - 1 of `stage`, which `peer` ran, are run again by `referee`."""
+    """Steps `first` to `below` - 1 of `stage`, which `peer` ran, are run again by `verifier`."""
 
     stage: int
     peer: str
-    referee: str
+    verifier: str
     first: int
     below: int
 
@@ -38,8 +38,8 @@ class Check:
 @dataclass(frozen=True, slots=True)
 class Opinion:
     """Result of a check. `inputs`: neighbours that sent something else than the peer says it received. `own`:
-    description of how the referee's results differ from the peer's. `links`: neighbours that received something else
-    than the peer says it sent, where the referee confirms the peer. `void`: why there is no opinion."""
+    description of how the verifier's results differ from the peer's. `links`: neighbours that received something else
+    than the peer says it sent, where the verifier confirms the peer. `void`: why there is no opinion."""
 
     inputs: frozenset[str] = frozenset()
     own: str = ""
@@ -71,12 +71,12 @@ def outcome_of(opinion: Opinion) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class CheckVerdict:
-    """Consequence of an answer. `liar`: peer that is expelled, empty for none; its work from step `trusted` on is void.
-    `again`: check to be repeated on the job owner's machine."""
+    """Consequence of an answer. `faulty_peer`: peer that is expelled, empty for none; its work from step `trusted` on
+    is void. `again`: check to be repeated on the job owner's machine."""
 
     outcome: Outcome
     reason: str = ""
-    liar: str = ""
+    faulty_peer: str = ""
     trusted: int = 0
     again: Check | None = None
 
@@ -92,33 +92,33 @@ class Inspector:
     reputations: dict[str, Reputation] = field(default_factory=dict[str, Reputation])
     open: dict[int, Check] = field(default_factory=dict[int, Check])
     """Stage -> the check under way."""
-    liars: set[str] = field(default_factory=set[str])
+    faulty_peers: set[str] = field(default_factory=set[str])
     checked_tasks: int = 0
     tasks: int = 0
     _accusations: dict[int, tuple[Check, str]] = field(default_factory=dict[int, tuple[Check, str]])
-    """Stage -> the referee's check and its words, while the owner's machine runs the stretch."""
+    """Stage -> the verifier's check and its words, while the owner's machine runs the audit interval."""
     _trusted: dict[tuple[int, str], int] = field(default_factory=dict[tuple[int, str], int])
-    """(stage, peer) -> the step up to which its work is not in doubt: the end of its last valid stretch."""
+    """(stage, peer) -> the step up to which its work is not in doubt: the end of its last valid audit interval."""
 
     @property
     def hold(self) -> int | None:
         """Return the first step whose retained tensors a check still needs, or None."""
         return min((check.first for check in self.open.values()), default=None)
 
-    def due(self, places: Mapping[int, str], guards: Mapping[int, str], first: int, below: int) -> tuple[Check, ...]:
-        """The stretch [first, below) is over at all guarded stages: return the checks to run. The owner's own stages
-        are not checked, and no peer checks itself."""
+    def due(self, places: Mapping[int, str], standbys: Mapping[int, str], first: int, below: int) -> tuple[Check, ...]:
+        """The audit interval [first, below) is over at all stages with standbys: return the checks to run. The owner's
+        own stages are not checked, and no peer checks itself."""
         checks: list[Check] = []
-        for stage, referee in sorted(guards.items()):
+        for stage, verifier in sorted(standbys.items()):
             peer = places[stage]
-            if peer in (referee, self.owner):
+            if peer in (verifier, self.owner):
                 continue
             tasks = (below - first) * self.tasks_per_step
             self.tasks += tasks
             self._trusted.setdefault((stage, peer), first)
             chance = self.reputations.get(peer, Reputation()).chance(tasks)
             if drawn(self.secret, peer, stage, first, chance):
-                checks.append(Check(stage, peer, referee, first, below))
+                checks.append(Check(stage, peer, verifier, first, below))
         self.open.update({check.stage: check for check in checks})
         return tuple(checks)
 
@@ -132,7 +132,7 @@ class Inspector:
             del self.open[check.stage]
             return self._settled(accusation[0], accusation[1], outcome, opinion)
         if outcome == "accused" or (outcome == "disputed" and self.owner in opinion.inputs | opinion.links):
-            # Against the owner's word the peer would go at once, on the referee's alone.
+            # Against the owner's word the peer would go at once, on the verifier's alone.
             reason = opinion.own or DISPUTED
             again = Check(check.stage, check.peer, self.owner, check.first, check.below)
             self.open[check.stage] = again
@@ -153,20 +153,20 @@ class Inspector:
         self._trusted[check.stage, check.peer] = check.below
         self.checked_tasks += (check.below - check.first) * self.tasks_per_step
 
-    def _settled(self, check: Check, said: str, outcome: Outcome, opinion: Opinion) -> CheckVerdict:
-        """Judge from the owner's own run what the referee contradicted."""
+    def _settled(self, check: Check, contradiction: str, outcome: Outcome, opinion: Opinion) -> CheckVerdict:
+        """Judge from the owner's own run what the verifier contradicted."""
         match outcome:
             case "accused":
-                return self._guilty(check.peer, check, said)
+                return self._guilty(check.peer, check, contradiction)
             case "valid":
                 self._hold_valid(check)
-                return self._guilty(check.referee, check, "its word against another peer did not hold")
+                return self._guilty(check.verifier, check, "its word against another peer did not hold")
             case "disputed":
                 return self._disputed(check, opinion)
             case "void":
-                for peer in (check.peer, check.referee):
+                for peer in (check.peer, check.verifier):
                     self.reputations[peer] = self.reputations.get(peer, Reputation()).doubted()
-                return CheckVerdict("void", f"{said}; the job's own machine could not run it: {opinion.void}")
+                return CheckVerdict("void", f"{contradiction}; the job's own machine could not run it: {opinion.void}")
 
     def _disputed(self, check: Check, opinion: Opinion) -> CheckVerdict:
         """Handle a dispute between the peer and a neighbour about what they exchanged. The owner's own stages are
@@ -189,11 +189,11 @@ class Inspector:
         return self.reputations.get(peer, Reputation())
 
     def _guilty(self, peer: str, check: Check, reason: str) -> CheckVerdict:
-        self.liars.add(peer)
+        self.faulty_peers.add(peer)
         self.reputations.pop(peer, None)
         since = [step for (_, who), step in self._trusted.items() if who == peer]
         self.drop()
-        return CheckVerdict("accused", reason, liar=peer, trusted=min(since, default=check.below))
+        return CheckVerdict("accused", reason, faulty_peer=peer, trusted=min(since, default=check.below))
 
     def drop(self) -> None:
         """Drop open checks, because a round began or a peer is expelled."""

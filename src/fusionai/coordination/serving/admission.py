@@ -214,7 +214,7 @@ class Admission:
             session.admitted = True
             self._forget.pop(number, None)  # its next segment starts it anew
             session.computed = session.origin = match.tokens
-            session.told = 0
+            session.pages_sent = 0
             if session.matched is None:
                 session.matched = match.tokens
                 self._queue.charge(spec.scope, len(session.tokens))

@@ -31,7 +31,7 @@ MOST_WAITING: Final = 32
 class TextChecks:
     inspector: Inspector
     texts: int = 0
-    """That were over at some stage with a guard."""
+    """That were over at some stage with a standby."""
     _waiting: deque[Text] = field(default_factory=deque[Text])
     _reading: Text | None = None
     """The one that is being read again."""
@@ -42,10 +42,10 @@ class TextChecks:
     def reading(self) -> Text | None:
         return self._reading
 
-    def due(self, batcher: Batcher, places: Mapping[int, str], guards: Mapping[int, str]) -> tuple[Check, ...]:
-        """What is to be checked now, all of the same text: `reading`. `guards`: those that could read it."""
+    def due(self, batcher: Batcher, places: Mapping[int, str], standbys: Mapping[int, str]) -> tuple[Check, ...]:
+        """What is to be checked now, all of the same text: `reading`. `standbys`: those that could read it."""
         for text in batcher.take_over():
-            if guards and len(self._waiting) < MOST_WAITING:
+            if standbys and len(self._waiting) < MOST_WAITING:
                 self._waiting.append(text)
             else:
                 batcher.let_go(text.number)
@@ -54,11 +54,11 @@ class TextChecks:
             if not batcher.is_held(text.number):
                 continue
             if batcher.computed_positions - text.over_at > batcher.limits.pages * batcher.limits.page_tokens:
-                batcher.let_go(text.number)  # so long ago that marks of it may have gone
+                batcher.let_go(text.number)  # so long ago that sketches of it may have gone
                 continue
             first, self._tasks = self._tasks, self._tasks + text.passes
             self.texts += 1
-            if checks := self.inspector.due(places, guards, first, self._tasks):
+            if checks := self.inspector.due(places, standbys, first, self._tasks):
                 self._reading = text
                 return checks
             batcher.let_go(text.number)

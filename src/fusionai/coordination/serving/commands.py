@@ -17,7 +17,7 @@ from fusionai.wire.base import Fence
 from fusionai.wire.serving import Segment
 
 ServingState = Literal["starting", "ready", "recovering", "waiting", "stopped"]
-FaultKind = Literal["peer", "guard", "link", "stage", "probe", "late", "leaving", "liar"]
+FaultKind = Literal["peer", "standby", "link", "stage", "probe", "late", "leaving", "faulty"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class ResumePasses:
 
 @dataclass(frozen=True, slots=True)
 class BeginCheck:
-    """Have the referee of `check` read `text` again, and hear all who saw it; answer `TextChecked`, whatever happens.
-    The stages still have and retain what belongs to it until then. `fence`: what the referee goes by."""
+    """Have the verifier of `check` read `text` again, and hear all who saw it; answer `TextChecked`, whatever happens.
+    The stages still have and retain what belongs to it until then. `fence`: what the verifier goes by."""
 
     check: Check
     text: Text
@@ -120,13 +120,13 @@ class FailSessions:
 
 @dataclass(frozen=True, slots=True)
 class ReportFault:
-    """For people: what happened. `stages` stand still because of it; `heirs`: who takes them over at once."""
+    """For people: what happened. `stages` stand still because of it; `successors`: who takes them over at once."""
 
     kind: FaultKind
     peer: str
     stages: tuple[int, ...]
     reason: str
-    heirs: Mapping[int, str]
+    successors: Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The machine of a serving job: rounds of enlisting, loading, rebuilding and probing; takeovers, plans, drains.
 
-The machine decides which peer runs and which guards a stage, when passes may go, how a stage that lost its cache gets
-it back, and when another plan is needed. Sessions, pages and passes are the batcher's subject. The serving driver
-performs the commands; the tests' virtual world does the same.
+The machine decides which peer runs a stage and which is its standby, when passes may go, how a stage that lost its
+cache gets it back, and when another plan is needed. Sessions, pages and passes are the batcher's subject. The serving
+driver performs the commands; the tests' virtual world does the same.
 
 Any fault that touches a stage ends the round. Then every session goes on from its last emitted token, and an emitted
 token never changes. Each subject is a part of its own: `rounds` up to running passes, `standbys` with plans and leaving
@@ -127,7 +127,7 @@ class ServingMachine(ServingJobState):
         text = checks.reading
         if not due or text is None:
             return ()
-        return tuple(BeginCheck(one, text, self.roster.fence_of(one.referee, self.fence)) for one in due)
+        return tuple(BeginCheck(one, text, self.roster.fence_of(one.verifier, self.fence)) for one in due)
 
     @property
     def checkable(self) -> dict[int, str]:
@@ -137,7 +137,7 @@ class ServingMachine(ServingJobState):
             return {}
         return {
             stage: standby
-            for stage, standby in self.roles.guards.items()
+            for stage, standby in self.roles.standbys.items()
             if self.roster.is_warm(stage, standby) and stage in self.roles.checkable
         }
 

@@ -44,7 +44,7 @@ class StageLoaded:
 
 @dataclass(frozen=True, slots=True)
 class StandbyLoaded:
-    """A guard has the stage's weights."""
+    """A standby has the stage's weights."""
 
     fence: Fence
     peer: str
@@ -53,7 +53,7 @@ class StandbyLoaded:
 
 @dataclass(frozen=True, slots=True)
 class StageFailed:
-    """The peer lives, this stage of its (run or guarded) can't go on. `fatal`: it never will, on no peer."""
+    """The peer lives, this stage of its (run or with a standby) can't go on. `fatal`: it never will, on no peer."""
 
     fence: Fence
     peer: str
@@ -136,7 +136,7 @@ class MemberLeaving:
 
 @dataclass(frozen=True, slots=True)
 class PlanGiven:
-    """A newer plan version, minted by the broker. For more than other guards it is first prepared, then switched to.
+    """A newer plan version, minted by the broker. For more than other standbys it is first prepared, then switched to.
     `knows`: peers lost before the pool was looked at for it (`ServingMachine.lost`); with others lost it is void."""
 
     roles: ServingRoles

@@ -27,5 +27,5 @@ class ServingRoles(PlanRoles):
         """The last stage with a cache; -1 without any."""
         return max(self.caching, default=-1)
 
-    def guarded_by(self, peer: str) -> tuple[int, ...]:
-        return tuple(stage for stage, guard in sorted(self.guards.items()) if guard == peer)
+    def standby_of(self, peer: str) -> tuple[int, ...]:
+        return tuple(stage for stage, standby in sorted(self.standbys.items()) if standby == peer)

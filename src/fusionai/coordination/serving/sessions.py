@@ -80,7 +80,7 @@ class Session:
     """Positions whose rows have come, for `all_rows`."""
     matched: int | None = None
     """Prompt tokens found in the prefix cache when it was first admitted."""
-    told: int = 0
+    pages_sent: int = 0
     """Entries of its page table that the stages know."""
     flights: list[Flight] = field(default_factory=list[Flight])
     """Its passes under way, in the order they were sent: of one that decodes one, of one that reads any number. From
@@ -131,7 +131,7 @@ class Session:
     def put_back(self) -> None:
         """Its passes are void: it goes on from what is computed, and stages are told its whole page table."""
         self.flights.clear()
-        self.told = 0
+        self.pages_sent = 0
         self.proposals = ()
 
     def leave_pages(self) -> None:
@@ -196,9 +196,11 @@ def packed(
     for part in parts:
         session, own = part.session, part.tokens
         pages = table(session.number)
-        told = session.told
-        segments.append(Segment(session.number, part.start, len(own), told, pages[told:], session.spec.adapter))
-        session.told = len(pages)
+        pages_sent = session.pages_sent
+        segments.append(
+            Segment(session.number, part.start, len(own), pages_sent, pages[pages_sent:], session.spec.adapter)
+        )
+        session.pages_sent = len(pages)
         first = part.first_wanted
         wanted += range(len(tokens) + first, len(tokens) + len(own))
         owners += [session.number] * (len(own) - first)

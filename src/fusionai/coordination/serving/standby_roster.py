@@ -1,4 +1,4 @@
-"""Members of a serving job: which are enlisted, which stages each guards, and whose weights are loaded.
+"""Members of a serving job: which are enlisted, of which stages each is the standby, and whose weights are loaded.
 
 Neighbours: `coordination.serving.driver` enlists, asks and dismisses by it.
 """
@@ -20,25 +20,25 @@ class StandbyRoster:
     """Of them, those that answered in this round."""
     _beside: dict[str, Fence] = field(default_factory=dict[str, Fence])
     """Members brought in beside the round, with the fence they got."""
-    _told: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
-    """Stages that a member was told, when it was last enlisted, to guard: it takes no others."""
+    _announced: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
+    """Stages that a member was told, when it was last enlisted, to stand by for: it takes no others."""
     _asked: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
-    """(stage, guard) that was to load, in this round."""
+    """(stage, standby) that was to load, in this round."""
     _warm: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
-    """(stage, guard) whose weights are there."""
+    """(stage, standby) whose weights are there."""
 
     def begin(self, roles: ServingRoles) -> None:
         """A round: all its members are enlisted."""
         self.void()
         self.members |= roles.members
         for peer in roles.members:
-            self._tell(peer, roles)
+            self._announce(peer, roles)
 
     def void(self) -> None:
         """The round is over. Weights stay where they are."""
         self.enlisted.clear()
         self._beside.clear()
-        self._told.clear()
+        self._announced.clear()
         self._asked.clear()
 
     def bring(self, peer: str, fence: Fence, roles: ServingRoles) -> None:
@@ -47,19 +47,19 @@ class StandbyRoster:
         self.enlisted.discard(peer)
         self._beside[peer] = fence
         self._asked = {one for one in self._asked if one[1] != peer}
-        self._tell(peer, roles)
+        self._announce(peer, roles)
 
     def strike(self, peer: str) -> None:
         self.members.discard(peer)
         self.enlisted.discard(peer)
         self._beside.pop(peer, None)
-        self._told.pop(peer, None)
+        self._announced.pop(peer, None)
         self._asked = {one for one in self._asked if one[1] != peer}
         self._warm = {one for one in self._warm if one[1] != peer}
 
-    def _tell(self, peer: str, roles: ServingRoles) -> None:
-        """It forgets what it neither runs nor guards."""
-        self._told[peer] = kept = frozenset(roles.guarded_by(peer))
+    def _announce(self, peer: str, roles: ServingRoles) -> None:
+        """It forgets what it neither runs nor standbys."""
+        self._announced[peer] = kept = frozenset(roles.standby_of(peer))
         self._warm = {(stage, one) for stage, one in self._warm if one != peer or stage in kept}
 
     # ------------------------------------------------------------------------------------------------------ weights
@@ -71,7 +71,7 @@ class StandbyRoster:
         self._warm.add((stage, peer))
 
     def took_over(self, places: Mapping[int, str]) -> None:
-        """These run their stages now; they are nobody's guards."""
+        """These run their stages now; they are nobody's standbys."""
         self._warm -= set(places.items())
 
     def drop_weights(self) -> None:
@@ -85,8 +85,8 @@ class StandbyRoster:
         return self._beside.get(peer, fence)
 
     def may_hold(self, stage: int, peer: str) -> bool:
-        """Whether it was told that it guards the stage."""
-        return stage in self._told.get(peer, ())
+        """Whether it was told that it is the standby of the stage."""
+        return stage in self._announced.get(peer, ())
 
     def was_asked(self, stage: int, peer: str) -> bool:
         """To load the stage, since it was last enlisted."""

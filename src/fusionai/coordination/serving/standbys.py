@@ -40,7 +40,7 @@ class Standbys:
         job, roster = self.job, self.job.roster
         if not job.is_running:
             return []
-        wanted = [(stage, peer, job.roles) for stage, peer in sorted(job.roles.guards.items())]
+        wanted = [(stage, peer, job.roles) for stage, peer in sorted(job.roles.standbys.items())]
         if job.pending is not None:
             wanted += [(stage, peer, job.pending) for stage, peer in sorted(job.moving(job.pending).items())]
         commands: list[ServingCommand] = []
@@ -69,9 +69,9 @@ class Standbys:
         job = self.job
         fence = Fence(roles.version, job.incarnation, job.attempt)
         moved = tuple(stage for stage, one in job.moving(roles).items() if one == peer)
-        stages = roles.guarded_by(peer) if roles is job.roles else moved
-        guards = {**job.roles.guards, **dict.fromkeys(stages, peer)}
-        known = replace(job.roles, version=roles.version, guards=guards)
+        stages = roles.standby_of(peer) if roles is job.roles else moved
+        standbys = {**job.roles.standbys, **dict.fromkeys(stages, peer)}
+        known = replace(job.roles, version=roles.version, standbys=standbys)
         job.roster.bring(peer, fence, known)
         return EnlistStandby(fence, peer, known)
 
@@ -94,7 +94,7 @@ class Standbys:
             return []
         if roles.members & (job.lost_peers - event.knows):
             return []  # overtaken by a fault, whose handling follows
-        if job.checks is not None and roles.members & job.checks.inspector.liars:
+        if job.checks is not None and roles.members & job.checks.inspector.faulty_peers:
             return []  # an expelled peer is not readmitted by a plan
         job.lost_peers -= roles.members
         job.leaving -= roles.members
@@ -140,11 +140,11 @@ class Standbys:
         job = self.job
         for peer in sorted(job.leaving) if job.is_running else ():
             stages = job.roles.stages_of(peer)
-            heirs = {stage: job.roles.guards[stage] for stage in stages if job.is_warm(stage)}
-            if stages and len(heirs) == len(stages) and not job.leaving & set(heirs.values()):
-                job.promote(heirs)
+            successors = {stage: job.roles.standbys[stage] for stage in stages if job.is_warm(stage)}
+            if stages and len(successors) == len(stages) and not job.leaving & set(successors.values()):
+                job.promote(successors)
                 job.strike(peer)
-                fault = ReportFault("leaving", peer, stages, "it leaves the pool", heirs)
+                fault = ReportFault("leaving", peer, stages, "it leaves the pool", successors)
                 begun = self.rounds.begin(f"{peer} hands over")
                 request = job.plan_request(f"{peer} leaves", urgent=False)
                 return [fault, Dismiss(peer, "it leaves"), *begun, request]

@@ -86,7 +86,7 @@ class ServingJobState(StatefulMachine[ServingPhase, ServingCommand]):
 
     def is_warm(self, stage: int) -> bool:
         """Return whether the stage's standby could take over now."""
-        return self.roster.is_warm(stage, self.roles.guards.get(stage, ""))
+        return self.roster.is_warm(stage, self.roles.standbys.get(stage, ""))
 
     def moving(self, roles: ServingRoles) -> dict[int, str]:
         """Return the stages that a plan would move, and to which peer. For another cut nothing can be prepared, because
@@ -95,16 +95,16 @@ class ServingJobState(StatefulMachine[ServingPhase, ServingCommand]):
             return {}
         return {stage: peer for stage, peer in roles.places.items() if self.roles.places.get(stage) != peer}
 
-    def promote(self, heirs: Mapping[int, str]) -> None:
+    def promote(self, successors: Mapping[int, str]) -> None:
         """Give stages to their heirs (stage -> peer) under the same plan version."""
-        guards = {stage: peer for stage, peer in self.roles.guards.items() if stage not in heirs}
-        self.roles = replace(self.roles, places={**self.roles.places, **heirs}, guards=guards)
+        standbys = {stage: peer for stage, peer in self.roles.standbys.items() if stage not in successors}
+        self.roles = replace(self.roles, places={**self.roles.places, **successors}, standbys=standbys)
         self.pending = None
 
     def strike(self, peer: str) -> None:
         """Remove a peer from all records of members. A stage that it holds in `roles` then has no peer."""
         self.roster.strike(peer)
-        self.roles = replace(self.roles, guards={s: one for s, one in self.roles.guards.items() if one != peer})
+        self.roles = replace(self.roles, standbys={s: one for s, one in self.roles.standbys.items() if one != peer})
 
     def plan_request(self, reason: str, *, urgent: bool) -> AskPlan:
         return AskPlan(self.roles, frozenset(self.lost_peers | self.leaving), reason, urgent)

@@ -51,23 +51,25 @@ class Takeovers:
             return job.fail(f"a stage of the job's own machine failed: {reason}")
         if not gone:
             return []
-        guarded = any(job.roles.guarded_by(peer) for peer in gone)
+        has_standby = any(job.roles.standby_of(peer) for peer in gone)
         self._remove(gone)
         unmanned = {stage for stage, peer in job.roles.places.items() if peer in job.lost_peers}
-        heirs = self._heirs(unmanned)
+        successors = self._successors(unmanned)
         commands: list[ServingCommand] = []
         for peer in gone:
             stages = job.roles.stages_of(peer)
-            inherited = {stage: heirs[stage] for stage in stages if stage in heirs}
-            commands.append(ReportFault(kind if stages or kind == "liar" else "guard", peer, stages, reason, inherited))
+            inherited = {stage: successors[stage] for stage in stages if stage in successors}
+            commands.append(
+                ReportFault(kind if stages or kind == "faulty" else "standby", peer, stages, reason, inherited)
+            )
             commands.append(Dismiss(peer, reason))
         if not unmanned:
-            if guarded:
+            if has_standby:
                 commands.append(job.plan_request(reason, urgent=False))
             return [*commands, *self.standbys.prepare()]
-        job.promote(heirs)
+        job.promote(successors)
         cause = f"lost {' and '.join(gone)} ({reason.rstrip('.')})"
-        if left := sorted(unmanned - heirs.keys()):
+        if left := sorted(unmanned - successors.keys()):
             job.phase = ServingPhase.WAITING
             self.rounds.void()
             state = f"waiting for a machine to run stage {', '.join(map(str, left))}: {cause}"
@@ -85,15 +87,15 @@ class Takeovers:
         if job.pending is not None and job.pending.members & job.lost_peers:
             job.pending = None
 
-    def _heirs(self, stages: Iterable[int]) -> dict[int, str]:
+    def _successors(self, stages: Iterable[int]) -> dict[int, str]:
         """Return the successors of these stages: standbys, and peers that were about to take the stage over."""
         job = self.job
-        heirs = {stage: job.roles.guards[stage] for stage in stages if stage in job.roles.guards}
+        successors = {stage: job.roles.standbys[stage] for stage in stages if stage in job.roles.standbys}
         if job.pending is not None:
             moving = job.moving(job.pending)
             prepared = {stage: moving[stage] for stage in stages if job.roster.is_warm(stage, moving.get(stage, ""))}
-            heirs = {**prepared, **heirs}
-        return heirs
+            successors = {**prepared, **successors}
+        return successors
 
     def on_probe_refused(self, event: ProbeRefused) -> list[ServingCommand]:
         """Refuse a plan whose new peers compute different results."""
@@ -116,14 +118,14 @@ class Takeovers:
         if len(pair) < 2 or not pair <= set(roles.places.values()) | {roles.owner}:
             return []
         if self.faults.link_broke(pair) > 1:
-            return self.lose([self.faults.blamed(pair, roles, roles.guards)], "link", event.reason)
+            return self.lose([self.faults.blamed(pair, roles, roles.standbys)], "link", event.reason)
         fault = ReportFault("link", event.other, roles.stages_of(event.other), event.reason, {})
         return [fault, *self.rounds.begin(event.reason)]
 
     def on_stage_failed(self, event: StageFailed) -> list[ServingCommand]:
         """A running stage that fails gets another round first, and another peer if it fails again before a pass came
-        back. If the job was never ready, a third failure ends it, because the peer is not the cause. For a guarded or
-        prepared stage another standby is chosen."""
+        back. If the job was never ready, a third failure ends it, because the peer is not the cause. For a with a
+        standby or prepared stage another standby is chosen."""
         if self.job.roles.places.get(event.stage) != event.peer:
             return self._fail_standby(event)
         return self._fail_stage(event.stage, event.reason, fatal=event.fatal)
@@ -141,12 +143,12 @@ class Takeovers:
     def _fail_standby(self, event: StageFailed) -> list[ServingCommand]:
         job, peer = self.job, event.peer
         if not job.roles.stages_of(peer):
-            return self.lose([peer], "guard", event.reason)
+            return self.lose([peer], "standby", event.reason)
         if job.pending is not None and job.pending.places.get(event.stage) == peer:
             job.pending = None
-        guards = {stage: one for stage, one in job.roles.guards.items() if (stage, one) != (event.stage, peer)}
-        job.roles = replace(job.roles, guards=guards)
-        return [ReportFault("guard", peer, (), event.reason, {})]
+        standbys = {stage: one for stage, one in job.roles.standbys.items() if (stage, one) != (event.stage, peer)}
+        job.roles = replace(job.roles, standbys=standbys)
+        return [ReportFault("standby", peer, (), event.reason, {})]
 
     def on_pass_failed(self, event: PassFailed) -> list[ServingCommand]:
         """Let each session of the failed pass try once more in a pass of its own."""
@@ -173,11 +175,11 @@ class Takeovers:
         outcome = ReportCheck(event.check, found.outcome, found.reason)
         if found.again is not None:
             return [outcome, BeginCheck(found.again, text, job.fence)]
-        return [outcome, *(self._expel(found) if found.liar else [])]
+        return [outcome, *(self._expel(found) if found.faulty_peer else [])]
 
     def _expel(self, found: CheckVerdict) -> list[ServingCommand]:
         """Expel a peer for good. Everything under way may depend on its results, so all of it is read again from
         tokens."""
-        if self.job.roles.stages_of(found.liar):
+        if self.job.roles.stages_of(found.faulty_peer):
             self.job.batcher.compute_again()
-        return [Distrust(found.liar, found.reason), *self.lose([found.liar], "liar", found.reason)]
+        return [Distrust(found.faulty_peer, found.reason), *self.lose([found.faulty_peer], "faulty", found.reason)]

@@ -20,11 +20,12 @@ from fusionai.wire.messages import CommitRecord, Fence
 @dataclass(frozen=True, slots=True)
 class SendAttach:
     """Begin a round: enlist every member of `roles`, attach every stage. Drop everything in progress under the old
-    fence: a checkpoint being collected, an evaluation, a probe, states being sent. `guards`: those still connected."""
+    fence: a checkpoint being collected, an evaluation, a probe, states being sent. `standbys`: those still
+    connected."""
 
     fence: Fence
     roles: Roles
-    guards: Mapping[int, str]
+    standbys: Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class SendResume:
     records: tuple[CommitRecord, ...] = ()
     replaying: frozenset[int] = frozenset()
     snapshot: bool = False
-    line: int = 0
+    watermark: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class SendCommit:
     (`WriteCheckpoint` collects it)."""
 
     record: CommitRecord
-    line: int
+    watermark: int
     save: bool
 
 
@@ -142,7 +143,7 @@ class AskPlan:
 
 @dataclass(frozen=True, slots=True)
 class StartCheck:
-    """Have a stretch run again; answer `StageChecked`, also if there is no result."""
+    """Have an audit interval run again; answer `StageChecked`, also if there is no result."""
 
     check: Check
 
@@ -166,7 +167,7 @@ class Rewind:
 class ReportFault:
     """Report a fault to the user. `stages` wait because of it."""
 
-    kind: Literal["peer", "guard", "link", "stage", "liar"]
+    kind: Literal["peer", "standby", "link", "stage", "faulty"]
     peer: str
     stages: tuple[int, ...]
     step: int

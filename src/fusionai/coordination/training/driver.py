@@ -55,8 +55,8 @@ class DriverMachine(DriverState):
 
     def start(self) -> list[DriverCommand]:
         self.step = self.official
-        self.retention.line = self.checkpoint
-        self.retention.standbys = dict(self.roles.guards)
+        self.retention.watermark = self.checkpoint
+        self.retention.standbys = dict(self.roles.standbys)
         self.evaluate_if_due()
         return self.rounds.begin()
 

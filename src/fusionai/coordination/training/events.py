@@ -42,7 +42,7 @@ class StageReady:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotStored:
-    """A guard has received this snapshot completely."""
+    """A standby has received this snapshot completely."""
 
     stage: int
     step: int
@@ -138,7 +138,7 @@ class EvidenceLost:
 
 @dataclass(frozen=True, slots=True)
 class StageChecked:
-    """Result of running a stretch again."""
+    """Result of running an audit interval again."""
 
     check: Check
     opinion: Opinion

@@ -43,7 +43,7 @@ class PlanChanges:
         stages = job.roles.stages_of(peer)
         job.retention.strike(peer)
         if not stages:
-            return [ReportFault("guard", peer, (), job.step, reason), *self.without_standby(peer, reason)]
+            return [ReportFault("standby", peer, (), job.step, reason), *self.without_standby(peer, reason)]
         if peer == job.roles.owner:
             return job.fail(f"stage {stages[0]} of the job's own machine failed: {reason}")
         fault = ReportFault(kind, peer, stages, job.step, reason)
@@ -66,7 +66,7 @@ class PlanChanges:
         """Handle a lost standby without a new round (rule 20), unless a stage needs its snapshot now."""
         job, restoration = self.job, self.job.round.restoration
         job.round.snapshots.pop(peer, None)
-        job.move_line()
+        job.move_watermark()
         match job.phase:
             case DriverPhase.ATTACHING:
                 job.restore_if_all_answered()
@@ -87,7 +87,7 @@ class PlanChanges:
         if len(pair) < 2 or not pair <= job.members | {job.roles.owner}:
             return []
         if self.faults.link_broke(pair) > 1:
-            return self._lose(self.faults.blamed(pair, job.roles, job.guards), "link", event.reason)
+            return self._lose(self.faults.blamed(pair, job.roles, job.standbys), "link", event.reason)
         stages = job.roles.stages_of(event.other)
         return [ReportFault("link", event.other, stages, job.step, event.reason), *self.rounds.begin()]
 
@@ -127,16 +127,16 @@ class PlanChanges:
         snapshot. The stage's former peer keeps its state until it has a snapshot in turn (rule 22)."""
         job = self.job
         moved = [stage for stage, peer in job.roles.places.items() if roles.places.get(stage) != peer]
-        if job.roles.partition != roles.partition or len(moved) != 1 or moved[0] not in job.sheltered:
+        if job.roles.partition != roles.partition or len(moved) != 1 or moved[0] not in job.warm_stages:
             return False
         stage = moved[0]
-        before = (job.roles.places[stage], job.guards[stage])
-        return before == (roles.guards.get(stage), roles.places[stage])
+        before = (job.roles.places[stage], job.standbys[stage])
+        return before == (roles.standbys.get(stage), roles.places[stage])
 
     def _adopt(self, roles: Roles) -> list[DriverCommand]:
         job = self.job
         job.pending = None
         job.roles = roles
         job.lost.clear()
-        job.retention.standbys = dict(roles.guards)
+        job.retention.standbys = dict(roles.standbys)
         return self.rounds.begin()

@@ -137,15 +137,15 @@ def _from_checkpoint(roles: Roles, stage: int, checkpoint: int | None) -> Source
 def _holders(
     roles: Roles, snapshots: Mapping[str, Set[tuple[int, int]]], sources: Mapping[int, Source], base: int
 ) -> dict[int, str]:
-    """Who has to pass a snapshot on: the guard if it can, otherwise any holder."""
+    """Who has to pass a snapshot on: the standby if it can, otherwise any holder."""
     holders: dict[int, str] = {}
     for stage, source in sources.items():
         wanted = (stage, base)
         if source != "snapshot" or wanted in snapshots.get(roles.places[stage], frozenset()):
             continue
-        guard = roles.guards.get(stage, "")
-        if wanted in snapshots.get(guard, frozenset()):
-            holders[stage] = guard
+        standby = roles.standbys.get(stage, "")
+        if wanted in snapshots.get(standby, frozenset()):
+            holders[stage] = standby
         else:
             holders[stage] = min(peer for peer, held in snapshots.items() if wanted in held)
     return holders

@@ -56,7 +56,7 @@ class TrainingRounds:
         job.saves.asked, job.saves.saving = False, None
         if job.inspector is not None:
             job.inspector.drop()
-        return [SendAttach(job.fence, job.roles, dict(job.guards))]
+        return [SendAttach(job.fence, job.roles, dict(job.standbys))]
 
     def on_enlisted(self, event: MemberEnlisted) -> list[DriverCommand]:
         self.job.round.snapshots[event.peer] = event.snapshots
@@ -92,18 +92,18 @@ class TrainingRounds:
         job.verifying.voided = False
         job.retention.acked = {
             stage: max(held)
-            for stage, standby in job.guards.items()
+            for stage, standby in job.standbys.items()
             if (held := [step for at, step in job.round.snapshots[standby] if at == stage and step <= job.step])
         }
-        job.move_line()
+        job.move_watermark()
         job.phase = DriverPhase.LOADING
         return [report, *rewound, *self._load(restoration)]
 
     def _roll_back(self, base: int) -> None:
-        """Restart all stages from the checkpoint. The line falls to it as well; afterwards only snapshots held by
-        standbys raise the line (rule 10)."""
+        """Restart all stages from the checkpoint. The watermark falls to it as well; afterwards only snapshots held by
+        standbys raise the watermark (rule 10)."""
         job = self.job
-        job.step, job.retention.line = base, min(job.line, base)
+        job.step, job.retention.watermark = base, min(job.watermark, base)
         job.votes.history.clear()
         if job.saves.evaluating is not None and job.saves.evaluating > base:
             job.saves.evaluating = None
@@ -162,7 +162,7 @@ class TrainingRounds:
                 records=last,
                 replaying=replaying,
                 snapshot=job.wants_snapshot(stage),
-                line=job.line,
+                watermark=job.watermark,
             )
             for stage in job.roles.stages
             if stage not in replaying

@@ -1,6 +1,6 @@
-"""Spot checks of a training driver's machine: which stretch is checked when, and what follows from a verdict.
+"""Spot checks of a training driver's machine: which audit interval is checked when, and what follows from a verdict.
 
-What a faulty peer computed is taken back (rule 26 of the recovery protocol), and the line waits for checks (25).
+What a faulty peer computed is taken back (rule 26 of the recovery protocol), and the watermark waits for checks (25).
 
 Neighbours: `round.verification` decides what is checked and who is faulty; `plan_changes` replaces an expelled peer.
 """
@@ -30,25 +30,25 @@ class SpotChecks:
         """A standby has a newer snapshot of its stage. Tensors from before the oldest of these snapshots can be
         dropped."""
         job, acked = self.job, self.job.retention.acked
-        if job.guards.get(event.stage) != event.peer or event.step > job.step:
+        if job.standbys.get(event.stage) != event.peer or event.step > job.step:
             return []
         acked[event.stage] = max(event.step, acked.get(event.stage, -1))
         self.faults.forgive_links(frozenset((event.peer, job.roles.places[event.stage])))
         checks = self._check_finished_stretch()
-        job.move_line()
+        job.move_watermark()
         return [*checks, *(self.feeding.feed() if job.phase is DriverPhase.RUNNING else [])]
 
     def _check_finished_stretch(self) -> list[DriverCommand]:
-        """Decide whether a finished stretch is checked. This happens only after all standbys have the state at its end,
-        when no peer can change its results any more (25). One stretch at a time."""
-        job, standbys = self.job, self.job.guards
+        """Decide whether a finished audit interval is checked. This happens only after all standbys have the state at
+        its end, when no peer can change its results any more (25). One audit interval at a time."""
+        job, standbys = self.job, self.job.standbys
         calm = job.phase in (DriverPhase.RUNNING, DriverPhase.SAVING)
         if job.inspector is None or job.inspector.open or not standbys or not calm:
             return []
         below = min(job.retention.acked.get(stage, -1) for stage in standbys)
-        if below <= job.line or job.line < job.verifying.checkable:
+        if below <= job.watermark or job.watermark < job.verifying.checkable:
             return []
-        return [StartCheck(check) for check in job.inspector.due(job.roles.places, standbys, job.line, below)]
+        return [StartCheck(check) for check in job.inspector.due(job.roles.places, standbys, job.watermark, below)]
 
     def open_check(self, stage: int) -> Check | None:
         return None if self.job.inspector is None else self.job.inspector.open.get(stage)
@@ -56,7 +56,7 @@ class SpotChecks:
     def check_of(self, verifier: str, stage: int, first: int, below: int) -> Check | None:
         """Return the open check that this verifier was asked for, None if it was not asked to run these steps."""
         check = self.open_check(stage)
-        asked = check is not None and (check.referee, check.first, check.below) == (verifier, first, below)
+        asked = check is not None and (check.verifier, check.first, check.below) == (verifier, first, below)
         return check if asked else None
 
     def on_verifier_ready(self, event: VerifierReady) -> list[DriverCommand]:
@@ -79,12 +79,12 @@ class SpotChecks:
         report = ReportCheck(event.check, found.outcome, found.reason)
         if found.again is not None:
             return [report, StartCheck(found.again)]
-        if found.liar:
+        if found.faulty_peer:
             job.verifying.sentence = found
             return [report, *self.expel_if_free()]
         checks: list[DriverCommand] = []
         if not inspector.open:
-            job.move_line()
+            job.move_watermark()
             checks = self._check_finished_stretch()
         return [report, *checks, *self.feeding.proceed()]
 
@@ -95,11 +95,11 @@ class SpotChecks:
         if found is None or job.votes.journalling is not None or job.phase is DriverPhase.ENDED:
             return []
         job.verifying.sentence = None
-        peer, stages = found.liar, job.roles.stages_of(found.liar)
-        standby = peer in job.guards.values()
+        peer, stages = found.faulty_peer, job.roles.stages_of(found.faulty_peer)
+        standby = peer in job.standbys.values()
         expelled: list[DriverCommand] = [
             Distrust(peer, found.reason),
-            ReportFault("liar", peer, stages, job.step, found.reason),
+            ReportFault("faulty", peer, stages, job.step, found.reason),
         ]
         job.retention.strike(peer)
         if standby and not stages:

@@ -276,7 +276,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
         if to and event.base < retained.whole_from:
             return self._refuse(f"retains steps from {retained.whole_from}, not from {event.base}")
         commands: list[StageCommand] = [SendRetained(to, event.base, event.committed)] if to else []
-        commands += retained.raise_watermark(min(event.line, event.base) if to else event.line)
+        commands += retained.raise_watermark(min(event.watermark, event.base) if to else event.watermark)
         if self.applied == event.committed:
             self.prepared = self.applied - 1
             self.sums.totals.clear()  # of the sums that were prepared and are dropped
@@ -356,7 +356,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
         self._commit = event.record
         if event.save:
             self._exports.append(event.record.step + 1)
-        return self.retained.raise_watermark(event.line)
+        return self.retained.raise_watermark(event.watermark)
 
     def on_export_asked(self, event: ExportAsked) -> list[StageCommand]:
         coming = self.applied + (self._commit is not None)

@@ -61,7 +61,7 @@ class Resumed:
     records: tuple[CommitRecord, ...] = ()
     replaying: frozenset[int] = frozenset()
     snapshot: bool = False
-    line: int = 0
+    watermark: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Committed:
     """`save`: stream the resulting state before going on."""
 
     record: CommitRecord
-    line: int
+    watermark: int
     save: bool = False
 
 
@@ -190,9 +190,9 @@ class DropSums:
 
 @dataclass(frozen=True, slots=True)
 class DropRetained:
-    """Drop retained boundary tensors of steps below `line`."""
+    """Drop retained boundary tensors of steps below `watermark`."""
 
-    line: int
+    watermark: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,9 +137,9 @@ class Verifying:
 
 @dataclass(slots=True)
 class Retention:
-    """Connected standbys, their newest snapshots, and the line that follows from these."""
+    """Connected standbys, their newest snapshots, and the watermark that follows from these."""
 
-    line: int = 0
+    watermark: int = 0
     """Stages retain what they sent from this step on."""
     standbys: dict[int, str] = field(default_factory=dict[int, str])
     """Stage -> its standby, for standbys of the plan that are still connected."""
@@ -150,7 +150,7 @@ class Retention:
         self.standbys = {stage: standby for stage, standby in self.standbys.items() if standby != peer}
 
     def take_back(self, step: int) -> None:
-        self.line = min(self.line, step)
+        self.watermark = min(self.watermark, step)
         self.acked = {stage: min(of, step) for stage, of in self.acked.items()}
 
 
@@ -197,11 +197,11 @@ class DriverState(StatefulMachine[DriverPhase, DriverCommand]):
         return Fence(self.roles.version, self.incarnation, self.attempt)
 
     @property
-    def line(self) -> int:
-        return self.retention.line
+    def watermark(self) -> int:
+        return self.retention.watermark
 
     @property
-    def guards(self) -> Mapping[int, str]:
+    def standbys(self) -> Mapping[int, str]:
         """Stage -> its standby, for standbys that are still connected."""
         return self.retention.standbys
 
@@ -216,7 +216,7 @@ class DriverState(StatefulMachine[DriverPhase, DriverCommand]):
         return max(self.saved, 0)
 
     @property
-    def sheltered(self) -> frozenset[int]:
+    def warm_stages(self) -> frozenset[int]:
         """Return the stages whose standby could take over now. Its snapshot must be newer than the checkpoint, because
         a single stage that starts from the checkpoint's step would force all others back."""
         kept = self.retention
@@ -231,17 +231,17 @@ class DriverState(StatefulMachine[DriverPhase, DriverCommand]):
     def wants_snapshot(self, stage: int) -> bool:
         return stage in self.retention.standbys and self.retention.acked.get(stage, -1) < self.step
 
-    def move_line(self) -> None:
-        """Raise the line (rule 10) and drop records below the line and the newest checkpoint. A check needs retained
-        tensors just as a replay does (25)."""
+    def move_watermark(self) -> None:
+        """Raise the watermark (rule 10) and drop records below the watermark and the newest checkpoint. A check needs
+        retained tensors just as a replay does (25)."""
         kept = self.retention
-        newest = [kept.acked.get(stage, kept.line) for stage in kept.standbys]
+        newest = [kept.acked.get(stage, kept.watermark) for stage in kept.standbys]
         hold = None if self.inspector is None else self.inspector.hold
         until = min(newest, default=self.step)
-        kept.line = max(kept.line, until if hold is None else min(until, hold))
-        below = min(kept.line, self.checkpoint)
+        kept.watermark = max(kept.watermark, until if hold is None else min(until, hold))
+        below = min(kept.watermark, self.checkpoint)
         self.records = {step: record for step, record in self.records.items() if step >= below - 1}
-        self.votes.history = {step: norms for step, norms in self.votes.history.items() if step >= kept.line}
+        self.votes.history = {step: norms for step, norms in self.votes.history.items() if step >= kept.watermark}
 
     def take_back(self, step: int) -> list[DriverCommand]:
         """Take back the steps from `step` on and all states that include them."""

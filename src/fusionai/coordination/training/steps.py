@@ -1,8 +1,8 @@
 """Steps of a training driver's machine: feeding microbatches, votes, commits, checkpoints and evaluations.
 
 Rules of the recovery protocol: journal, then send the commit (2); commit only when every stage is prepared (3); nothing
-is fed beyond the line plus twice the snapshot interval (12); replayed steps use the journalled record and are checked
-against it (21).
+is fed beyond the watermark plus twice the snapshot interval (12); replayed steps use the journalled record and are
+checked against it (21).
 
 Neighbours: `rounds` says from which step on to feed; `state` knows which checkpoints and evaluations are due.
 """
@@ -106,7 +106,7 @@ class Feeding:
         known = job.step * shape.microbatches + sum(len(losses) for losses in job.votes.losses.values())
         last = job.step if job.stop is not None else min(job.step + 1, shape.steps - 1)
         if job.retention.standbys:
-            last = min(last, job.line + 2 * job.roles.snapshot_every - 1)
+            last = min(last, job.watermark + 2 * job.roles.snapshot_every - 1)
         if shape.is_choosing:  # the evaluated state may have to be saved first
             every = shape.evaluate_every
             last = min(last, job.step - job.step % every + every - 1)
@@ -252,7 +252,7 @@ class Commits:
         job.step = record.step + 1
         self.faults.forgive_links(frozenset(job.roles.places.values()) | {job.roles.owner})
         self.faults.stages.clear()
-        job.move_line()
+        job.move_watermark()
         return committed
 
     def _commit(self, record: CommitRecord, *, replayed: bool) -> list[DriverCommand]:
@@ -260,7 +260,7 @@ class Commits:
         committed = self._make_official(record, replayed=replayed)
         last = job.is_last
         save = job.is_save_owed(last)
-        commands: list[DriverCommand] = [SendCommit(record, line=job.line, save=save), committed]
+        commands: list[DriverCommand] = [SendCommit(record, watermark=job.watermark, save=save), committed]
         if save:
             job.saves.saving = job.step
             commands.append(WriteCheckpoint(job.step, ask=False))

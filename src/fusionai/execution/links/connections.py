@@ -29,7 +29,7 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, ChannelStats, Envelope, Remote
 from fusionai.wire import messages as wire
-from fusionai.wire.messages import Message, Stream, Way
+from fusionai.wire.messages import Message, RouteKind, Stream
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class _MemberConnection:
 
 
 class Connections:
-    """Connections to all members of a job. `open` connects to members as plans need them, `tell` sends to one,
+    """Connections to all members of a job. `open` connects to members as plans need them, `send_to` sends to one,
     `dismiss` detaches members that are left out, `close` detaches all."""
 
     def __init__(
@@ -210,7 +210,7 @@ class Connections:
 
     # --------------------------------------------------------------------------------------------------- the ends
 
-    def tell(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
+    def send_to(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
         """Send on the control connection. Dropped if the member has none: its loss was reported already."""
         connection = self._connections.get(peer)
         if connection is not None:
@@ -292,7 +292,7 @@ class LocalChannel:
     def __init__(self, peer: PeerId, stream: Stream) -> None:
         self.remote = Remote(peer, "member")
         self.stream: Stream = stream
-        self.way: Way = "lan"
+        self.route: RouteKind = "lan"
         self.stats = ChannelStats()
         self._inbox: asyncio.Queue[Envelope | None] = asyncio.Queue()
         self._other: LocalChannel | None = None

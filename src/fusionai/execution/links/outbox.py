@@ -110,14 +110,14 @@ class KeepaliveConnection:
         self.channel = channel
         self.posted = False
         """Whether anything but pings and pongs was sent since the flag was last cleared."""
-        self._told = False
+        self._loss_reported = False
         self._on_lost = on_lost
         self._outbox = Outbox(channel, self.lost)
         self._arrived_bytes = -1
 
     @property
     def usable(self) -> bool:
-        return not self._told and not self._outbox.lost and not self.channel.closed
+        return not self._loss_reported and not self._outbox.lost and not self.channel.closed
 
     def post(self, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
         self.posted = True
@@ -145,13 +145,13 @@ class KeepaliveConnection:
 
     def lost(self, reason: str) -> None:
         """End the connection and report the reason, unless it has ended already."""
-        if not self._told:
+        if not self._loss_reported:
             self.drop()
             if self._on_lost is not None:
                 self._on_lost(self, reason)
 
     def drop(self) -> None:
         """End the connection without a report and discard what is queued."""
-        self._told = True
+        self._loss_reported = True
         self._outbox.abandon()
         self.channel.abort()

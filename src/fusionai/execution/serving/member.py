@@ -39,8 +39,8 @@ from fusionai.wire.messages import Fence
 log = logging.getLogger(__name__)
 
 ResultSink = Callable[[wire.PassResult, Mapping[str, HostTensor]], None]
-Testimony = wire.TextSketches | wire.ShownRows | wire.ReadText
-TestimonySink = Callable[[PeerId, Testimony, Mapping[str, HostTensor]], None]
+Evidence = wire.TextSketches | wire.ShownRows | wire.ReadText
+EvidenceSink = Callable[[PeerId, Evidence, Mapping[str, HostTensor]], None]
 
 LOADING_S: Final = 0.5
 """Seconds between two progress reports while weights load (chosen)."""
@@ -50,7 +50,7 @@ WORKING_BEATS: Final = 4
 
 class ServingMember(RoundMember):
     """Takes part in one serving job. `owner` is the driver's peer id, `opened` the fence with which it opened the job.
-    `on_result`, `on_testimony` and `on_link_lost` are set only in the driver's process, where results of passes, data
+    `on_result`, `on_evidence` and `on_link_lost` are set only in the driver's process, where results of passes, data
     for checks and reports of lost links end; other members send theirs over the network."""
 
     def __init__(
@@ -62,21 +62,21 @@ class ServingMember(RoundMember):
         weights: StageWeights,
         *,
         on_result: ResultSink | None = None,
-        on_testimony: TestimonySink | None = None,
+        on_evidence: EvidenceSink | None = None,
         on_link_lost: LinkLostSink | None = None,
     ) -> None:
         super().__init__("serve", host, job, owner, opened, on_link_lost)
         self._weights = weights
         self._on_result = on_result
-        self._on_testimony = on_testimony
+        self._on_evidence = on_evidence
         self._stages: dict[int, ServingStage] = {}
-        self._referees: dict[int, TextVerifier] = {}
-        """Number of the check -> its referee."""
+        self._verifiers: dict[int, TextVerifier] = {}
+        """Number of the check -> its verifier."""
         self._loading = asyncio.Lock()
         self._loads: dict[int, wire.Loading] = {}
         """Progress of the stages that are being loaded, reported repeatedly while that takes."""
         self._visitors: set[PeerId] = set()
-        """Linked peers without a stage, which are guards."""
+        """Linked peers without a stage, which are standbys."""
         self._guests: dict[Channel, PeerId] = {}
         """Members that fetch weights here, by connection."""
 
@@ -98,7 +98,7 @@ class ServingMember(RoundMember):
             case wire.Rebuild() as order:
                 self._deliver(order, {})
             case wire.RequestSketches() | wire.ShowRows() | wire.ReadAgain() as order:
-                self._testify(order)
+                self._answer_evidence(order)
             case _:
                 return False
         return True
@@ -118,7 +118,7 @@ class ServingMember(RoundMember):
             del self._guests[channel]
 
     async def serve_link(self, peer: PeerId, channel: Channel) -> None:
-        """Serve a tensor connection dialled by a neighbour, or by a guard that may become one."""
+        """Serve a tensor connection dialled by a neighbour, or by a standby that may become one."""
         if peer not in self._placement.peers:
             self._visitors.add(peer)
         await super().serve_link(peer, channel)
@@ -142,7 +142,7 @@ class ServingMember(RoundMember):
             ):
                 pass
             case wire.ReadText():
-                sender = None  # from a guard; the driver knows which one it asked
+                sender = None  # from a standby; the driver knows which one it asked
             case _:
                 raise self._only_the_driver(peer, message)
         if not self._is_of_round(peer, message, sender):
@@ -157,9 +157,9 @@ class ServingMember(RoundMember):
                     raise ExecutionError(f"a result of {self.job} arrived at a member without a driver.")
                 self._on_result(message, envelope.tensors)
             case wire.TextSketches() | wire.ReadText():
-                if self._on_testimony is None:
+                if self._on_evidence is None:
                     raise ExecutionError(f"data for a check of {self.job} arrived at a member without a driver.")
-                self._on_testimony(peer, message, envelope.tensors)
+                self._on_evidence(peer, message, envelope.tensors)
 
     def _deliver(self, message: wire.Pass | wire.Rebuild, tensors: Mapping[str, HostTensor]) -> None:
         """Pass a message to the stage it addresses if the fence is exactly that of the round."""
@@ -187,13 +187,14 @@ class ServingMember(RoundMember):
     # --------------------------------------------------------------------------------------- enlisting and loading
 
     def enlist(self, enlist: wire.Enlist) -> wire.Enlisted | wire.Refused:
-        """A round begins: adopt its fence and places; stages that are neither run nor guarded here are forgotten."""
+        """A round begins: adopt its fence and places; stages that are neither run nor stood by for here are
+        forgotten."""
         if (refused := self._adopt(enlist)) is not None:
             return refused
-        for referee in self._referees.values():
-            self._start(referee.end())
-        self._referees.clear()
-        self._keep_only(self._own | self._placement.guards)
+        for verifier in self._verifiers.values():
+            self._start(verifier.end())
+        self._verifiers.clear()
+        self._keep_only(self._own | self._placement.standbys)
         self._see_off()
         # The others drop their ends too, which is not a loss to report.
         linked = self._placement.peers if self._exchanges else {PeerId(one.peer) for one in self._linked()}
@@ -204,16 +205,16 @@ class ServingMember(RoundMember):
 
     @property
     def _exchanges(self) -> bool:
-        """Whether this machine takes part in passes; a guard does not."""
+        """Whether this machine takes part in passes; a standby does not."""
         return bool(self._own) or self.owner == self._host.peer
 
     def _linked(self) -> list[wire.Neighbour]:
         """Return the peers this machine exchanges tensors with: those of the stages before and after its own, for the
-        driver all. A guard that runs nothing opens these links before it takes over."""
+        driver all. A standby that runs nothing opens these links before it takes over."""
         neighbours = self._placement.neighbours
         if self.owner == self._host.peer:
             return list(neighbours.values())
-        near = {stage + step for stage in self._own or self._placement.guards for step in (-1, 1)}
+        near = {stage + step for stage in self._own or self._placement.standbys for step in (-1, 1)}
         return [neighbours[stage] for stage in sorted(near & neighbours.keys())]
 
     def _dials(self, other: PeerId) -> bool:
@@ -221,8 +222,8 @@ class ServingMember(RoundMember):
         unreachable, is the exception: it dials the standbys."""
         return super()._dials(other) if self._exchanges else other != self.owner
 
-    def dial_guard(self, peer: PeerId, addresses: Sequence[str], fence: Fence, ticket: bytes) -> None:
-        """Open the link to a guard from the driver's machine, for the tensors they exchange once the guard takes
+    def dial_standby(self, peer: PeerId, addresses: Sequence[str], fence: Fence, ticket: bytes) -> None:
+        """Open the link to a standby from the driver's machine, for the tensors they exchange once the standby takes
         over."""
         self._visitors.add(peer)
         self._links.dial(peer, addresses, wire.OpenJob(job=self.job, fence=fence, ticket=ticket, task=self.task))
@@ -241,8 +242,8 @@ class ServingMember(RoundMember):
                             stage, fetched_bytes = await self._made(load, tensors)
                         finally:
                             self._loads.pop(load.stage, None)
-                    if load.stage not in self._own | self._placement.guards:
-                        self._keep_only(self._own | self._placement.guards)
+                    if load.stage not in self._own | self._placement.standbys:
+                        self._keep_only(self._own | self._placement.standbys)
                 if self._is_of_here(load):
                     await self._answer(load, stage, fetched_bytes)
         except GraphError as error:
@@ -265,7 +266,7 @@ class ServingMember(RoundMember):
         placement = self._placement
         if not self._is_present(load, partial(self.failed, load.stage, load.fence)):
             return False
-        here = load.stage in placement.guards if load.standby else placement.places.get(load.stage) == placement.me
+        here = load.stage in placement.standbys if load.standby else placement.places.get(load.stage) == placement.me
         if not here:
             raise ExecutionError(f"the round does not place stage {load.stage} on this peer.")
         return True
@@ -288,15 +289,15 @@ class ServingMember(RoundMember):
         # Compilation is done and no large tensor is allocated yet.
         return_freed_memory()
         return_code_pages()
-        told_s = float("-inf")
+        reported_s = float("-inf")
 
         def progress(done_bytes: int, total_bytes: int) -> None:
-            nonlocal told_s
+            nonlocal reported_s
             now_s = self._host.clock.now_s()
             far = wire.Loading(fence=load.fence, stage=load.stage, done_bytes=done_bytes, total_bytes=total_bytes)
             self._loads[load.stage] = far
-            if now_s - told_s >= LOADING_S or done_bytes == total_bytes:
-                told_s = now_s
+            if now_s - reported_s >= LOADING_S or done_bytes == total_bytes:
+                reported_s = now_s
                 self.to_driver(far)
 
         def refused(source: PeerId, key: str) -> None:
@@ -318,7 +319,7 @@ class ServingMember(RoundMember):
     async def _answer(self, load: wire.Load, stage: ServingStage, fetched_bytes: Mapping[PeerId, int]) -> None:
         cached: tuple[tuple[int, int], ...] = ()
         if not load.standby:
-            stage.mark(load.marks, gives=self.owner != self._host.peer)
+            stage.mark(load.sketches, gives=self.owner != self._host.peer)
             cached, linked = await asyncio.gather(stage.begin(fresh=load.fresh), self._are_linked(load.fence))
             if not linked:
                 return
@@ -364,12 +365,14 @@ class ServingMember(RoundMember):
             self.to_driver(far)
         now_s = time.monotonic()
         for number, stage in self._stages.items():
-            if number in self._own and (told := stage.working(now_s)) is not None:
-                self.to_driver(wire.Working(fence=self._placement.fence, stage=number, number=told[0], busy_s=told[1]))
+            if number in self._own and (found := stage.working(now_s)) is not None:
+                self.to_driver(
+                    wire.Working(fence=self._placement.fence, stage=number, number=found[0], busy_s=found[1])
+                )
 
     # ------------------------------------------------------------------------------------------------- spot checks
 
-    def _testify(self, order: wire.RequestSketches | wire.ShowRows | wire.ReadAgain) -> None:
+    def _answer_evidence(self, order: wire.RequestSketches | wire.ShowRows | wire.ReadAgain) -> None:
         """Send what a check asks for. A failure here fails only the check."""
         try:
             stage = self._stages.get(order.stage)
@@ -377,17 +380,17 @@ class ServingMember(RoundMember):
                 raise ExecutionError(f"stage {order.stage} does not run here in this round.")
             match order:
                 case wire.RequestSketches(fence=fence, number=number):
-                    told = stage.told(order)
-                    answer = wire.TextSketches(fence=fence, stage=order.stage, number=number, tensors=headers(told))
-                    self.testimony(self.owner, answer, told)
+                    found = stage.sketches_of(order)
+                    answer = wire.TextSketches(fence=fence, stage=order.stage, number=number, tensors=headers(found))
+                    self.send_evidence(self.owner, answer, found)
                 case wire.ShowRows(reply=reply, number=number):
                     for start, rows in stage.shown(order):
                         shown = wire.ShownRows(
                             fence=reply, stage=order.stage, number=number, start=start, tensors=headers(rows)
                         )
-                        self.testimony(PeerId(order.peer), shown, rows)
+                        self.send_evidence(PeerId(order.peer), shown, rows)
                 case wire.ReadAgain(fence=fence, number=number):
-                    self._referees[number] = stage.referee(order)
+                    self._verifiers[number] = stage.verifier(order)
                     self.to_driver(wire.Reading(fence=fence, stage=order.stage, number=number))
         except TransportError as error:
             # No refusal is sent: the driver learns of the lost link, and its check times out.
@@ -395,43 +398,43 @@ class ServingMember(RoundMember):
         except FusionError as error:
             self._not_checked(order, str(error))
 
-    def testimony(self, peer: PeerId, message: Testimony, tensors: Mapping[str, HostTensor]) -> None:
-        """Send to the driver, or to a referee. Raises `TransportError`."""
+    def send_evidence(self, peer: PeerId, message: Evidence, tensors: Mapping[str, HostTensor]) -> None:
+        """Send to the driver, or to a verifier. Raises `TransportError`."""
         if peer != self._host.peer:
             self._links.post(peer, message, tuple(tensors.values()))
-        elif self._on_testimony is not None:
-            asyncio.get_running_loop().call_soon(self._on_testimony, peer, message, tensors)
+        elif self._on_evidence is not None:
+            asyncio.get_running_loop().call_soon(self._on_evidence, peer, message, tensors)
 
     def _read_on(self, peer: PeerId, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]) -> None:
         """Take rows of a text that is being rechecked, here or by the driver's own machine."""
-        if self._on_testimony is not None:
-            self._on_testimony(peer, rows, tensors)
-        elif (referee := self._referees.get(rows.number)) is not None:
-            self._start(self._compute_again(referee, rows, tensors))
+        if self._on_evidence is not None:
+            self._on_evidence(peer, rows, tensors)
+        elif (verifier := self._verifiers.get(rows.number)) is not None:
+            self._start(self._compute_again(verifier, rows, tensors))
         else:
             self.stale_dropped += 1
 
     async def _compute_again(
-        self, referee: TextVerifier, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]
+        self, verifier: TextVerifier, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]
     ) -> None:
-        order = referee.order
+        order = verifier.order
         try:
-            told = await referee.compute(rows, tensors)
-            if told is not None:
-                self._referees.pop(order.number, None)
+            found = await verifier.compute(rows, tensors)
+            if found is not None:
+                self._verifiers.pop(order.number, None)
                 answer = wire.ReadText(
                     fence=order.reply,
                     stage=order.stage,
                     number=order.number,
-                    moved=told.moved,
-                    tensors=headers(told.marks),
+                    moved=found.moved,
+                    tensors=headers(found.sketches),
                 )
-                self.testimony(self.owner, answer, told.marks)
+                self.send_evidence(self.owner, answer, found.sketches)
         except Exception as error:  # whatever arrived: the check ends without a result, everything else goes on
             if not isinstance(error, FusionError):
                 log.exception("a text of %s could not be rechecked", self.job)
-            self._referees.pop(order.number, None)
-            await referee.end()
+            self._verifiers.pop(order.number, None)
+            await verifier.end()
             self._not_checked(order, str(error) or type(error).__name__)
 
     def _not_checked(self, order: wire.RequestSketches | wire.ShowRows | wire.ReadAgain, reason: str) -> None:

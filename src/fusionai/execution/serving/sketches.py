@@ -1,24 +1,23 @@
-"""Marks of the rows a serving stage received and sent, so that each text can be checked afterwards.
+"""Sketches of the rows a serving stage received and sent, so that each text can be checked afterwards.
 
-The mark of a row (one position of a text) consists of `SIZE` random projections: sums of its numbers under signs drawn
-from the text's key and the value's name, 64 bytes in float32. For a difference D of two rows X, the distance of their
-marks divided by the length of one is about |D| / |X|, within a factor of 2.5 in all but one of ten thousand cases. Each
-text has its own key, so revealing one reveals no other.
+The sketch of a row (one position of a text) consists of `SIZE` random projections: sums of its numbers under signs
+drawn from the text's key and the value's name, 64 bytes in float32. For a difference D of two rows X, the distance of
+their sketches divided by the length of one is about |D| / |X|, within a factor of 2.5 in all but one of ten thousand
+cases. Each text has its own key, so revealing one reveals no other.
 
-A row's mark has the same bits whatever rows are marked with it, on every machine: every sum adds a row's numbers one by
-one in ascending order, which a matrix product library does not. The product of a sign and a number is exact, so a fused
-multiply-add rounds the same as two operations.
+A row's sketch has the same bits whatever rows are sketched with it, on every machine: every sum adds a row's numbers
+one by one in ascending order, which a matrix product library does not. The product of a sign and a number is exact, so
+a fused multiply-add rounds the same as two operations.
 
-When tokens are computed one at a time, making marks would cost a good part of a pass. Rows therefore wait until there
-are `TOGETHER` of them, or until marks are asked for; then all rows of a text are marked in one call.
+When tokens are computed one at a time, making sketches would cost a good part of a pass. Rows therefore wait until
+there are `TOGETHER` of them, or until sketches are asked for; then all rows of a text are sketched in one call.
 
 Texts are kept in the order of their last addition; the oldest is dropped when there are too many positions. A position
 that is computed again replaces everything known from there on.
 
 Source: activation fingerprints of DiFR (arXiv 2511.20621). `execution.serving.stage` adds rows,
-`execution.serving.verifier` marks recomputed rows, `serving.checking` compares. `execution.sketches` makes the marks of
-training, which cover whole microbatches.
-"""
+`execution.serving.verifier` sketches recomputed rows, `serving.checking` compares. `execution.sketches` makes the
+sketches of training, which cover whole microbatches."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ TOGETHER: Final = 128
 
 
 def text_key(secret: bytes, session: int) -> bytes:
-    """Return the key for a stage's marks of this text."""
+    """Return the key for a stage's sketches of this text."""
     return step_key(secret, session)
 
 
@@ -58,13 +57,13 @@ class Projection:
     def __init__(self, specs: Sequence[RowSpec], key: bytes) -> None:
         self._signs = {spec.name: _signs_of(spec, key) for spec in specs}
 
-    def marks(self, tensors: Mapping[str, HostTensor]) -> Sketches:
-        """Return the marks of tensors [1, rows, ...], one per value."""
+    def sketches(self, tensors: Mapping[str, HostTensor]) -> Sketches:
+        """Return the sketches of tensors [1, rows, ...], one per value."""
         with np.errstate(invalid="ignore", over="ignore"):
             return self.of({name: _rows(tensors[name]) for name in self._signs})
 
     def of(self, rows: Mapping[str, Rows]) -> Sketches:
-        """Return the marks of these rows of all values. numpy warns of overflow unless the caller suppresses it."""
+        """Return the sketches of these rows of all values. numpy warns of overflow unless the caller suppresses it."""
         first, *others = (_signed_sums(rows[name], drawn) for name, drawn in self._signs.items())
         for part in others:
             first += part
@@ -109,13 +108,13 @@ class _Run:
         return _Run(self.start, _part(self.got, slice(kept)), _part(self.gave, slice(kept)), kept)
 
 
-def _part(marks: Sketches | None, which: slice) -> Sketches | None:
-    return None if marks is None else marks[which]
+def _part(sketches: Sketches | None, which: slice) -> Sketches | None:
+    return None if sketches is None else sketches[which]
 
 
 @dataclass(slots=True)
 class _Text:
-    """Marks of one text and the projections that make them."""
+    """Sketches of one text and the projections that make them."""
 
     got: Projection | None
     gave: Projection | None
@@ -124,8 +123,8 @@ class _Text:
 
 
 class SketchBook:
-    """Marks of one stage's texts. `received`, `sent`: the values to mark; empty if not marked. `capacity`: positions of
-    all texts together."""
+    """Sketches of one stage's texts. `received`, `sent`: the values to sketch; empty if not sketched. `capacity`:
+    positions of all texts together."""
 
     def __init__(self, secret: bytes, received: Sequence[RowSpec], sent: Sequence[RowSpec], capacity: int) -> None:
         self.secret = secret
@@ -175,15 +174,15 @@ class SketchBook:
         return text
 
     def _settle(self) -> None:
-        """Mark the rows that wait."""
+        """Sketch the rows that wait."""
         waiting, self._waiting, self._waiting_rows = self._waiting, [], 0
         came, went = _joined([passed.came for passed in waiting]), _joined([passed.went for passed in waiting])
         with np.errstate(invalid="ignore", over="ignore"):
             for session, part in _by_text(waiting).items():
                 text = self._of(session)
                 got, gave = (
-                    _marked(text.got, came, part.came, part.length),
-                    _marked(text.gave, went, part.went, part.length),
+                    _sketched(text.got, came, part.came, part.length),
+                    _sketched(text.gave, went, part.went, part.length),
                 )
                 for (start, first), end in zip(
                     part.runs, [*(one for _, one in part.runs[1:]), part.length], strict=True
@@ -209,8 +208,8 @@ class SketchBook:
             _, gone = self._texts.popitem(last=False)
             self._positions -= gone.positions
 
-    def told(self, session: int, start: int, length: int) -> tuple[Sketches, Sketches]:
-        """Return (received, sent) marks of these positions; NaN where nothing is known."""
+    def of_positions(self, session: int, start: int, length: int) -> tuple[Sketches, Sketches]:
+        """Return (received, sent) sketches of these positions; NaN where nothing is known."""
         got, gave = (np.full((length, SIZE), np.nan, np.float32) for _ in range(2))
         self._settle()
         text = self._texts.get(session)
@@ -246,7 +245,7 @@ class _Packed:
 
 @dataclass(frozen=True, slots=True)
 class _Passed:
-    """A pass whose rows are not marked yet."""
+    """A pass whose rows are not sketched yet."""
 
     segments: tuple[Segment, ...]
     wanted: tuple[int, ...]
@@ -316,8 +315,8 @@ def _joined(packs: Sequence[_Packed | None]) -> Mapping[str, Rows]:
     return {name: np.concatenate([one[name] for one in rows]) for name in rows[0]}
 
 
-def _marked(projection: Projection | None, rows: Mapping[str, Rows], found: _Found, length: int) -> Sketches | None:
-    """Return the marks of a text's positions, NaN where there is no row; None if there is nothing to mark."""
+def _sketched(projection: Projection | None, rows: Mapping[str, Rows], found: _Found, length: int) -> Sketches | None:
+    """Return the sketches of a text's positions, NaN where there is no row; None if there is nothing to sketch."""
     if projection is None or not found.rows:
         return None
     first, last = found.rows[0], found.rows[-1]
@@ -325,9 +324,9 @@ def _marked(projection: Projection | None, rows: Mapping[str, Rows], found: _Fou
     made = projection.of({name: values[which] for name, values in rows.items()})
     if len(found.places) == length:
         return made
-    marks = np.full((length, SIZE), np.nan, np.float32)
-    marks[found.places] = made
-    return marks
+    sketches = np.full((length, SIZE), np.nan, np.float32)
+    sketches[found.places] = made
+    return sketches
 
 
 def signed_sums(rows: Any, signs: Any, sums: Any) -> None:

@@ -5,7 +5,7 @@ It validates passes and limits how many may wait; passes are computed in order o
 sessions and handles failures.
 
 `execution.serving.member` delivers messages and sends, `backends.interface` computes, `execution.serving.boundary`
-keeps rows, `execution.serving.sketches` marks what passes through if it may be checked."""
+keeps rows, `execution.serving.sketches` sketches what passes through if it may be checked."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class _Order:
 
 
 class ServingStage:
-    """One loaded stage. `identity` says what was loaded; `allocated` whether it has caches (a guard has none)."""
+    """One loaded stage. `identity` says what was loaded; `allocated` whether it has caches (a standby has none)."""
 
     def __init__(
         self,
@@ -137,8 +137,8 @@ class ServingStage:
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory including the rows retained once all pages are in use. A guard retains nothing: plans give it room for
-        the caches and retained rows of one stage, whichever it takes over, and for the weights of all."""
+        """Memory including the rows retained once all pages are in use. A standby retains nothing: plans give it room
+        for the caches and retained rows of one stage, whichever it takes over, and for the weights of all."""
         retained = retained_bytes(self._boundary, self.identity) if self.allocated else 0
         return self._program.resident_bytes + retained
 
@@ -173,8 +173,8 @@ class ServingStage:
         return tuple(sorted(found.items()))
 
     def mark(self, secret: bytes, *, gives: bool) -> None:
-        """Mark received rows (and sent ones, if `gives`) from now on, under keys derived from `secret`; with an empty
-        secret, mark nothing. Marks made under the same secret stay."""
+        """Sketch received rows (and sent ones, if `gives`) from now on, under keys derived from `secret`; with an empty
+        secret, sketch nothing. Sketches made under the same secret stay."""
         if self._book is not None and self._book.secret == secret:
             return
         # All live texts, all that wait to be checked, and as many newer ones.
@@ -281,7 +281,7 @@ class ServingStage:
     def _checked(self, message: wire.Pass, tensors: Mapping[str, HostTensor]) -> _Order:
         place = f"pass {message.number} at stage {self.stage}"
         if not self.allocated:
-            raise ExecutionError(f"{place}: this member only guards the stage and computes no passes.")
+            raise ExecutionError(f"{place}: this member is only a standby of the stage and computes no passes.")
         total = sum(segment.length for segment in message.segments)
         if not 0 < total <= self._options.pass_tokens:
             raise ExecutionError(f"{place}: expected 1 to {self._options.pass_tokens} positions, got {total}.")
@@ -359,16 +359,16 @@ class ServingStage:
 
     # ------------------------------------------------------------------------------------------------- spot checks
 
-    def told(self, order: wire.RequestSketches) -> dict[str, HostTensor]:
-        """Return the marks made at these positions. Raises `ExecutionError` if nothing is marked."""
+    def sketches_of(self, order: wire.RequestSketches) -> dict[str, HostTensor]:
+        """Return the sketches made at these positions. Raises `ExecutionError` if nothing is sketched."""
         if self._book is None:
-            raise ExecutionError(f"stage {self.stage} was not asked to make marks.")
+            raise ExecutionError(f"stage {self.stage} was not asked to make sketches.")
         if order.length > self._options.pages * self._options.page_tokens:
-            raise ExecutionError(f"marks of {order.length} positions were asked for; no text can be that long here.")
-        told = self._book.told(order.session, order.start, order.length)
+            raise ExecutionError(f"sketches of {order.length} positions were asked for; no text can be that long here.")
+        sketches_of = self._book.of_positions(order.session, order.start, order.length)
         return {
-            name: host_tensor("float32", marks.shape, marks.tobytes())
-            for name, marks in zip(("got", "gave"), told, strict=True)
+            name: host_tensor("float32", sketches.shape, sketches.tobytes())
+            for name, sketches in zip(("got", "gave"), sketches_of, strict=True)
         }
 
     def shown(self, order: wire.ShowRows) -> Iterator[tuple[int, dict[str, HostTensor]]]:
@@ -380,11 +380,11 @@ class ServingStage:
             # A pass of the text may still be in progress, so the session's own page table stays unchanged.
             yield segments[0].start, self._retained.rows(segments, order.segment.pages)
 
-    def referee(self, order: wire.ReadAgain) -> TextVerifier:
-        """Return a referee for the peer that runs this stage, if this member only guards it. Raises
+    def verifier(self, order: wire.ReadAgain) -> TextVerifier:
+        """Return a verifier for the peer that runs this stage, if this member is only its standby. Raises
         `ExecutionError`."""
         if self.allocated:
-            raise ExecutionError(f"stage {self.stage} runs here, so its caches are in use; only a guard can recheck.")
+            raise ExecutionError(f"stage {self.stage} runs here, so its caches are in use; only a standby can recheck.")
         return TextVerifier(
             order,
             boundary=self._boundary,

@@ -1,11 +1,11 @@
 """Rechecks one text at one stage: recomputes it from the rows the stage received, in large passes instead of token by
 token.
 
-A guard of the stage has its weights and empty caches; the job owner's machine loads the weights when it checks. The
-results are reported as marks, under the keys of all stages that saw them. The verdict is left to `serving.checking`.
+A standby of the stage has its weights and empty caches; the job owner's machine loads the weights when it checks. The
+results are reported as sketches, under the keys of all stages that saw them. The verdict is left to `serving.checking`.
 
-`execution.serving.member` makes one referee per check and passes on the rows. The driver makes one to settle an
-objection of a guard. `execution.serving.sketches` makes the marks.
+`execution.serving.member` makes one verifier per check and passes on the rows. The driver makes one to settle an
+objection of a standby. `execution.serving.sketches` makes the sketches.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from fusionai.wire.messages import Segment, ServeOptions
 
 @dataclass(frozen=True, slots=True)
 class RecheckResult:
-    """Result of a recheck, as sent in `ReadText`. `marks`: by `got`, `gave`, `seen`. `moved`: norm of what the stage
+    """Result of a recheck, as sent in `ReadText`. `sketches`: by `got`, `gave`, `seen`. `moved`: norm of what the stage
     added to the rows, relative to the norm of what it sent (0 to 1)."""
 
-    marks: Mapping[str, HostTensor]
+    sketches: Mapping[str, HostTensor]
     moved: float
 
 
 class TextVerifier:
-    """Recomputes one text. Call `compute` with the rows in order; the last call returns the marks. The program's caches
-    are free afterwards, or after `end`."""
+    """Recomputes one text. Call `compute` with the rows in order; the last call returns the sketches. The program's
+    caches are free afterwards, or after `end`."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class TextVerifier:
             return None
         await self.end()
         whole = (np.concatenate(part) for part in zip(*self._parts, strict=True))
-        marks = {
+        sketches = {
             name: host_tensor("float32", part.shape, part.tobytes())
             for name, part in zip(("got", "gave", "seen"), whole, strict=True)
         }
         added, given = self._squares
         moved = min(1.0, (added / given) ** 0.5) if 0 < given < inf and added < inf else 1.0
-        return RecheckResult(marks, moved)
+        return RecheckResult(sketches, moved)
 
     async def end(self) -> None:
         """Free the caches. No further rows can be computed."""
@@ -122,7 +122,7 @@ class TextVerifier:
     def _computed(
         self, start: int, length: int, tensors: Mapping[str, HostTensor]
     ) -> tuple[Sketches, Sketches, Sketches]:
-        """Compute one part, in the compute thread. Returns its marks (got, gave, seen)."""
+        """Compute one part, in the compute thread. Returns its sketches (got, gave, seen)."""
         order = self.order
         self._program.allocate()
         segment = Segment(
@@ -137,7 +137,7 @@ class TextVerifier:
             with np.errstate(invalid="ignore", over="ignore"):
                 self._squares[0] += float(np.sum((gave - came) ** 2))
                 self._squares[1] += float(np.sum(gave**2))
-        return self._got.marks(tensors), self._gave.marks(sent), self._seen.marks(sent)
+        return self._got.sketches(tensors), self._gave.sketches(sent), self._seen.sketches(sent)
 
 
 def _stream(boundary: ServingBoundary, made: tuple[str, ...]) -> tuple[str, str] | None:

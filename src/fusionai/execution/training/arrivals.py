@@ -171,9 +171,9 @@ class WaitingTensors:
         self._totals: defaultdict[int, dict[int, _Shared]] = defaultdict(dict)
         """Step -> home stage -> its sums."""
         self._agreed: dict[tuple[int, ParameterForm], dict[str, Carried]] = {}
-        """(step, form) -> values of the agreement after that step, as far as they have arrived."""
+        """(step, form) -> values of the outer update after that step, as far as they have arrived."""
         self._whole: dict[int, ParameterForm] = {}
-        """Step -> the form in which the agreement has arrived completely."""
+        """Step -> the form in which the outer update has arrived completely."""
         self._bytes = 0
 
     @property
@@ -216,23 +216,23 @@ class WaitingTensors:
                 return len(known.parts) >= message.parts
         return True
 
-    def keep_agreed(self, step: int, told: ParameterForm, values: Tensors, *, last: bool) -> frozenset[str]:
-        """Store part of the agreement after `step` and return the names of all its values that have arrived. Values
+    def keep_outer_update(self, step: int, form: ParameterForm, values: Tensors, *, last: bool) -> frozenset[str]:
+        """Store part of the outer update after `step` and return the names of all its values that have arrived. Values
         that come again replace the earlier ones."""
-        known = self._agreed.setdefault((step, told), {})
+        known = self._agreed.setdefault((step, form), {})
         self._freed({key: known.pop(key) for key in values.keys() & known.keys()})
         self._admit(values)
         known.update(values)
         if last:
-            self._whole[step] = told
+            self._whole[step] = form
         return frozenset(known)
 
-    def take_agreed(self, step: int) -> tuple[ParameterForm, dict[str, Carried]]:
+    def take_outer_update(self, step: int) -> tuple[ParameterForm, dict[str, Carried]]:
         """Return (form, values) of the form that arrived completely last. Values that came in another form are
         dropped."""
-        found = {told: self._freed(self._agreed.pop((step, told), {})) for told in get_args(ParameterForm)}
-        told = self._whole.pop(step)
-        return told, found[told]
+        found = {form: self._freed(self._agreed.pop((step, form), {})) for form in get_args(ParameterForm)}
+        form = self._whole.pop(step)
+        return form, found[form]
 
     def take_inputs(self, mode: Mode, step: int, microbatch: int) -> dict[str, Carried]:
         return self._freed(self._inputs.pop((mode, step, microbatch)))

@@ -217,13 +217,13 @@ def _encoded(x: Floats, codec: Packing, shape: tuple[int, ...], *, following: bo
     starts = _starts(layout)
     before = _Before(layout.lead, rows.shape[2])
     for some in _pieces(layout.rows) if following else (slice(None),):
-        differences = before.taken_off(rows[:, some]) if following else rows[:, some]
-        groups = np.ascontiguousarray(differences).reshape(-1, layout.group)
+        pseudo_gradients = before.taken_off(rows[:, some]) if following else rows[:, some]
+        groups = np.ascontiguousarray(pseudo_gradients).reshape(-1, layout.group)
         own = starts[:, some].reshape(-1)
         made, scale = _quantised(groups, codec, own)
         levels[:, some], scales[:, some] = made.reshape(levels[:, some].shape), scale.reshape(scales[:, some].shape)
         if following:
-            before.see(_restored(made, scale, codec, layout.group, own).reshape(differences.shape))
+            before.see(_restored(made, scale, codec, layout.group, own).reshape(pseudo_gradients.shape))
     return out
 
 
@@ -237,8 +237,8 @@ def _decoded(packed: npt.NDArray[np.uint8], codec: Packing, shape: tuple[int, ..
         made = np.ascontiguousarray(levels[:, some]).reshape(-1, levels.shape[3])
         scale = np.ascontiguousarray(scales[:, some]).reshape(-1)
         back = _restored(made, scale, codec, layout.group, starts[:, some].reshape(-1))
-        differences = back.reshape(rows[:, some].shape)
-        rows[:, some] = before.see(differences) if following else differences
+        pseudo_gradients = back.reshape(rows[:, some].shape)
+        rows[:, some] = before.see(pseudo_gradients) if following else pseudo_gradients
     return np.ascontiguousarray(rows[:, :, : layout.width]).reshape(-1)
 
 
@@ -269,10 +269,10 @@ class _Before:
     def taken_off(self, rows: Floats) -> Floats:
         return rows - self._mean
 
-    def see(self, differences: Floats) -> Floats:
+    def see(self, pseudo_gradients: Floats) -> Floats:
         """Return the rows [lead, some, width] with these differences from the mean, and add them to the mean. Numbers
         that are not finite do not enter the mean, because they would spoil all later rows."""
-        rows = differences + self._mean
+        rows = pseudo_gradients + self._mean
         total = rows[:, 0]
         for place in range(1, rows.shape[1]):  # this order on every machine, for equal bits
             total = total + rows[:, place]

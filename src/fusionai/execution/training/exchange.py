@@ -1,12 +1,13 @@
-"""A stage's side of local updates: its parameter difference since the last agreement, and adopting the next agreement.
+"""A stage's side of local updates: its parameter difference since the last outer update, and adopting the next outer
+update.
 
 Each stage keeps the parameters agreed on last (`anchor`). A difference is anchor - present + the packing error of the
 previous difference (error feedback, as in F. Seide et al., "1-bit stochastic gradient descent", 2014). The packing
-error of this difference is stored when the agreement is adopted. The combined differences act as a gradient, and every
-stage takes the outer step with it itself, so that momentum does not multiply the packing error. With two replicas, each
-receives the other's difference as it was packed, and nothing is packed twice. A stage that continues training meanwhile
-also keeps the parameters it reported (`told`), and adds its progress since then to the agreement. Everything is
-computed from stored state, so asking a stage twice gives the same bits.
+error of this difference is stored when the outer update is adopted. The combined pseudo-gradients act as a gradient,
+and every stage takes the outer step with it itself, so that momentum does not multiply the packing error. With two
+replicas, each receives the other's difference as it was packed, and nothing is packed twice. A stage that continues
+training meanwhile also keeps the parameters it reported (`form`), and adds its progress since then to the outer update.
+Everything is computed from stored state, so asking a stage twice gives the same bits.
 
 Parameters travel flattened, so that groups of a codec run across rows and only the last group needs padding.
 
@@ -48,7 +49,7 @@ class OuterOptimizer:
 
 
 def keep_anchor(program: StageProgram, keys: Iterable[str]) -> None:
-    """Store the present parameters as the last agreement."""
+    """Store the present parameters as the last outer update."""
     for key in keys:
         ((_, present),) = program.export_entries([f"model/{key}"])
         program.import_state([(f"optimizer/{key}/{ANCHOR}", present)])
@@ -61,33 +62,33 @@ def keep_reported(program: StageProgram, keys: Iterable[str]) -> None:
         program.import_state([(f"optimizer/{key}/{REPORTED}", present)])
 
 
-def differences(
+def pseudo_gradients(
     program: StageProgram, keys: Iterable[str], codec: Exchanged, *, overlapped: bool
 ) -> Iterator[tuple[str, Carried]]:
     """Yield each parameter's difference, packed, float32 and flat. `overlapped`: from the parameters stored by
     `keep_reported` instead of the present ones."""
     for key in keys:
-        yield key, pack(key, _difference(program, key, overlapped=overlapped)[0], codec)
+        yield key, pack(key, _pseudo_gradient(program, key, overlapped=overlapped)[0], codec)
 
 
 def adopt(
     program: StageProgram,
     agreed: Mapping[str, Carried],
-    told: ParameterForm,
+    form: ParameterForm,
     codec: Exchanged,
     step: OuterOptimizer,
     *,
     overlapped: bool,
 ) -> None:
-    """Adopt an agreement: take the outer step and store parameters, anchor, momentum and packing error."""
-    for key in sorted({_parameter(name, told) for name in agreed}):
-        difference, anchor = _difference(program, key, overlapped=overlapped)
+    """Adopt an outer update: take the outer step and store parameters, anchor, momentum and packing error."""
+    for key in sorted({_parameter(name, form) for name in agreed}):
+        difference, anchor = _pseudo_gradient(program, key, overlapped=overlapped)
         own = as_array(unpack(pack(key, difference, codec)))
-        if told == "all":
+        if form == "all":
             value, held = (as_array(unpack(agreed[f"{slot}/{key}"])) for slot in (ANCHOR, OUTER_MOMENTUM))
         else:
             gradient = as_array(unpack(agreed[key]))
-            if told == "other":
+            if form == "other":
                 gradient = (own + gradient) * np.float32(0.5)
             ((_, before),) = program.export_entries([f"optimizer/{key}/{OUTER_MOMENTUM}"])
             value, held = step.take(as_array(anchor), as_array(before), gradient)
@@ -108,15 +109,15 @@ def flat(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (prod(shape),)
 
 
-def carried_shapes(shapes: Mapping[str, tuple[int, ...]], told: ParameterForm) -> dict[str, tuple[int, ...]]:
+def carried_shapes(shapes: Mapping[str, tuple[int, ...]], form: ParameterForm) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the values that a stage with these parameters receives."""
-    if told == "all":
+    if form == "all":
         return {f"{slot}/{key}": shape for slot in (ANCHOR, OUTER_MOMENTUM) for key, shape in shapes.items()}
     return {key: flat(shape) for key, shape in shapes.items()}
 
 
-def _parameter(name: str, told: ParameterForm) -> str:
-    return name.partition("/")[2] if told == "all" else name
+def _parameter(name: str, form: ParameterForm) -> str:
+    return name.partition("/")[2] if form == "all" else name
 
 
 def _float32(values: Floats, shape: tuple[int, ...]) -> HostTensor:
@@ -125,8 +126,8 @@ def _float32(values: Floats, shape: tuple[int, ...]) -> HostTensor:
 
 def _with_what_came_since(program: StageProgram, key: str, agreed: HostTensor) -> HostTensor:
     names = [f"model/{key}", f"optimizer/{key}/{REPORTED}"]
-    present, told = (as_array(tensor) for _, tensor in program.export_entries(names))
-    return host_tensor(agreed.dtype, agreed.shape, as_bytes(as_array(agreed) + (present - told), agreed.dtype))
+    present, form = (as_array(tensor) for _, tensor in program.export_entries(names))
+    return host_tensor(agreed.dtype, agreed.shape, as_bytes(as_array(agreed) + (present - form), agreed.dtype))
 
 
 def check_values(
@@ -148,7 +149,7 @@ def check_values(
             )
 
 
-def _difference(program: StageProgram, key: str, *, overlapped: bool) -> tuple[HostTensor, HostTensor]:
+def _pseudo_gradient(program: StageProgram, key: str, *, overlapped: bool) -> tuple[HostTensor, HostTensor]:
     """Return (difference, flat; anchor)."""
     where = f"optimizer/{key}/{REPORTED}" if overlapped else f"model/{key}"
     names = [f"optimizer/{key}/{ANCHOR}", where, f"optimizer/{key}/{RESIDUAL}"]

@@ -66,12 +66,12 @@ class JobMember(RoundMember):
             now_s=host.clock.now_s,
             on_kept=self._snapshot_kept,
             on_refused=self._snapshot_refused,
-            on_testimony=self.testimony,
+            on_evidence=self.send_evidence,
         )
         self._checks: set[asyncio.Task[None]] = set()
         """Rechecks of the present round, including finished ones."""
-        self._referees: dict[int, StepVerifier] = {}
-        """Stage that is rechecked here -> its referee."""
+        self._verifiers: dict[int, StepVerifier] = {}
+        """Stage that is rechecked here -> its verifier."""
         self._state_channel: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
 
     @property
@@ -89,17 +89,17 @@ class JobMember(RoundMember):
         match envelope.message:
             case wire.Attach() as attach:
                 self._start(self._attach(attach, envelope.tensors))
-            case wire.Prepare() as told:
-                self._start(self._prepare(told, envelope.tensors))
+            case wire.Prepare() as request:
+                self._start(self._prepare(request, envelope.tensors))
             case wire.PassSnapshot() as order:
                 self._start(self._hand_on(order))
             case wire.Recheck() as asked:
                 self._checks.add(self._start(self._recheck(asked, envelope.tensors)))
             case wire.SendEvidence() as asked:
-                self._start(self._testify(asked))
+                self._start(self._answer_evidence(asked))
             case wire.Resume() | wire.Commit() | wire.Export() as message:
                 if isinstance(message, wire.Commit) and message.fence == self._placement.fence:
-                    self._snapshots.store.drop_below(message.line)
+                    self._snapshots.store.drop_below(message.watermark)
                 self._deliver(message, envelope.tensors)
             case _:
                 return False
@@ -118,12 +118,12 @@ class JobMember(RoundMember):
                         case wire.StateChunk() | wire.OuterUpdateChunk() as message:
                             await self._take_state(message, envelope.tensors)
                         case wire.Forward() | wire.Backward() | wire.SharedGradient() as message:
-                            self.testimony(self.owner, message, envelope.tensors)
+                            self.send_evidence(self.owner, message, envelope.tensors)
                         case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
                             await channel.send(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
                         case other:
                             raise ExecutionError(
-                                f"expected a StateChunk or an Agreement on a state connection, "
+                                f"expected a StateChunk or an Outer update on a state connection, "
                                 f"got {type(other).__name__}."
                             )
             except ChannelClosed:
@@ -186,17 +186,19 @@ class JobMember(RoundMember):
 
     def enlist(self, enlist: wire.Enlist) -> wire.Enlisted | wire.Refused:
         """Begin a round: adopt its fence and placement. Stages that now run elsewhere are dropped unless they are
-        guarded here; snapshots stay."""
+        with their standby here; snapshots stay."""
         if (refused := self._adopt(enlist)) is not None:
             return refused
         for check in self._checks:
             check.cancel()
         self._checks.clear()
         own = self._own
-        # A stage that now runs elsewhere and is guarded here stays loaded until its snapshot is complete (recovery rule
-        # 22).
-        left = self._placement.guards - own if enlist.partition == self._snapshots.store.partition else frozenset[int]()
-        self._start(self._stages.keep_only(own, aside=left, guarded=self._placement.guards))
+        # A stage that now runs elsewhere and has its standby here stays loaded until its snapshot is complete (recovery
+        # rule 22).
+        left = (
+            self._placement.standbys - own if enlist.partition == self._snapshots.store.partition else frozenset[int]()
+        )
+        self._start(self._stages.keep_only(own, aside=left, standby_of=self._placement.standbys))
         # A member without stages exchanges no tensors. The others drop their ends too, which is not a loss to report.
         linked = bool(own) or self.owner == self._host.peer
         self._links.begin_round(self._placement.peers if linked else frozenset())
@@ -227,20 +229,20 @@ class JobMember(RoundMember):
                     for stage in runtime.linked_stages:
                         self._dial(self._placement.neighbours[stage])
 
-    async def _prepare(self, told: wire.Prepare, tensors: Mapping[str, HostTensor]) -> None:
-        """Load a guarded stage in advance. A failure is only logged: if the stage can't run here, the attach will
-        report it."""
+    async def _prepare(self, request: wire.Prepare, tensors: Mapping[str, HostTensor]) -> None:
+        """Load a stage with a standby in advance. A failure is only logged: if the stage can't run here, the attach
+        will report it."""
         async with self._attaching:
-            if told.fence != self._placement.fence or told.stage not in self._placement.guards:
+            if request.fence != self._placement.fence or request.stage not in self._placement.standbys:
                 self.stale_dropped += 1
                 return
-            kept_bytes = self._snapshots.store.nbytes_beside(told.stage)
+            kept_bytes = self._snapshots.store.nbytes_beside(request.stage)
             try:
-                await self._stages.prepare(told, tensors, self._placement.places, kept_bytes)
+                await self._stages.prepare(request, tensors, self._placement.places, kept_bytes)
             except FusionError as error:
-                log.warning("stage %d of %s could not be prepared for a takeover: %s", told.stage, self.job, error)
+                log.warning("stage %d of %s could not be prepared for a takeover: %s", request.stage, self.job, error)
             except Exception:  # whatever was received, this member continues
-                log.exception("stage %d of %s could not be prepared for a takeover", told.stage, self.job)
+                log.exception("stage %d of %s could not be prepared for a takeover", request.stage, self.job)
 
     async def _made(self, attach: wire.Attach, tensors: Mapping[str, HostTensor]) -> StageRuntime | None:
         """Return the stage's runtime; None, after a refusal, if the attach is not (or no longer) of the present
@@ -288,13 +290,13 @@ class JobMember(RoundMember):
         peers = {self._placement.peer_of(stage) for stage in stages} | {self.owner}
         return all([await self._is_linked(peer, self._placement.fence) for peer in sorted(peers - {self._host.peer})])
 
-    async def to_guard(
-        self, guard: PeerId, addresses: Sequence[str], message: wire.Snapshot, tensors: Sequence[HostTensor]
+    async def to_standby(
+        self, standby: PeerId, addresses: Sequence[str], message: wire.Snapshot, tensors: Sequence[HostTensor]
     ) -> None:
-        await self._snapshots.send(guard, addresses, message, tensors)
+        await self._snapshots.send(standby, addresses, message, tensors)
 
-    def unguarded(self, guard: PeerId, reason: str) -> None:
-        self.to_driver(wire.LinkLost(fence=self._placement.fence, peer=guard, reason=reason[:4000]))
+    def without_standby(self, standby: PeerId, reason: str) -> None:
+        self.to_driver(wire.LinkLost(fence=self._placement.fence, peer=standby, reason=reason[:4000]))
 
     async def snapshot(self, stage: int, step: int) -> Mapping[str, HostTensor]:
         return await self._snapshots.whole(stage, step)
@@ -317,10 +319,10 @@ class JobMember(RoundMember):
 
     # ---------------------------------------------------------------------------------------------------- spot checks
 
-    async def _recheck(self, told: wire.Recheck, tensors: Mapping[str, HostTensor]) -> None:
+    async def _recheck(self, request: wire.Recheck, tensors: Mapping[str, HostTensor]) -> None:
         """Recheck another peer's steps and report the result. A problem with it never counts as a stage's failure."""
-        stage, guarded = told.stage, told.stage in self._placement.guards
-        if told.fence != self._placement.fence:
+        stage, has_standby = request.stage, request.stage in self._placement.standbys
+        if request.fence != self._placement.fence:
             self.stale_dropped += 1
             return
         if self._placement.peer_of(stage) == self._host.peer:
@@ -328,71 +330,73 @@ class JobMember(RoundMember):
         kept_bytes = self._snapshots.store.nbytes
         try:
             async with self._attaching:
-                loaded = await self._stages.lent(told, tensors, self._placement.places, kept_bytes)
+                loaded = await self._stages.lent(request, tensors, self._placement.places, kept_bytes)
             limit_bytes = self._host.memory_limit_bytes or HELD_WITHOUT_LIMIT_BYTES
-            referee = StepVerifier(told, loaded, self._host.compute, held_limit_bytes=limit_bytes)
-            self._referees[stage] = referee
-            if not guarded:
+            verifier = StepVerifier(request, loaded, self._host.compute, held_limit_bytes=limit_bytes)
+            self._verifiers[stage] = verifier
+            if not has_standby:
                 self._snapshots.judged.add(stage)
-            self.to_driver(wire.Rechecking(fence=told.fence, stage=stage, first=told.first, below=told.below))
-            begin, end = [await self._snapshot_for_check(stage, step, guarded) for step in (told.first, told.below)]
-            answer = await referee.run(begin, end)
+            self.to_driver(wire.Rechecking(fence=request.fence, stage=stage, first=request.first, below=request.below))
+            begin, end = [
+                await self._snapshot_for_check(stage, step, has_standby) for step in (request.first, request.below)
+            ]
+            answer = await verifier.run(begin, end)
         except FusionError as error:
-            answer = _no_opinion(told, str(error))
+            answer = _no_opinion(request, str(error))
         except Exception as error:  # whatever was received, this member continues
             log.exception("stage %d of %s could not be rechecked", stage, self.job)
-            answer = _no_opinion(told, f"{type(error).__name__}: {error}")
+            answer = _no_opinion(request, f"{type(error).__name__}: {error}")
         finally:
-            self._referees.pop(stage, None)
-            if not guarded:
+            self._verifiers.pop(stage, None)
+            if not has_standby:
                 self._snapshots.judged.discard(stage)
                 self._snapshots.store.drop(stage)
         self.to_driver(answer)
 
-    async def _snapshot_for_check(self, stage: int, step: int, guarded: bool) -> Mapping[str, HostTensor]:
-        """Return a snapshot for a recheck. A guard must have it already; for other members it is sent."""
-        if not guarded:
+    async def _snapshot_for_check(self, stage: int, step: int, has_standby: bool) -> Mapping[str, HostTensor]:
+        """Return a snapshot for a recheck. A standby must have it already; for other members it is sent."""
+        if not has_standby:
             return await self._snapshots.whole(stage, step)
         entries = self._snapshots.store.whole(stage, step)
         if entries is None:
             raise ExecutionError(f"the snapshot of step {step} of stage {stage} is not kept here any more.")
         return entries
 
-    def testimony(self, peer: PeerId, message: Sent, tensors: Mapping[str, HostTensor]) -> None:
-        """Take tensors that a stage received from `peer`, for the referee that reruns the stage. Raises
+    def send_evidence(self, peer: PeerId, message: Sent, tensors: Mapping[str, HostTensor]) -> None:
+        """Take tensors that a stage received from `peer`, for the verifier that reruns the stage. Raises
         `ExecutionError` if `peer` does not run the stage it claims as the sender."""
         stage, fence = envelopes.receiver(message)
         sender = envelopes.sender(message)
-        referee = self._referees.get(stage)
-        if fence != self._placement.fence or referee is None or sender is None:
+        verifier = self._verifiers.get(stage)
+        if fence != self._placement.fence or verifier is None or sender is None:
             self.stale_dropped += 1
             return
         if self._placement.peer_of(sender) != peer:
             raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__} as stage {sender}, not its own.")
         try:
-            referee.take(message, tensors)
+            verifier.take(message, tensors)
         except FusionError as error:
-            referee.fail(str(error))
+            verifier.fail(str(error))
 
-    async def _testify(self, told: wire.SendEvidence) -> None:
-        """Send a referee what its stage received. If this fails, the referee has no opinion; nothing else follows."""
-        runtime = self._runtime(told.stage, told.fence)
+    async def _answer_evidence(self, request: wire.SendEvidence) -> None:
+        """Send a verifier what its stage received. If this fails, the verifier has no opinion; nothing else follows."""
+        runtime = self._runtime(request.stage, request.fence)
         if runtime is None:
             return
-        if PeerId(told.peer) not in self._placement.named | {self.owner, self._host.peer}:
-            log.warning("the signed placement of %s does not name referee %s", self.job, short(PeerId(told.peer)))
+        if PeerId(request.peer) not in self._placement.named | {self.owner, self._host.peer}:
+            log.warning("the signed placement of %s does not name verifier %s", self.job, short(PeerId(request.peer)))
             return
-        if not runtime.retains_whole(told.about, told.first, told.below):
-            self.to_driver(wire.EvidenceMissing(fence=told.fence, stage=told.stage, about=told.about))
+        if not runtime.retains_whole(request.about, request.first, request.below):
+            self.to_driver(wire.EvidenceMissing(fence=request.fence, stage=request.stage, about=request.about))
             return
-        sent = list(runtime.retained.again(told.fence, {told.about}, told.first, told.below))
+        sent = list(runtime.retained.again(request.fence, {request.about}, request.first, request.below))
         try:
             for _, message, tensors in sent:
-                if told.fence != self._placement.fence:
+                if request.fence != self._placement.fence:
                     return
-                await self._give(PeerId(told.peer), told.addresses, message, tensors)
+                await self._give(PeerId(request.peer), request.addresses, message, tensors)
         except FusionError as error:
-            log.warning("the inputs of stage %d could not be sent to its referee: %s", told.about, error)
+            log.warning("the inputs of stage %d could not be sent to its verifier: %s", request.about, error)
 
     async def _give(
         self, peer: PeerId, addresses: Sequence[str], message: wire.Snapshot | Sent, tensors: Sequence[HostTensor]
@@ -404,7 +408,7 @@ class JobMember(RoundMember):
             await self.state(message, tensors)
         elif peer == self._host.peer:
             if not isinstance(message, wire.Snapshot):
-                self.testimony(peer, message, by_name(message, tensors))
+                self.send_evidence(peer, message, by_name(message, tensors))
         else:
             await self._snapshots.send(peer, addresses, message, tensors)
 
@@ -428,13 +432,13 @@ class JobMember(RoundMember):
         self.to_driver(wire.SnapshotKept(fence=self._placement.fence, stage=stage, step=step))
         if self._placement.places.get(stage) != self._host.peer:
             kept = frozenset(self.stages) - {stage}
-            self._start(self._stages.keep_only(kept, guarded=self._placement.guards))
+            self._start(self._stages.keep_only(kept, standby_of=self._placement.standbys))
 
     def _snapshot_refused(self, stage: int, code: wire.RefusalCode, reason: str) -> None:
         """Report a snapshot that failed. The driver takes a failure of a stage that runs elsewhere as one of its
         snapshots."""
-        if (referee := self._referees.get(stage)) is not None and stage in self._snapshots.judged:
-            referee.fail(reason)
+        if (verifier := self._verifiers.get(stage)) is not None and stage in self._snapshots.judged:
+            verifier.fail(reason)
             return
         fence = self._placement.fence
         self.to_driver(wire.StageFailed(fence=fence, stage=stage, code=code, reason=reason[:4000]))
@@ -458,9 +462,13 @@ class JobMember(RoundMember):
         await self._detach()  # what an attach under way had loaded meanwhile
 
 
-def _no_opinion(told: wire.Recheck, reason: str) -> wire.Rechecked:
+def _no_opinion(request: wire.Recheck, reason: str) -> wire.Rechecked:
     return wire.Rechecked(
-        fence=told.fence, stage=told.stage, first=told.first, below=told.below, reason=reason[:4000] or "it failed"
+        fence=request.fence,
+        stage=request.stage,
+        first=request.first,
+        below=request.below,
+        reason=reason[:4000] or "it failed",
     )
 
 

@@ -1,7 +1,7 @@
-"""Forward and backward of one microbatch through a stage program, packing of what travels, and marks of what went in
+"""Forward and backward of one microbatch through a stage program, packing of what travels, and sketches of what went in
 and out.
 
-The stage that does the work and the referee that repeats it use the same functions, so their results are comparable.
+The stage that does the work and the verifier that repeats it use the same functions, so their results are comparable.
 Everything runs in the compute thread.
 
 `execution.training.work` and `execution.training.verifier` call this module; `execution.sketches` and
@@ -81,45 +81,46 @@ class StagePass:
             for name, value in values.items()
         }
 
-    # -------------------------------------------------------------------------------------------------------- marks
+    # -------------------------------------------------------------------------------------------------------- sketches
 
-    def marks_got_forward(self, microbatch: int, inputs: Mapping[str, HostTensor], key: bytes) -> list[wire.Sketch]:
-        """Marks of the received values, without the data feed's: a referee gets those from the job's owner itself."""
+    def sketches_got_forward(self, microbatch: int, inputs: Mapping[str, HostTensor], key: bytes) -> list[wire.Sketch]:
+        """Sketches of the received values, without the data feed's: a verifier gets those from the job's owner
+        itself."""
         own = self.boundary.stage
         return [
-            _mark(port.other, own, microbatch, _some(inputs, port.values), key, sent=False, forward=True)
+            _sketch(port.other, own, microbatch, _some(inputs, port.values), key, sent=False, forward=True)
             for port in self.boundary.receives
             if port.other != FEED
         ]
 
-    def marks_got_back(self, microbatch: int, arrived: ByConsumer, key: bytes) -> list[wire.Sketch]:
+    def sketches_got_back(self, microbatch: int, arrived: ByConsumer, key: bytes) -> list[wire.Sketch]:
         by_stage: dict[int, dict[str, Carried]] = {port.other: {} for port in self.boundary.returned}
         for value, gradients in arrived.items():
             for consumer, gradient in gradients.items():
                 by_stage[consumer][value] = gradient
         own = self.boundary.stage
         return [
-            _mark(own, consumer, microbatch, unpack_all(values), key, sent=False, forward=False)
+            _sketch(own, consumer, microbatch, unpack_all(values), key, sent=False, forward=False)
             for consumer, values in by_stage.items()
         ]
 
-    def marks_gave(self, microbatch: int, gave: ByStage, key: bytes, *, forward: bool) -> list[wire.Sketch]:
-        own, marks = self.boundary.stage, list[wire.Sketch]()
+    def sketches_gave(self, microbatch: int, gave: ByStage, key: bytes, *, forward: bool) -> list[wire.Sketch]:
+        own, sketches = self.boundary.stage, list[wire.Sketch]()
         for other, carried in gave.items():
             ends = (own, other) if forward else (other, own)
-            marks.append(_mark(*ends, microbatch, unpack_all(carried), key, sent=True, forward=forward))
-        return marks
+            sketches.append(_sketch(*ends, microbatch, unpack_all(carried), key, sent=True, forward=forward))
+        return sketches
 
-    def mark_at(
+    def sketch_at(
         self, other: int, microbatch: int, carried: Mapping[str, Carried], key: bytes, *, forward: bool
     ) -> wire.Sketch:
-        """Return the mark as the receiving stage `other` makes it."""
+        """Return the sketch as the receiving stage `other` makes it."""
         own = self.boundary.stage
         ends = (own, other) if forward else (other, own)
-        return _mark(*ends, microbatch, unpack_all(carried), key, sent=False, forward=forward)
+        return _sketch(*ends, microbatch, unpack_all(carried), key, sent=False, forward=forward)
 
 
-def _mark(
+def _sketch(
     producer: int,
     consumer: int,
     microbatch: int,
@@ -129,7 +130,7 @@ def _mark(
     sent: bool,
     forward: bool,
 ) -> wire.Sketch:
-    """Mark activations sent from `producer` to `consumer`, or their gradients, which go the other way."""
+    """Sketch activations sent from `producer` to `consumer`, or their gradients, which go the other way."""
     what = f"{producer}{'>' if forward else '<'}{consumer}/{microbatch}"
     other = consumer if sent == forward else producer
     return wire.Sketch(sent, forward, other, microbatch, sketch(values, key, what=what))

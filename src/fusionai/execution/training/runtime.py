@@ -79,9 +79,9 @@ class StageRuntime:
             )
         )
         self._copies = SnapshotCopier(
-            boundary.stage, program, _entries(graph, options), host.compute, self._send_copy, self._guard_lost
+            boundary.stage, program, _entries(graph, options), host.compute, self._send_copy, self._standby_lost
         )
-        self._guard: tuple[PeerId, tuple[str, ...]] | None = None
+        self._standby: tuple[PeerId, tuple[str, ...]] | None = None
         self._bench = StageExecutor(
             self,
             boundary=boundary,
@@ -121,13 +121,13 @@ class StageRuntime:
         """Adopt a later fence as soon as the current piece of work has ended."""
         if self._machine.fence is not None and attach.fence > self._machine.fence:
             self._bench.superseded.set()
-        self._guard = (PeerId(attach.guard), attach.guard_addresses) if attach.guard else None
+        self._standby = (PeerId(attach.standby), attach.standby_addresses) if attach.standby else None
         self._bench.secret = attach.secret
         self._handle(machine.Attached(attach.fence, attach.retain, attach.snapshot_every))
 
     def set_aside(self) -> None:
         """Stop taking part, because the stage now runs elsewhere. It stays loaded until it is attached again."""
-        self._guard = None
+        self._standby = None
         self._copies.abandon()
 
     def detach(self, reason: str) -> None:
@@ -161,7 +161,7 @@ class StageRuntime:
             case wire.SharedGradient():
                 self._arrived(message, tensors, machine.SharedArrived(message.step, message.sender, message.phase))
             case wire.Commit():
-                self._handle(machine.Committed(message.record, message.line, message.save))
+                self._handle(machine.Committed(message.record, message.watermark, message.save))
             case wire.Resume():
                 # Entries that an import must bring. After `initialise` the program says which are missing.
                 self._awaited = self._entries if message.source == "import" else frozenset()
@@ -173,7 +173,7 @@ class StageRuntime:
                         message.records,
                         frozenset(message.replaying),
                         message.snapshot,
-                        message.line,
+                        message.watermark,
                     )
                 )
             case wire.Export():
@@ -222,10 +222,10 @@ class StageRuntime:
             await self._happened.wait()
         if not self.accepts(message.fence) or not self._machine.wants_outer_update(message.step):
             return
-        values, what = joined(tensors, message.packed), f"the agreement of step {message.step}"
-        shapes = carried_shapes(self._trainable, message.told)
-        check_values(values, shapes, "none" if message.told == "all" else self.options.sync_codec, what)
-        come = self.held.keep_agreed(message.step, message.told, values, last=message.last)
+        values, what = joined(tensors, message.packed), f"the outer update of step {message.step}"
+        shapes = carried_shapes(self._trainable, message.form)
+        check_values(values, shapes, "none" if message.form == "all" else self.options.sync_codec, what)
+        come = self.held.keep_outer_update(message.step, message.form, values, last=message.last)
         if message.last:
             if missing := sorted(shapes.keys() - come):
                 raise ExecutionError(f"{what} came without {', '.join(missing[:3])} ({len(missing)} missing).")
@@ -272,7 +272,7 @@ class StageRuntime:
                         step=step,
                         norms=self._bench.norms,
                         spans=tuple(self._bench.spans),
-                        marks=self._bench.take_marks(step),
+                        sketches=self._bench.take_sketches(step),
                     )
                 )
                 self._bench.spans.clear()
@@ -283,8 +283,8 @@ class StageRuntime:
                 self.start(partial(_finish, dropped))
             case machine.DropHeld(below):
                 self.held.drop(below)
-            case machine.DropRetained(line):
-                self.retained.drop_below(line)
+            case machine.DropRetained(watermark):
+                self.retained.drop_below(watermark)
             case machine.SendRetained(to, first, below):
                 self.start(partial(self._send_retained, self.fence, to, first, below))
             case machine.LoadSnapshot(step):
@@ -348,24 +348,24 @@ class StageRuntime:
         self._handle(machine.StateArrived(step))
 
     async def _send_copy(self, copy: StateCopy, part: int, chunk: Chunk | None) -> None:
-        if self._guard is None:
-            raise ExecutionError(f"stage {self.stage} has no guard.")
+        if self._standby is None:
+            raise ExecutionError(f"stage {self.stage} has no standby.")
         named = dict(chunk or ())
         message = wire.Snapshot(
             fence=self.fence,
             stage=self.stage,
             step=copy.step,
             part=part,
-            line=self._machine.retained.watermark,
+            watermark=self._machine.retained.watermark,
             last=chunk is None,
             rest_of=copy.rest_of,
             tensors=headers(named),
         )
-        await self._postman.to_guard(*self._guard, message, tuple(named.values()))
+        await self._postman.to_standby(*self._standby, message, tuple(named.values()))
 
-    def _guard_lost(self, reason: str) -> None:
-        if self._guard is not None:
-            self._postman.unguarded(self._guard[0], reason)
+    def _standby_lost(self, reason: str) -> None:
+        if self._standby is not None:
+            self._postman.without_standby(self._standby[0], reason)
 
     # --------------------------------------------------------------------------------------------- pieces of work
 
@@ -435,14 +435,14 @@ class Postman(Protocol):
         itself."""
         ...
 
-    async def to_guard(
-        self, guard: PeerId, addresses: Sequence[str], message: wire.Snapshot, tensors: Sequence[HostTensor]
+    async def to_standby(
+        self, standby: PeerId, addresses: Sequence[str], message: wire.Snapshot, tensors: Sequence[HostTensor]
     ) -> None:
-        """Send part of a snapshot to a guard. Raises `TransportError`, `RefusedError`, `TrustError`."""
+        """Send part of a snapshot to a standby. Raises `TransportError`, `RefusedError`, `TrustError`."""
         ...
 
-    def unguarded(self, guard: PeerId, reason: str) -> None:
-        """Report that consecutive snapshots did not reach the guard."""
+    def without_standby(self, standby: PeerId, reason: str) -> None:
+        """Report that consecutive snapshots did not reach the standby."""
         ...
 
     async def snapshot(self, stage: int, step: int) -> Mapping[str, HostTensor]:

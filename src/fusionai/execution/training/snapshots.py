@@ -107,7 +107,7 @@ class SnapshotStore:
         """Take one part and return whether the snapshot is complete. A new snapshot of a stage replaces one that was
         arriving. Raises `ExecutionError` if there is no room, an entry comes twice, or the snapshot that has the rest
         of this one is missing. Further parts of it are ignored then, like parts that follow a gap."""
-        self.drop_below(message.line)
+        self.drop_below(message.watermark)
         arriving = self._arriving.pop(message.stage, None)
         if message.part == 0:
             arriving = _Snapshot(sender, message.fence, message.stage, message.step, rest=self._rest(message))
@@ -170,8 +170,8 @@ class SnapshotStore:
         self._whole = {at: snapshot for at, snapshot in self._whole.items() if at[0] != stage}
         self._arriving.pop(stage, None)
 
-    def drop_below(self, line: int) -> None:
-        self._whole = {at: snapshot for at, snapshot in self._whole.items() if at[1] >= line}
+    def drop_below(self, watermark: int) -> None:
+        self._whole = {at: snapshot for at, snapshot in self._whole.items() if at[1] >= watermark}
 
     def clear(self) -> None:
         self._whole.clear()
@@ -185,8 +185,8 @@ def _bytes_of(snapshots: Iterable[_Snapshot]) -> int:
 
 
 class MemberSnapshots:
-    """Snapshots of one member. `on_kept(stage, step)`: a guarded stage's snapshot is complete. `on_refused(stage, code,
-    reason)`: a snapshot did not fit in memory or is missing."""
+    """Snapshots of one member. `on_kept(stage, step)`: a stage's snapshot at its standby is complete.
+    `on_refused(stage, code, reason)`: a snapshot did not fit in memory or is missing."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class MemberSnapshots:
         now_s: Callable[[], float],
         on_kept: Callable[[int, int], None],
         on_refused: Callable[[int, wire.RefusalCode, str], None],
-        on_testimony: Callable[[PeerId, Sent, Mapping[str, HostTensor]], None],
+        on_evidence: Callable[[PeerId, Sent, Mapping[str, HostTensor]], None],
     ) -> None:
         self.store = SnapshotStore(room_bytes)
         self.stale_dropped = 0
@@ -206,7 +206,7 @@ class MemberSnapshots:
         self._now_s = now_s
         self._on_kept = on_kept
         self._on_refused = on_refused
-        self._on_testimony = on_testimony
+        self._on_evidence = on_evidence
         self.judged: set[int] = set()
         """Stages of other members that are being rechecked here; any member may send snapshots of them."""
         self._accepted: set[KeepaliveConnection] = set()
@@ -230,7 +230,7 @@ class MemberSnapshots:
                     case wire.Snapshot() as message:
                         self.take(peer, message, envelope.tensors)
                     case wire.Forward() | wire.Backward() | wire.SharedGradient() as message:
-                        self._on_testimony(peer, message, envelope.tensors)
+                        self._on_evidence(peer, message, envelope.tensors)
                     case other:
                         raise ExecutionError(f"expected a Snapshot, got a {type(other).__name__}.")
         except ChannelClosed:
@@ -250,8 +250,8 @@ class MemberSnapshots:
             return
         if peer not in placement.named:
             raise ExecutionError(f"peer {short(peer)} sent a snapshot; the job's signed placement does not name it.")
-        home, guarded = placement.peer_of(stage), stage in placement.guards
-        if home != placement.me and not (guarded and home == peer) and stage not in self.judged:
+        home, has_standby = placement.peer_of(stage), stage in placement.standbys
+        if home != placement.me and not (has_standby and home == peer) and stage not in self.judged:
             raise ExecutionError(f"peer {short(peer)} sent a snapshot of stage {stage}, which is not for this member.")
         try:
             if not self.store.take(peer, message, tensors):
@@ -260,7 +260,7 @@ class MemberSnapshots:
             log.warning("%s", error)
             self._on_refused(stage, "out_of_memory", str(error))
             return
-        if guarded:
+        if has_standby:
             self._on_kept(stage, step)
         waiting = self._awaited.pop((stage, step), None)
         entries = self.store.whole(stage, step)
@@ -301,7 +301,7 @@ class MemberSnapshots:
                 stage=order.stage,
                 step=order.step,
                 part=part,
-                line=0,
+                watermark=0,
                 last=part == len(parts),
                 tensors=headers(named),
             )
@@ -327,7 +327,7 @@ Chunk = list[tuple[str, HostTensor]]
 MAX_WAITING: Final = 2
 """Snapshots that may wait to be sent, the one being sent included."""
 FAILURES_TOLD: Final = 2
-"""Consecutive failed snapshots after which `on_failures` is called, because the retention line can't advance."""
+"""Consecutive failed snapshots after which `on_failures` is called, because the retention watermark can't advance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,12 +378,12 @@ class StateCopy:
 
 
 SendChunk = Callable[[StateCopy, int, Chunk | None], Awaitable[None]]
-"""Called with (copy, part, chunk); chunk None marks the end. Raises `FusionError` if the guard can't be reached."""
+"""Called with (copy, part, chunk); chunk None marks the end. Raises `FusionError` if the standby can't be reached."""
 
 
 class SnapshotCopier:
-    """Sends a stage's snapshots to its guard. `on_failures` is called with the reason after `FAILURES_TOLD` consecutive
-    snapshots failed."""
+    """Sends a stage's snapshots to its standby. `on_failures` is called with the reason after `FAILURES_TOLD`
+    consecutive snapshots failed."""
 
     def __init__(
         self,

@@ -44,8 +44,8 @@ class Stages:
         self._postman = postman
         self._runtimes: dict[int, StageRuntime] = {}
         self._ahead: dict[int, tuple[Identity, LoadedStage]] = {}
-        """Guarded stages whose programs are loaded and rehearsed. They have no state."""
-        self._guarded: frozenset[int] = frozenset()
+        """Stages with a standby here whose programs are loaded and rehearsed. They have no state."""
+        self._standby_of: frozenset[int] = frozenset()
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class Stages:
 
     @property
     def ready(self) -> frozenset[int]:
-        """Guarded stages that an attach need not load."""
+        """Stages with a standby here that an attach need not load."""
         return frozenset(self._ahead)
 
     def __getitem__(self, stage: int) -> StageRuntime:
@@ -80,7 +80,7 @@ class Stages:
         if present is not None and present.identity == identity:
             return present
         ahead = self._ahead.pop(attach.stage, None)
-        self._ahead.clear()  # the memory is needed by this stage; other guarded stages are prepared again
+        self._ahead.clear()  # the memory is needed by this stage; other stages it stands by for are prepared again
         if ahead is not None and ahead[0] == identity:
             loaded = ahead[1]
             await self._host.compute.run(loaded.program.discard)  # a recheck may have been in progress
@@ -101,43 +101,43 @@ class Stages:
         )
 
     async def prepare(
-        self, told: wire.Prepare, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId], kept_bytes: int
+        self, request: wire.Prepare, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId], kept_bytes: int
     ) -> None:
-        """Load and rehearse a guarded stage's program, unless that was done. Nothing is kept if the program does not
-        fit in memory beside the snapshots: `kept_bytes` of other stages, and the most that a guard may hold of this
-        one. Raises what an attach would raise."""
-        identity = _identity(told)
-        runtime, ahead = self._runtimes.get(told.stage), self._ahead.get(told.stage)
+        """Load and rehearse a stage's program at its standby, unless that was done. Nothing is kept if the program does
+        not fit in memory beside the snapshots: `kept_bytes` of other stages, and the most that a standby may hold of
+        this one. Raises what an attach would raise."""
+        identity = _identity(request)
+        runtime, ahead = self._runtimes.get(request.stage), self._ahead.get(request.stage)
         if (runtime is not None and runtime.identity == identity) or (ahead is not None and ahead[0] == identity):
             return
-        self._ahead.pop(told.stage, None)
+        self._ahead.pop(request.stage, None)
         limit_bytes = self._unused_bytes()
         if limit_bytes is not None:
             limit_bytes -= kept_bytes + sum(loaded.program.resident_bytes for _, loaded in self._ahead.values())
-        loaded = await load_stage(self._host, told, tensors, places=places, memory_limit_bytes=limit_bytes)
+        loaded = await load_stage(self._host, request, tensors, places=places, memory_limit_bytes=limit_bytes)
         if limit_bytes is not None:
-            entries = state_entries(loaded.graph, told.options.optimizer)
+            entries = state_entries(loaded.graph, request.options.optimizer)
             # Loading made sure that one state and a pass fit; arriving snapshots need room as well.
             if (ARRIVING + 2) * sum(entry.nbytes for entry in entries.values()) > limit_bytes:
                 return
-        await self._host.compute.run(lambda: rehearse(loaded, told.options))
-        if told.stage in self._guarded:  # a later round may have begun meanwhile
-            self._ahead[told.stage] = (identity, loaded)
+        await self._host.compute.run(lambda: rehearse(loaded, request.options))
+        if request.stage in self._standby_of:  # a later round may have begun meanwhile
+            self._ahead[request.stage] = (identity, loaded)
 
     async def lent(
-        self, told: wire.Recheck, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId], kept_bytes: int
+        self, request: wire.Recheck, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId], kept_bytes: int
     ) -> LoadedStage:
         """Return a program of a stage that runs elsewhere, to recheck it. If one is ready for a takeover, it is used,
         since a takeover brings its own state; otherwise another is loaded into the memory left beside `kept_bytes` of
         snapshots. Raises what an attach would raise."""
-        ahead = self._ahead.get(told.stage)
-        if ahead is not None and ahead[0] == _identity(told):
+        ahead = self._ahead.get(request.stage)
+        if ahead is not None and ahead[0] == _identity(request):
             await self._host.compute.run(ahead[1].program.discard)
             return ahead[1]
         limit_bytes = self._unused_bytes()
         if limit_bytes is not None:
             limit_bytes -= kept_bytes + sum(loaded.program.resident_bytes for _, loaded in self._ahead.values())
-        return await load_stage(self._host, told, tensors, places=places, memory_limit_bytes=limit_bytes)
+        return await load_stage(self._host, request, tensors, places=places, memory_limit_bytes=limit_bytes)
 
     async def adopt(self, runtime: StageRuntime) -> None:
         former = self._runtimes.get(runtime.stage)
@@ -153,14 +153,14 @@ class Stages:
         stages: frozenset[int],
         *,
         aside: frozenset[int] = frozenset(),
-        guarded: frozenset[int] = frozenset(),
+        standby_of: frozenset[int] = frozenset(),
     ) -> Coroutine[object, object, None]:
         """Drop all stages but these. The stages are removed now; await the result until their tasks have ended. Stages
-        `aside` stay loaded but send nothing until another attach. Programs of `guarded` stages that are ready for a
+        `aside` stay loaded but send nothing until another attach. Programs of `standby_of` stages that are ready for a
         takeover stay."""
         gone = [self._runtimes.pop(stage) for stage in self.numbers if stage not in stages | aside]
-        self._guarded = guarded
-        self._ahead = {stage: one for stage, one in self._ahead.items() if stage in stages | guarded}
+        self._standby_of = standby_of
+        self._ahead = {stage: one for stage, one in self._ahead.items() if stage in stages | standby_of}
         for runtime in self.all:
             if runtime.stage not in stages:
                 runtime.set_aside()
@@ -173,15 +173,15 @@ class Stages:
         return HELD_WITHOUT_LIMIT_BYTES if unused_bytes is None else unused_bytes
 
     def _unused_bytes(self) -> int | None:
-        """Memory not used by stages, None without a limit. Snapshots do not count, because a guard may need their
+        """Memory not used by stages, None without a limit. Snapshots do not count, because a standby may need their
         memory for the stage it takes over, and no stage is given up for a snapshot."""
         if self._host.memory_limit_bytes is None:
             return None
         return self._host.memory_limit_bytes - sum(runtime.resident_bytes for runtime in self._runtimes.values())
 
 
-def _identity(told: wire.Attach | wire.Prepare | wire.Recheck) -> Identity:
-    return (told.graph_hash, bytes(told.boundary), told.options)
+def _identity(request: wire.Attach | wire.Prepare | wire.Recheck) -> Identity:
+    return (request.graph_hash, bytes(request.boundary), request.options)
 
 
 async def _end_all(gone: list[StageRuntime], reason: str) -> None:
@@ -240,7 +240,7 @@ class LoadedStage:
 
 async def load_stage(
     host: Host,
-    told: wire.Attach | wire.Prepare | wire.Recheck,
+    request: wire.Attach | wire.Prepare | wire.Recheck,
     tensors: Mapping[str, HostTensor],
     *,
     places: Mapping[int, PeerId],
@@ -249,41 +249,41 @@ async def load_stage(
     """Validate and load one stage in the compute thread. `places`: the peer of each of the job's stages.
     `memory_limit_bytes`: memory left for this stage. Raises `GraphError` for a graph or boundary that is not valid,
     `ExecutionError` for a stage that this machine can't run."""
-    told_as = type(told).__name__.lower()
+    what = type(request).__name__.lower()
     graph_bytes = tensors.get("graph")
     if graph_bytes is None:
-        raise GraphError(f"the {told_as} of stage {told.stage} carries no graph.")
+        raise GraphError(f"the {what} of stage {request.stage} carries no graph.")
     try:
-        boundary = msgspec.msgpack.decode(told.boundary, type=Boundary)
+        boundary = msgspec.msgpack.decode(request.boundary, type=Boundary)
     except msgspec.MsgspecError as error:
-        raise GraphError(f"the boundary of stage {told.stage} does not fit its schema: {error}.") from None
-    if boundary.stage != told.stage:
-        raise GraphError(f"the {told_as} of stage {told.stage} carries the boundary of stage {boundary.stage}.")
+        raise GraphError(f"the boundary of stage {request.stage} does not fit its schema: {error}.") from None
+    if boundary.stage != request.stage:
+        raise GraphError(f"the {what} of stage {request.stage} carries the boundary of stage {boundary.stage}.")
     if unknown := boundary.others - places.keys():
-        raise GraphError(f"stage {told.stage} exchanges tensors with {sorted(unknown)}, which are not in its plan.")
-    if len(told.options.codecs) not in (0, len(places) - 1):
+        raise GraphError(f"stage {request.stage} exchanges tensors with {sorted(unknown)}, which are not in its plan.")
+    if len(request.options.codecs) not in (0, len(places) - 1):
         raise GraphError(
-            f"the {told_as} of stage {told.stage} has {len(told.options.codecs)} codecs for {len(places)} stages."
+            f"the {what} of stage {request.stage} has {len(request.options.codecs)} codecs for {len(places)} stages."
         )
 
     def load() -> LoadedStage:
         graph = parse(graph_bytes.data, host.graph_limits)
-        if content_hash(graph) != told.graph_hash:
-            raise GraphError(f"stage {told.stage}'s graph does not have the announced hash.")
+        if content_hash(graph) != request.graph_hash:
+            raise GraphError(f"stage {request.stage}'s graph does not have the announced hash.")
         boundary.check(graph)
         if unsupported := host.backend.unsupported(node.op for node in graph.nodes):
             raise ExecutionError(
-                f"backend {host.backend.name} can't run {', '.join(unsupported)} of stage {told.stage}."
+                f"backend {host.backend.name} can't run {', '.join(unsupported)} of stage {request.stage}."
             )
         # The allocator's settings are process-wide, so the stage loaded last decides.
-        if told.options.recompute or told.options.offload:
+        if request.options.recompute or request.options.offload:
             spare_memory()
         else:
             keep_freed_memory()
         program = host.backend.load(
             graph,
             grad_inputs=boundary.grad_inputs,
-            options=told.options,
+            options=request.options,
             memory_limit_bytes=memory_limit_bytes,
         )
         return LoadedStage(graph, boundary, program)

@@ -1,12 +1,12 @@
 """Rechecks a range of another peer's steps: reruns them from a snapshot with the inputs that peer received.
 
 The stage itself computes microbatches concurrently. Here they run one by one, in the order in which their gradients are
-summed, which gives the same bits. The results are reported as marks under the keys of all stages that saw them, with
+summed, which gives the same bits. The results are reported as sketches under the keys of all stages that saw them, with
 the gradient norms and the distance of the resulting state from the next snapshot. The verdict is left to
 `training.inspection`.
 
-`execution.training.member` makes one referee per check and passes on what arrives; `execution.training.passes` does the
-work."""
+`execution.training.member` makes one verifier per check and passes on what arrives; `execution.training.passes` does
+the work."""
 
 from __future__ import annotations
 
@@ -42,17 +42,18 @@ class StepVerifier:
     afterwards."""
 
     def __init__(
-        self, told: wire.Recheck, loaded: LoadedStage, compute: ComputeThread, *, held_limit_bytes: int
+        self, request: wire.Recheck, loaded: LoadedStage, compute: ComputeThread, *, held_limit_bytes: int
     ) -> None:
         """Raise `ExecutionError` for steps that can't be rerun."""
-        boundary, options = loaded.boundary, told.options
-        if not told.first < told.below or len(told.records) != told.below - told.first:
+        boundary, options = loaded.boundary, request.options
+        if not request.first < request.below or len(request.records) != request.below - request.first:
             raise ExecutionError(
-                f"expected the records of steps {told.first} to {told.below - 1}, got {len(told.records)} of them."
+                f"expected the records of steps {request.first} to {request.below - 1}, "
+                f"got {len(request.records)} of them."
             )
         if options.sync_every:
             raise ExecutionError("steps that end in an exchange with other jobs can't be run again alone.")
-        self._told = told
+        self._request = request
         self._program = loaded.program
         self._boundary = boundary
         self._compute = compute
@@ -60,19 +61,19 @@ class StepVerifier:
         self._held = WaitingTensors(boundary.stage, Arrivals(loaded.graph, boundary, options.codecs), held_limit_bytes)
         self._entries: Mapping[str, StateEntry] = state_entries(loaded.graph, options.optimizer)
         self._shape = boundary.shape(microbatches=options.microbatches, in_flight=1)
-        self._keys = {(one.stage, one.step): one.key for one in told.keys}
+        self._keys = {(one.stage, one.step): one.key for one in request.keys}
         self._arrived: set[Arrived] = set()
         self._happened = asyncio.Event()
-        self._marks: dict[tuple[int, int], list[wire.Sketch]] = {}
-        """(stage, step) -> the marks that this stage should have made."""
+        self._sketches: dict[tuple[int, int], list[wire.Sketch]] = {}
+        """(stage, step) -> the sketches that this stage should have made."""
         self._norms: list[wire.StepNorms] = []
         self._failure = ""
 
     def take(self, message: Sent, tensors: Entries) -> None:
         """Take a message that a neighbour sent to the stage. Raises `ExecutionError` if it does not belong to the
         check."""
-        if not self._told.first <= message.step < self._told.below:
-            raise ExecutionError(f"expected nothing of step {message.step} in a check of stage {self._told.stage}.")
+        if not self._request.first <= message.step < self._request.below:
+            raise ExecutionError(f"expected nothing of step {message.step} in a check of stage {self._request.stage}.")
         carried = joined(tensors, () if isinstance(message, wire.SharedGradient) else message.packed)
         self._held.check(message, carried)
         key = _arrival(message)
@@ -88,26 +89,28 @@ class StepVerifier:
 
     async def run(self, begin: Entries, end: Entries) -> wire.Rechecked:
         """Rerun from snapshot `begin` to the state expected in snapshot `end`. Raises what the backend raises."""
-        told = self._told
+        request = self._request
         if begin.keys() != self._entries.keys():
-            raise ExecutionError(f"the snapshot of step {told.first} does not fit stage {told.stage}.")
-        begin_apart = 0.0
-        if told.first == 0:
-            begin_apart = await self._computed(lambda: self._from_rules(begin))
+            raise ExecutionError(f"the snapshot of step {request.first} does not fit stage {request.stage}.")
+        begin_distance = 0.0
+        if request.first == 0:
+            begin_distance = await self._computed(lambda: self._from_rules(begin))
         for chunk in chunks(begin.items()):
             await self._computed(lambda chunk=chunk: self._program.import_state(chunk))
-        for record in told.records:
+        for record in request.records:
             await self._step(record)
-        state_apart = await self._computed(lambda: _apart(self._program.export_state(("model", "optimizer")), end))
+        state_distance = await self._computed(lambda: _apart(self._program.export_state(("model", "optimizer")), end))
         return wire.Rechecked(
-            fence=told.fence,
-            stage=told.stage,
-            first=told.first,
-            below=told.below,
-            marks=tuple(wire.SketchesOf(by, step, tuple(marks)) for (by, step), marks in sorted(self._marks.items())),
+            fence=request.fence,
+            stage=request.stage,
+            first=request.first,
+            below=request.below,
+            sketches=tuple(
+                wire.SketchesOf(by, step, tuple(sketches)) for (by, step), sketches in sorted(self._sketches.items())
+            ),
             norms=tuple(self._norms),
-            state_apart=state_apart,
-            begin_apart=begin_apart,
+            state_distance=state_distance,
+            begin_distance=begin_distance,
         )
 
     def _from_rules(self, begin: Entries) -> float:
@@ -137,19 +140,19 @@ class StepVerifier:
             unpacked = unpack_all(inputs)
             _, gave = passed.forward(call, unpacked)
             back = passed.backward(call, gradients)
-            if self._told.options.weight_lag:
+            if self._request.options.weight_lag:
                 self._program.weight_gradients(call)
             if key:
-                marks = self._marks.setdefault((own, call.step), [])
-                marks += passed.marks_got_forward(call.microbatch, unpacked, key)
-                marks += passed.marks_got_back(call.microbatch, gradients, key)
-                marks += passed.marks_gave(call.microbatch, gave, key, forward=True)
-                marks += passed.marks_gave(call.microbatch, back, key, forward=False)
+                sketches = self._sketches.setdefault((own, call.step), [])
+                sketches += passed.sketches_got_forward(call.microbatch, unpacked, key)
+                sketches += passed.sketches_got_back(call.microbatch, gradients, key)
+                sketches += passed.sketches_gave(call.microbatch, gave, key, forward=True)
+                sketches += passed.sketches_gave(call.microbatch, back, key, forward=False)
             for forward, by_stage in ((True, gave), (False, back)):
                 for other, carried in by_stage.items():
                     if their := self._keys.get((other, call.step)):
-                        seen = passed.mark_at(other, call.microbatch, carried, their, forward=forward)
-                        self._marks.setdefault((other, call.step), []).append(seen)
+                        seen = passed.sketch_at(other, call.microbatch, carried, their, forward=forward)
+                        self._sketches.setdefault((other, call.step), []).append(seen)
 
         await self._computed(work)
 

@@ -20,7 +20,7 @@ from fusionai.execution.state import chunks, headers
 from fusionai.execution.training.arrivals import WaitingTensors
 from fusionai.execution.training.boundary import Boundary, Port, Sent
 from fusionai.execution.training.codecs import Carried, split, unpack_all
-from fusionai.execution.training.exchange import OuterOptimizer, adopt, differences, keep_anchor, keep_reported
+from fusionai.execution.training.exchange import OuterOptimizer, adopt, keep_anchor, keep_reported, pseudo_gradients
 from fusionai.execution.training.passes import ByStage, StagePass
 from fusionai.execution.training.snapshots import Chunk, SnapshotCopier
 from fusionai.primitives.errors import ExecutionError
@@ -89,9 +89,9 @@ class StageExecutor:
         self._sending: set[asyncio.Task[None]] = set()
         self._pass = StagePass(program, boundary, options)
         self.secret = b""
-        """Secret from which the keys of marks are derived; empty: no marks are made."""
-        self._marks: dict[tuple[int, bool, bool, int, int], wire.Sketch] = {}
-        """(step, sent, forward, other, microbatch) -> mark."""
+        """Secret from which the keys of sketches are derived; empty: no sketches are made."""
+        self._sketches: dict[tuple[int, bool, bool, int, int], wire.Sketch] = {}
+        """(step, sent, forward, other, microbatch) -> sketch."""
 
     async def do(self, work: StageWork) -> bool:
         """Do one piece of work and return whether entries are missing after `initialise`. Raises what the backend
@@ -119,11 +119,11 @@ class StageExecutor:
             case "total":
                 await self._sum_shared(work.step)
             case "difference" if self._options.sync_lag:
-                # The parameters it is computed from stay unchanged until the agreement arrives, so the next steps need
-                # not wait.
-                self._stage.start(partial(self._send_differences, work.step))
+                # The parameters it is computed from stay unchanged until the outer update arrives, so the next steps
+                # need not wait.
+                self._stage.start(partial(self._send_pseudo_gradients, work.step))
             case "difference":
-                await self._send_differences(work.step)
+                await self._send_pseudo_gradients(work.step)
             case "adopt":
                 await self._adopt(work.step)
         return False
@@ -139,9 +139,9 @@ class StageExecutor:
             unpacked.update(unpack_all(inputs))
             return self._pass.forward(call, unpacked)
 
-        def marks() -> None:
-            self._note(call.step, self._pass.marks_got_forward(call.microbatch, unpacked, key))
-            self._note(call.step, self._pass.marks_gave(call.microbatch, carried, key, forward=True))
+        def sketches() -> None:
+            self._note(call.step, self._pass.sketches_got_forward(call.microbatch, unpacked, key))
+            self._note(call.step, self._pass.sketches_gave(call.microbatch, carried, key, forward=True))
 
         (values, carried), timed = await self._compute.run(work)
         self._span("forward", call.microbatch, timed)
@@ -162,7 +162,7 @@ class StageExecutor:
             )
             self._stage.output(message, tuple(outputs.values()))
         if key:
-            self._after(marks)
+            self._after(sketches)
 
     def _forward_message(
         self, call: Call, port: Port, body: Mapping[str, HostTensor], packed: tuple[PackedTensor, ...]
@@ -183,9 +183,9 @@ class StageExecutor:
         arrived = self._held.take_gradients(call.step, call.microbatch)
         key = self._key(call)
 
-        def marks() -> None:
-            self._note(call.step, self._pass.marks_got_back(call.microbatch, arrived, key))
-            self._note(call.step, self._pass.marks_gave(call.microbatch, returned, key, forward=False))
+        def sketches() -> None:
+            self._note(call.step, self._pass.sketches_got_back(call.microbatch, arrived, key))
+            self._note(call.step, self._pass.sketches_gave(call.microbatch, returned, key, forward=False))
 
         returned, timed = await self._compute.run(lambda: self._pass.backward(call, arrived))
         self._span("backward", call.microbatch, timed)
@@ -203,24 +203,24 @@ class StageExecutor:
             )
             self._stage.send(other, message, tuple(body.values()))
         if key:
-            self._after(marks)
+            self._after(sketches)
 
     def _after(self, work: Callable[[], None]) -> None:
         """Run `work` in the compute thread after the results are on their way; it is not awaited."""
         self._compute.run(work).add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _key(self, call: Call) -> bytes:
-        """Return the key for marks of this pass; empty if none are asked for."""
+        """Return the key for sketches of this pass; empty if none are asked for."""
         return step_key(self.secret, call.step) if self.secret and call.mode == "train" else b""
 
-    def _note(self, step: int, marks: Sequence[wire.Sketch]) -> None:
-        """Store marks. A pass that is run again replaces its marks."""
-        self._marks |= {(step, one.sent, one.forward, one.other, one.microbatch): one for one in marks}
+    def _note(self, step: int, sketches: Sequence[wire.Sketch]) -> None:
+        """Store sketches. A pass that is run again replaces its sketches."""
+        self._sketches |= {(step, one.sent, one.forward, one.other, one.microbatch): one for one in sketches}
 
-    def take_marks(self, step: int) -> tuple[wire.Sketch, ...]:
-        """Return the marks of a prepared step and drop those of other steps."""
-        marks, self._marks = self._marks, {}
-        return tuple(one for (of, *_), one in sorted(marks.items()) if of == step)
+    def take_sketches(self, step: int) -> tuple[wire.Sketch, ...]:
+        """Return the sketches of a prepared step and drop those of other steps."""
+        sketches, self._sketches = self._sketches, {}
+        return tuple(one for (of, *_), one in sorted(sketches.items()) if of == step)
 
     async def _norms_of(self, step: int) -> None:
         totals = self._held.take_totals(step)  # they replace this stage's own sums
@@ -241,15 +241,15 @@ class StageExecutor:
             raise ExecutionError(f"stage {self._boundary.stage} can't apply a step without its commit record.")
 
         options = self._options
-        first = options.sync_every > 0 and record.step == 0  # later, an agreement sets the anchor
-        tells = options.sync_lag > 0 and exchanges_of(options).ends_round(record.step)
+        first = options.sync_every > 0 and record.step == 0  # later, an outer update sets the anchor
+        sends = options.sync_lag > 0 and exchanges_of(options).ends_round(record.step)
 
         def work() -> None:
             self._copies.complete()
             if first:
                 keep_anchor(self._program, self._trainable)
             self._program.apply(scale=record.scale, learning_rate=record.learning_rate)
-            if tells:
+            if sends:
                 keep_reported(self._program, self._trainable)
 
         _, timed = await self._compute.run(work)
@@ -289,11 +289,11 @@ class StageExecutor:
 
     # ----------------------------------------------------------------------------------------------- local updates
 
-    async def _send_differences(self, step: int) -> None:
-        """Send the driver this stage's parameter differences since the last agreement."""
+    async def _send_pseudo_gradients(self, step: int) -> None:
+        """Send the driver this stage's parameter differences since the last outer update."""
         codec, overlapped = self._options.sync_codec, self._options.sync_lag > 0
         pending, fence = (
-            chunks(differences(self._program, self._trainable, codec, overlapped=overlapped)),
+            chunks(pseudo_gradients(self._program, self._trainable, codec, overlapped=overlapped)),
             self._stage.fence,
         )
 
@@ -308,13 +308,13 @@ class StageExecutor:
         await self._stream(pending, message)
 
     async def _adopt(self, step: int) -> None:
-        told, agreed = self._held.take_agreed(step)
+        form, agreed = self._held.take_outer_update(step)
 
         def work() -> None:
             self._copies.complete()
             options = self._options
             outer = OuterOptimizer(learning_rate=options.sync_rate, momentum=options.sync_momentum)
-            adopt(self._program, agreed, told, options.sync_codec, outer, overlapped=options.sync_lag > 0)
+            adopt(self._program, agreed, form, options.sync_codec, outer, overlapped=options.sync_lag > 0)
 
         _, timed = await self._compute.run(work)
         self._span("apply", 0, timed)

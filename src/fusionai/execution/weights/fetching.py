@@ -43,7 +43,7 @@ from fusionai.storage.weight_pieces import piece_bytes, pieces_of, spec_bytes
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.interface import Channel, Envelope, Transport
 from fusionai.wire import messages as wire
-from fusionai.wire.messages import Stream, Way
+from fusionai.wire.messages import RouteKind, Stream
 from fusionai.wire.weights import PIECE_BYTES, WeightSource, WeightSpec
 
 log = logging.getLogger(__name__)
@@ -361,7 +361,7 @@ class WeightInlet:
     def __init__(self, channel: Channel) -> None:
         self.remote = channel.remote
         self.stream: Stream = channel.stream
-        self.way: Way = channel.way
+        self.route: RouteKind = channel.route
         self.stats = channel.stats
         self._connection = KeepaliveConnection(channel)
         self._answers: asyncio.Queue[Envelope | None] = asyncio.Queue()

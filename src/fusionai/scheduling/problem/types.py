@@ -338,8 +338,8 @@ class Plan(_Data, frozen=True, kw_only=True):
     feed: str
     """Peer id of the data feed; in serving, of the machine that sends tokens and receives the results."""
     spares: tuple[str, ...] = ()
-    """Standby peers when the plan was made. Those in `guards` are reserved for the job, the others are free."""
-    guards: tuple[Standby, ...] = ()
+    """Standby peers when the plan was made. Those in `standbys` are reserved for the job, the others are free."""
+    standbys: tuple[Standby, ...] = msgspec.field(default=(), name="guards")
     """Warm standbys, at most one per stage."""
     snapshot_every: int = 0
     """Steps between two snapshots of a stage with a standby; 0 if no stage has one."""

@@ -54,7 +54,7 @@ class StandbyAssignment:
 
 
 def with_standbys(plan: Plan, problem: Problem) -> Plan:
-    """`plan` with new `guards` and `snapshot_every`; nothing else changes. Candidates are `plan.spares`; a spare
+    """`plan` with new `standbys` and `snapshot_every`; nothing else changes. Candidates are `plan.spares`; a spare
     without a profile in `problem.peers` is ignored."""
     return assign_standbys(plan, problem).plan
 
@@ -65,7 +65,7 @@ def assign_standbys(plan: Plan, problem: Problem) -> StandbyAssignment:
     stages = [stage for stage in plan.stages if costs.needs_standby(plan, stage)]
     short = room_to_retain(plan, costs) if plan.task == "train" else None
     if short is not None:
-        bare = msgspec.structs.replace(plan, guards=(), snapshot_every=0)
+        bare = msgspec.structs.replace(plan, standbys=(), snapshot_every=0)
         reason = f"the memory of {short} has no room to retain what a replay needs."
         reasons = (Excluded(peer=short, reason=reason),)
         without_standby = tuple(WithoutStandby(stage.stage, reasons) for stage in stages)
@@ -74,7 +74,7 @@ def assign_standbys(plan: Plan, problem: Problem) -> StandbyAssignment:
     spares = [costs.profiles[peer] for peer in sorted(set(plan.spares) - placed) if peer in costs.profiles]
     watch = _Watch(plan, costs, stages, spares)
     standbys = watch.assigned()
-    assigned = msgspec.structs.replace(plan, guards=standbys)
+    assigned = msgspec.structs.replace(plan, standbys=standbys)
     interval = snapshot_interval(assigned, problem)
     assigned = msgspec.structs.replace(assigned, snapshot_every=interval.every)
     without_standby = tuple(
@@ -96,10 +96,10 @@ def without_standbys(plan: Plan, lost: Iterable[str]) -> Plan:
     """`plan` without the standbys and spares among `lost`. The version stays: the broker need not grant a plan that
     only has fewer machines."""
     gone = frozenset(lost)
-    standbys = tuple(standby for standby in plan.guards if standby.peer not in gone)
+    standbys = tuple(standby for standby in plan.standbys if standby.peer not in gone)
     return msgspec.structs.replace(
         plan,
-        guards=standbys,
+        standbys=standbys,
         spares=tuple(peer for peer in plan.spares if peer not in gone),
         snapshot_every=plan.snapshot_every if standbys else 0,
     )
@@ -121,7 +121,7 @@ class _Watch:
     def assigned(self) -> tuple[Standby, ...]:
         """Assign all standbys; returns them in order of stages."""
         known = {stage.stage: stage for stage in self.stages}
-        kept = [standby for standby in self.plan.guards if standby.stage in known and standby.peer in self.spares]
+        kept = [standby for standby in self.plan.standbys if standby.stage in known and standby.peer in self.spares]
         for standby in kept:
             if standby.exact:
                 self._give(known[standby.stage], standby.peer, exact=True)

@@ -222,7 +222,7 @@ def served_with(plan: Plan, posed: Problem) -> Plan | None:
 
 def _has_standbys(plan: Plan, lost: frozenset[str]) -> bool:
     """Return whether connected standbys have snapshots of all lost stages."""
-    kept = {standby.stage for standby in plan.guards if standby.peer not in lost}
+    kept = {standby.stage for standby in plan.standbys if standby.peer not in lost}
     return all(stage.stage in kept for stage in plan.stages if stage.peer in lost)
 
 
@@ -240,7 +240,7 @@ def handed_on(
     if isinstance(cut, Nothing):
         return None
     found, known = cut.plan, with_profiles(problem, candidates)
-    standbys = {standby.stage: standby for standby in found.guards}
+    standbys = {standby.stage: standby for standby in found.standbys}
     pool = [stage for stage in found.stages if stage.peer != found.feed]
     for peer in sorted(leaving & {stage.peer for stage in plan.stages}):
         free = [stage for stage in pool if stage.stage not in standbys] or pool
@@ -250,7 +250,7 @@ def handed_on(
         standbys[place.stage] = Standby(stage=place.stage, peer=peer, exact=False)
     every = found.snapshot_every or plan.snapshot_every or 1
     return msgspec.structs.replace(
-        found, guards=tuple(standbys[stage] for stage in sorted(standbys)), snapshot_every=every
+        found, standbys=tuple(standbys[stage] for stage in sorted(standbys)), snapshot_every=every
     )
 
 

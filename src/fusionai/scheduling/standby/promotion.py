@@ -66,12 +66,12 @@ def promoted(
     problem: Problem,
     candidates: Sequence[PeerProfile],
     *,
-    sheltered: Set[int],
+    warm_stages: Set[int],
     steps_left: int,
     rested: bool,
     trust: float,
 ) -> Promotion | None:
-    """Return the next move, or None. `candidates`: usable machines, those of the plan included. `sheltered`: stages
+    """Return the next move, or None. `candidates`: usable machines, those of the plan included. `warm_stages`: stages
     whose standby has a snapshot newer than the checkpoint. `rested`: whether the last plan change is long enough ago
     for a move by way of a checkpoint. `trust`: fraction of a predicted gain to count on, in (0, 1]."""
     if plan.task != "train" or steps_left < WORTH_STEPS:
@@ -80,7 +80,7 @@ def promoted(
     working = {stage.peer for stage in plan.stages} | {plan.feed}
     idle = sorted({peer.peer for peer in candidates} - working)
     now_s = predict(plan.stages, costs).step_s
-    standbys = {standby.stage: standby.peer for standby in plan.guards}
+    standbys = {standby.stage: standby.peer for standby in plan.standbys}
     least = max(GAIN, COST_STEPS / steps_left) / trust
     for choice in _ranked(plan, costs, idle, (1 - least) * now_s):
         stage, peer = choice.stage, choice.peer
@@ -92,9 +92,9 @@ def promoted(
         found = moved(plan, problem, stage.stage, peer, candidates)
         if found is None:
             continue
-        if (stage.stage, stage.peer) in {(standby.stage, standby.peer) for standby in found.guards}:
+        if (stage.stage, stage.peer) in {(standby.stage, standby.peer) for standby in found.standbys}:
             if standbys.get(stage.stage) == peer:
-                return Promotion(found, f"{who}, and they change places", gain) if stage.stage in sheltered else None
+                return Promotion(found, f"{who}, and they change places", gain) if stage.stage in warm_stages else None
             first = with_standby(plan, problem, stage.stage, peer, candidates)
             if first is not None:
                 return Promotion(first, f"{who}, and stands by for it first", 0.0)

@@ -55,8 +55,8 @@ class SnapshotInterval(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 def snapshot_interval(plan: Plan, problem: Problem) -> SnapshotInterval:
-    """Return K for the standbys in `plan.guards`; costs are compared with `plan.step_time_s`."""
-    if not plan.guards:
+    """Return K for the standbys in `plan.standbys`; costs are compared with `plan.step_time_s`."""
+    if not plan.standbys:
         return SnapshotInterval(every=0, reason="no stage has a warm standby, so no snapshots are taken.")
     if plan.task == "serve":
         return SnapshotInterval(
@@ -64,7 +64,7 @@ def snapshot_interval(plan: Plan, problem: Problem) -> SnapshotInterval:
         )
     costs = StageCosts(problem, plan)
     stages = {stage.stage: stage for stage in plan.stages}
-    pairs = [(stages[standby.stage], standby.peer) for standby in plan.guards]
+    pairs = [(stages[standby.stage], standby.peer) for standby in plan.standbys]
     cheap, why_cheap = _least(plan, costs, pairs, EXTRA)
     possible, why_possible = _least(plan, costs, pairs, HASTY_EXTRA)
     compute_s = max(plan.microbatches_of(stage) * costs.compute_s(stage, peer) for stage, peer in pairs)

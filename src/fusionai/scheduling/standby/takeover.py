@@ -79,7 +79,7 @@ def replaced(
     gone = [stage for stage in plan.stages if stage.peer in lost]
     living = {stage.peer for stage in plan.stages} - lost
     offered = {candidate.peer for candidate in candidates}
-    standbys = {standby.peer for standby in plan.guards} - lost
+    standbys = {standby.peer for standby in plan.standbys} - lost
     idle = {
         peer: costs.profiles[peer]
         for peer in sorted((offered | standbys) - living - {plan.feed})
@@ -94,10 +94,10 @@ def replaced(
     bare = _predicted(plan, costs, stages, tuple(peer for peer in idle if peer not in {s.peer for s in stages}))
     survivors = tuple(
         standby
-        for standby in plan.guards
+        for standby in plan.standbys
         if standby.peer in bare.spares and standby.stage not in {s.stage for s in gone}
     )
-    return with_standbys(msgspec.structs.replace(bare, guards=survivors), known)
+    return with_standbys(msgspec.structs.replace(bare, standbys=survivors), known)
 
 
 def reinforced(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Plan | None:
@@ -106,10 +106,10 @@ def reinforced(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) 
     one."""
     known = with_profiles(problem, candidates)
     placed = {stage.peer for stage in plan.stages} | {plan.feed}
-    there = {candidate.peer for candidate in candidates} | {standby.peer for standby in plan.guards}
+    there = {candidate.peer for candidate in candidates} | {standby.peer for standby in plan.standbys}
     wider = msgspec.structs.replace(plan, version=0, spares=tuple(sorted(there - placed)))
     better = with_standbys(wider, known)
-    before, after = (sum(2 if standby.exact else 1 for standby in one.guards) for one in (plan, better))
+    before, after = (sum(2 if standby.exact else 1 for standby in one.standbys) for one in (plan, better))
     return better if after > before else None
 
 
@@ -123,11 +123,11 @@ def handed_over(
     if isinstance(found, WaitingForMachines):
         return None
     moved = {stage.stage: stage.peer for stage in plan.stages if stage.peer in leaving}
-    kept = [standby for standby in found.guards if standby.stage not in moved]
+    kept = [standby for standby in found.standbys if standby.stage not in moved]
     standbys = [*kept, *(Standby(stage=stage, peer=peer, exact=True) for stage, peer in moved.items())]
     return msgspec.structs.replace(
         found,
-        guards=tuple(sorted(standbys, key=lambda standby: standby.stage)),
+        standbys=tuple(sorted(standbys, key=lambda standby: standby.stage)),
         snapshot_every=found.snapshot_every or ((plan.snapshot_every or 1) if moved else 0),
     )
 
@@ -145,12 +145,12 @@ def moved(plan: Plan, problem: Problem, stage: int, to: str, candidates: Sequenc
         return None
     stages = tuple(placing.taken.get(placed.stage, placed) for placed in plan.stages)
     working = {placed.peer for placed in stages}
-    spares = {former.peer, *(standby.peer for standby in plan.guards), *plan.spares} - working - {plan.feed}
+    spares = {former.peer, *(standby.peer for standby in plan.standbys), *plan.spares} - working - {plan.feed}
     bare = _predicted(plan, costs, stages, tuple(sorted(spares)))
-    kept = [standby for standby in plan.guards if standby.peer in spares and standby.stage != stage]
+    kept = [standby for standby in plan.standbys if standby.peer in spares and standby.stage != stage]
     if former.peer in spares and may_stand_by(bare, known, placing.taken[stage], former.peer):
         kept.append(Standby(stage=stage, peer=former.peer, exact=costs.exact(former, costs.profiles[former.peer])))
-    found = with_standbys(msgspec.structs.replace(bare, guards=tuple(kept)), known)
+    found = with_standbys(msgspec.structs.replace(bare, standbys=tuple(kept)), known)
     return found if _keeps_standbys(plan, found) else None
 
 
@@ -164,17 +164,17 @@ def with_standby(plan: Plan, problem: Problem, stage: int, peer: str, candidates
         return None
     exact = costs.exact(placed, costs.profiles[peer])
     wanted = Standby(stage=stage, peer=peer, exact=exact)
-    there = {peer, *(standby.peer for standby in plan.guards), *plan.spares} - {one.peer for one in plan.stages}
-    kept = tuple(standby for standby in plan.guards if standby.stage != stage and standby.peer != peer)
+    there = {peer, *(standby.peer for standby in plan.standbys), *plan.spares} - {one.peer for one in plan.stages}
+    kept = tuple(standby for standby in plan.standbys if standby.stage != stage and standby.peer != peer)
     wider = msgspec.structs.replace(
-        plan, version=0, spares=tuple(sorted(there - {plan.feed})), guards=(wanted, *kept), snapshot_every=0
+        plan, version=0, spares=tuple(sorted(there - {plan.feed})), standbys=(wanted, *kept), snapshot_every=0
     )
     found = with_standbys(wider, known)
-    return found if _keeps_standbys(plan, found) and wanted in found.guards else None
+    return found if _keeps_standbys(plan, found) and wanted in found.standbys else None
 
 
 def _keeps_standbys(before: Plan, after: Plan) -> bool:
-    return {standby.stage for standby in before.guards} <= {standby.stage for standby in after.guards}
+    return {standby.stage for standby in before.standbys} <= {standby.stage for standby in after.standbys}
 
 
 class _Placing:
@@ -184,7 +184,7 @@ class _Placing:
         self.plan = plan
         self.costs = costs
         self.idle = idle
-        self.standby_of = {standby.stage: standby.peer for standby in plan.guards if standby.peer in standbys}
+        self.standby_of = {standby.stage: standby.peer for standby in plan.standbys if standby.peer in standbys}
         self.taken: dict[int, StagePlacement] = {}
         self.load: defaultdict[str, int] = defaultdict(int)
 
@@ -285,7 +285,7 @@ def _predicted(plan: Plan, costs: StageCosts, stages: tuple[StagePlacement, ...]
         version=0,
         stages=stages,
         spares=spares,
-        guards=(),
+        standbys=(),
         snapshot_every=0,
         excluded=tuple(entry for entry in plan.excluded if entry.peer not in {s.peer for s in stages}),
         step_time_s=prediction.step_s,

@@ -122,7 +122,7 @@ def _joined(problem: Problem, groups: Sequence[Group]) -> Plan:
     return msgspec.structs.replace(
         bare,
         spares=tuple(sorted(one.peer for one in problem.peers if one.peer not in used | kept_out)),
-        guards=(),
+        standbys=(),
         snapshot_every=0,
         step_time_s=prediction.step_s,
         tokens_per_s=speed,

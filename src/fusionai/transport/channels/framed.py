@@ -39,8 +39,8 @@ from fusionai.wire.messages import (
     Hello,
     Message,
     Refused,
+    RouteKind,
     Stream,
-    Way,
     Welcome,
 )
 
@@ -200,7 +200,7 @@ class FramedChannel(ABC):
         self.remote = Remote(None, "stranger")
         self.stream: Stream = dialling.stream if dialling is not None else "control"
         self.stats = ChannelStats()
-        self.way: Way = "lan"
+        self.route: RouteKind = "lan"
         self.opened: asyncio.Future[None] = self._loop.create_future()
         """Resolved when the handshake is over, or failed with the reason why it can't succeed."""
         # The waiting task may have given up. Reading the exception avoids asyncio's warning about an unread failure.

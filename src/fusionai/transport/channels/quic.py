@@ -29,7 +29,7 @@ from fusionai.transport.security.authority import verify_certificate
 from fusionai.transport.security.credentials import Credentials, MemberCredentials
 from fusionai.transport.security.identity import peer_of
 from fusionai.wire.frame import encode_frame_head
-from fusionai.wire.messages import Message, Way
+from fusionai.wire.messages import Message, RouteKind
 
 _LOG: Final = logging.getLogger(__name__)
 BEAT_S: Final = 0.5
@@ -59,7 +59,7 @@ class QuicChannel(FramedChannel):
         strangers: bool,
     ) -> None:
         super().__init__(own_role=own_role, dialling=dialling)
-        self.way: Way = "quic"
+        self.route: RouteKind = "quic"
         self._connection = connection
         self._credentials = credentials
         self._limits = limits

@@ -34,7 +34,7 @@ from fusionai.transport.interface import Role
 from fusionai.transport.routes.addresses import route_to
 from fusionai.transport.security.credentials import Credentials
 from fusionai.wire.frame import encode_frame_head
-from fusionai.wire.messages import Message, Way
+from fusionai.wire.messages import Message, RouteKind
 
 SMALL_BODY_BYTES: Final = 64 * 2**10
 """Largest body in bytes of a frame that is sent in one write, without a grant of the uplink."""
@@ -65,7 +65,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         relayed: bool = False,
     ) -> None:
         super().__init__(own_role=own_role, dialling=dialling)
-        self.way: Way = "relay" if relayed else "lan"
+        self.route: RouteKind = "relay" if relayed else "lan"
         self._credentials = credentials
         self._limits = limits or TransferLimits()
         self._inbox_full = False
@@ -88,13 +88,13 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         if sock is None:
             return UNKNOWN
         found = tcp_figures(sock)
-        return dataclasses.replace(found, round_trip_s=0.0) if self.way == "relay" else found
+        return dataclasses.replace(found, round_trip_s=0.0) if self.route == "relay" else found
 
     @property
     def acknowledges(self) -> bool | None:
         """Unknown over a relay, because the relay acknowledges instead of the peer."""
         sock = None if self._transport is None or self.closed else self._transport.get_extra_info("socket")
-        return None if sock is None or self.way == "relay" else acknowledges(sock)
+        return None if sock is None or self.route == "relay" else acknowledges(sock)
 
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
         self._check_open()
@@ -151,8 +151,8 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         set_options(transport.get_extra_info("socket"))
         host, port = (transport.get_extra_info("peername") or ("", 0))[:2]
-        if self.way != "relay":
-            self.way = route_to(host)
+        if self.route != "relay":
+            self.route = route_to(host)
         self._schedule_check()
         tls: ssl.SSLObject = transport.get_extra_info("ssl_object")
         try:

@@ -27,7 +27,7 @@ from fusionai.transport.channels.link import LinkFigures
 from fusionai.transport.channels.uplink import TransferLimits
 from fusionai.transport.interface import Role
 from fusionai.transport.security.credentials import Credentials, MemberCredentials, StrangerCredentials
-from fusionai.wire.messages import MAX_LINKS, LinkView, Stream, Way
+from fusionai.wire.messages import MAX_LINKS, LinkView, RouteKind, Stream
 
 SCHEME: Final = "tcp"
 RELAY_SCHEME: Final = "relay"
@@ -83,7 +83,7 @@ def relay_candidates(brokers: Sequence[str]) -> tuple[str, ...]:
     return tuple(format_address(*target, RELAY_SCHEME) for target in targets[:1])
 
 
-def route_to(host: str) -> Way:
+def route_to(host: str) -> RouteKind:
     """Return the route of a direct connection to this host. A host name counts as not local."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
@@ -113,7 +113,7 @@ def _interface_addresses() -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Add
                     yield parsed
 
 
-_BEST_FIRST: Final[tuple[Way, ...]] = ("lan", "direct", "quic", "relay")
+_BEST_FIRST: Final[tuple[RouteKind, ...]] = ("lan", "direct", "quic", "relay")
 RELAY_REMEMBERED_S: Final = 120.0
 """Seconds for which a relay that worked last is tried first."""
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -137,7 +137,7 @@ class RouteTable:
 
     def __init__(self) -> None:
         self._worked: dict[PeerId, _Worked] = {}
-        self._fastest: dict[tuple[str, Way], float] = {}
+        self._fastest: dict[tuple[str, RouteKind], float] = {}
         """Highest delivery rate ever sampled for each open link, by peer and route."""
         self._channels: weakref.WeakSet[FramedChannel] = weakref.WeakSet()
 
@@ -159,11 +159,11 @@ class RouteTable:
 
     def links(self) -> tuple[LinkView, ...]:
         """Return one view per peer and route of the open connections to members, best route first within a peer."""
-        count: Counter[tuple[str, Way]] = Counter()
-        seen: dict[tuple[str, Way], list[LinkFigures]] = {}
+        count: Counter[tuple[str, RouteKind]] = Counter()
+        seen: dict[tuple[str, RouteKind], list[LinkFigures]] = {}
         for channel in self._channels:
             if not channel.closed and channel.remote.role == "member" and channel.remote.peer is not None:
-                key = (channel.remote.peer, channel.way)
+                key = (channel.remote.peer, channel.route)
                 count[key] += 1
                 seen.setdefault(key, []).append(channel.figures)
         self._fastest = {key: max(self._fastest.get(key, 0.0), _fastest(found)) for key, found in seen.items()}
@@ -177,7 +177,7 @@ class RouteTable:
             )
             for key, channels in count.items()
         ]
-        return tuple(sorted(views, key=lambda view: (view.peer, _BEST_FIRST.index(view.way))))[:MAX_LINKS]
+        return tuple(sorted(views, key=lambda view: (view.peer, _BEST_FIRST.index(view.route))))[:MAX_LINKS]
 
 
 def _fastest(figures: Iterable[LinkFigures]) -> float:
@@ -186,7 +186,7 @@ def _fastest(figures: Iterable[LinkFigures]) -> float:
 
 def best_links(links: Iterable[LinkView]) -> dict[PeerId, LinkView]:
     """Return the link with the best route to each peer."""
-    ordered = sorted(links, key=lambda link: -_BEST_FIRST.index(link.way))
+    ordered = sorted(links, key=lambda link: -_BEST_FIRST.index(link.route))
     return {PeerId(link.peer): link for link in ordered}
 
 

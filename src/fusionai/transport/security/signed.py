@@ -132,7 +132,7 @@ def check_holder(data: bytes, proof: bytes, public_key: bytes) -> None:
         raise TrustError("expected a pairing token shown by the peer it is for, got one shown by another.")
 
 
-Role = Literal["driver", "stage", "guard"]
+Role = Literal["driver", "stage", "standby"]
 DRIVER_STAGE: Final = -1
 MAX_TICKET_BYTES: Final = 1024
 
@@ -142,8 +142,8 @@ class ExpiredTicket(TrustError):
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Role of one peer in one job. `stage` is -1 for the driver; for a `guard` it is the first stage whose snapshots it
-    keeps. `expires_at_s` is in seconds since 1970."""
+    """Role of one peer in one job. `stage` is -1 for the driver; for a `standby` it is the first stage whose snapshots
+    it keeps. `expires_at_s` is in seconds since 1970."""
 
     job: Annotated[str, Meta(min_length=1, max_length=128)]
     peer: Annotated[str, Meta(min_length=52, max_length=52)]
@@ -196,7 +196,7 @@ Places = Annotated[tuple[tuple[Stage, _Peer], ...], Meta(max_length=4096)]
 
 
 class SignedPlacement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Placement of one round. `stages` and `guards` are (stage, peer) in ascending order; stages that the owner keeps
+    """Placement of one round. `stages` and `standbys` are (stage, peer) in ascending order; stages that the owner keeps
     have the owner's id."""
 
     version: Literal[1]
@@ -205,12 +205,12 @@ class SignedPlacement(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     level: PrivacyLevel
     fence: Fence
     stages: Places
-    guards: Places
+    standbys: Places
 
     @property
     def peers(self) -> frozenset[PeerId]:
         """All peers it names, including the owner."""
-        return frozenset(PeerId(peer) for _, peer in (*self.stages, *self.guards)) | {PeerId(self.owner)}
+        return frozenset(PeerId(peer) for _, peer in (*self.stages, *self.standbys)) | {PeerId(self.owner)}
 
 
 _PLACEMENT: Final = StatementKind(
@@ -228,9 +228,9 @@ class Seal:
     level: PrivacyLevel
 
     def placement(
-        self, job: str, fence: Fence, *, stages: Iterable[tuple[int, str]], guards: Iterable[tuple[int, str]]
+        self, job: str, fence: Fence, *, stages: Iterable[tuple[int, str]], standbys: Iterable[tuple[int, str]]
     ) -> bytes:
-        """Return the signed statement of which peers hold and guard which stages of `job` in the round of `fence`.
+        """Return the signed statement of which peers hold and standby which stages of `job` in the round of `fence`.
         Raises `TrustError` if it exceeds `MAX_PLACEMENT_BYTES`."""
         placement = SignedPlacement(
             version=1,
@@ -239,7 +239,7 @@ class Seal:
             level=self.level,
             fence=fence,
             stages=tuple(sorted(stages)),
-            guards=tuple(sorted(guards)),
+            standbys=tuple(sorted(standbys)),
         )
         data = sign_placement(placement, self.key)
         if len(data) > MAX_PLACEMENT_BYTES:

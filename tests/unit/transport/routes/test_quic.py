@@ -59,7 +59,7 @@ def test_both_sides_know_where_the_other_is_and_which_way_it_goes(pool: Any):
         peer = pool.credentials("b").identity.peer
         channel = await dialler.dial(listener.addresses, expect=peer, stream="state")
         theirs = await came.get()
-        assert (channel.way, theirs.way) == ("quic", "quic")
+        assert (channel.route, theirs.route) == ("quic", "quic")
         assert (channel.remote.host, channel.remote.port) == ("127.0.0.1", listener.port)
         assert theirs.remote.host == "127.0.0.1"
         assert theirs.remote.peer == pool.credentials("a").identity.peer

@@ -138,7 +138,7 @@ def test_two_peers_meet_and_the_relay_sees_no_plaintext(stand, run: Run, monkeyp
         async with stand() as door:
             record(copied, monkeypatch)
             async with door.joined() as (near, far):
-                assert (near.way, far.way) == ("relay", "relay")
+                assert (near.route, far.route) == ("relay", "relay")
                 assert near.remote.peer == door.peer("b")
                 assert far.remote.peer == door.peer("a")
                 tensor = host_tensor("uint8", (len(secret),), secret)

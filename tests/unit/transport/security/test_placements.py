@@ -16,7 +16,7 @@ KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OWNER = peer_of(public_bytes(KEY.public_key()))
 A, B, C = (PeerId(letter * 52) for letter in "abc")
 FENCE = Fence(3, 2, 1)
-DATA = Seal(KEY, "trusted").placement("job-1", FENCE, stages=[(1, B), (0, A)], guards=[(0, C)])
+DATA = Seal(KEY, "trusted").placement("job-1", FENCE, stages=[(1, B), (0, A)], standbys=[(0, C)])
 
 
 def test_a_placement_says_who_holds_what_at_which_level():
@@ -35,7 +35,7 @@ def test_it_is_for_one_round_of_one_job_of_one_owner():
     broker = Ed25519PrivateKey.from_private_bytes(b"b" * 32)
     with pytest.raises(TrustError, match="signed by the job's owner"):
         verify_placement(
-            Seal(broker, "open").placement("job-1", FENCE, stages=[(0, A)], guards=()),
+            Seal(broker, "open").placement("job-1", FENCE, stages=[(0, A)], standbys=()),
             OWNER,
             job="job-1",
             fence=FENCE,
@@ -83,8 +83,8 @@ def test_a_placement_has_a_size(size: int):
 
 def test_the_largest_plan_fits():
     data = Seal(KEY, "open").placement(
-        "j" * 128, FENCE, stages=[(stage, A) for stage in range(4096)], guards=[(stage, B) for stage in range(4096)]
+        "j" * 128, FENCE, stages=[(stage, A) for stage in range(4096)], standbys=[(stage, B) for stage in range(4096)]
     )
     assert len(verify_placement(data, OWNER, job="j" * 128, fence=FENCE).stages) == 4096
     with pytest.raises(TrustError, match="expected a placement of at most"):
-        Seal(KEY, "open").placement("j", FENCE, stages=[(0, A)] * 20_000, guards=())
+        Seal(KEY, "open").placement("j", FENCE, stages=[(0, A)] * 20_000, standbys=())

@@ -1,7 +1,7 @@
 """Served models: a peer that gives wrong rows is found, named and left out; the honest stay; answers go on.
 
 Whole serving jobs over the memory network on the shipped driver, members and backends. Neighbours:
-`harness.serving_liars` has the lies; `test_job_liars` is the same for training.
+`harness.serving_liars` has the lies; `test_job_faulty_peers` is the same for training.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def serving(llama: Captured, directory: Path, machines: dict[int, Backend] | Non
     def backend() -> Backend:
         return (machines or {}).get(next(made)) or TorchBackend(device="cpu", threads=1)
 
-    fields: dict[str, Any] = {"guards": GUARDS, "spares": 3, "vocabulary": VOCABULARY, "secret": SECRET}
+    fields: dict[str, Any] = {"standbys": GUARDS, "spares": 3, "vocabulary": VOCABULARY, "secret": SECRET}
     return served(llama, directory, **{"ranges": THREE_PEERS, "backends": backend, **fields, **changes})
 
 
@@ -97,7 +97,7 @@ def undisturbed(llama: Captured, tmp_path_factory: pytest.TempPathFactory) -> li
     """What honest machines answer that nobody checks; equal to transformers', as `test_serving_in_memory` shows."""
 
     async def story() -> list[list[int]]:
-        async with serving(llama, tmp_path_factory.mktemp("undisturbed"), guards=(), secret=b"") as job:
+        async with serving(llama, tmp_path_factory.mktemp("undisturbed"), standbys=(), secret=b"") as job:
             return await answers(job)
 
     return asyncio.run(story())
@@ -122,17 +122,17 @@ def test_honest_machines_are_checked_and_no_token_changes(
 
 
 @pytest.mark.parametrize("lie", [pytest.param(lie, marks=() if lie == "scales" else LONG) for lie in SERVING_LIES])
-def test_a_liar_is_found_named_and_left_out(
+def test_a_faulty_peer_is_found_named_and_left_out(
     lie: ServingLie, llama: Captured, undisturbed: list[list[int]], tmp_path: Path
 ):
-    liar = LyingServer(lie)
+    faulty_peer = LyingServer(lie)
 
     async def story() -> list[list[int]]:
-        async with serving(llama, tmp_path, {1: liar}) as job:
+        async with serving(llama, tmp_path, {1: faulty_peer}) as job:
             await until(lambda: guarded(job))
             while not job.replanner.distrusted:
                 await answers(job)
-                assert liar.passes < 300
+                assert faulty_peer.passes < 300
             await until(lambda: job.engine.status.state == "ready")
             assert list(job.replanner.distrusted) == [peer_id(1)]
             (note,) = [one for one in job.engine.status.faults if "wrong results" in one.text]
@@ -141,16 +141,16 @@ def test_a_liar_is_found_named_and_left_out(
             return await answers(job)
 
     assert asyncio.run(story()) == undisturbed
-    assert liar.lied
+    assert faulty_peer.lied
 
 
-def test_a_guard_that_accuses_the_honest_is_the_one_to_go(
+def test_a_standby_that_accuses_the_honest_is_the_one_to_go(
     llama: Captured, undisturbed: list[list[int]], tmp_path: Path
 ):
-    guard = LyingServer("scales", part=1.0)
+    standby = LyingServer("scales", part=1.0)
 
     async def story() -> list[list[int]]:
-        async with serving(llama, tmp_path, {4: guard}) as job:
+        async with serving(llama, tmp_path, {4: standby}) as job:
             await until(lambda: guarded(job))
             said = await answers(job)
             await until(lambda: bool(job.replanner.distrusted))
@@ -161,16 +161,16 @@ def test_a_guard_that_accuses_the_honest_is_the_one_to_go(
             return said
 
     assert asyncio.run(story()) == undisturbed
-    assert guard.lied
+    assert standby.lied
 
 
 @LONG
 def test_without_checks_nobody_notices(llama: Captured, tmp_path: Path):
     """The positive control: the same machine goes on."""
-    liar = LyingServer("skips", part=0.5)
+    faulty_peer = LyingServer("skips", part=0.5)
 
     async def story() -> None:
-        async with serving(llama, tmp_path, {1: liar}, secret=b"") as job:
+        async with serving(llama, tmp_path, {1: faulty_peer}, secret=b"") as job:
             await until(lambda: guarded(job))
             await answers(job)
             await answers(job)
@@ -179,18 +179,19 @@ def test_without_checks_nobody_notices(llama: Captured, tmp_path: Path):
             assert not job.replanner.distrusted
 
     asyncio.run(story())
-    assert liar.lied
+    assert faulty_peer.lied
 
 
 def test_answers_under_way_go_on_from_what_was_given_out(llama: Captured, tmp_path: Path):
-    """A long answer is being given when another's check finds the liar: its tokens stay, what follows is right."""
-    liar = LyingServer("scales")
+    """A long answer is being given when another's check finds the faulty peer: its tokens stay, what follows is
+    right."""
+    faulty_peer = LyingServer("scales")
 
     def asked(prompt: tuple[int, ...], count: int) -> Generation:
         return Generation(prompt=prompt, max_tokens=count, sampling=Sampling(temperature=0))
 
     async def story() -> None:
-        async with serving(llama, tmp_path, {1: liar}) as job:
+        async with serving(llama, tmp_path, {1: faulty_peer}) as job:
             await until(lambda: guarded(job))
             long = asyncio.create_task(tokens_of(job.engine, asked(PROMPTS[0], 100)))
             while not job.replanner.distrusted:
@@ -205,8 +206,8 @@ def test_answers_under_way_go_on_from_what_was_given_out(llama: Captured, tmp_pa
 
 @LONG
 @pytest.mark.parametrize("kind", sorted(MODELS))
-def test_no_family_of_models_makes_an_honest_machine_a_liar(kind: str, tmp_path: Path):
-    """Stages and their guards on unlike frameworks; windows, experts, texts that are computed as a whole."""
+def test_no_family_of_models_makes_an_honest_machine_a_faulty_peer(kind: str, tmp_path: Path):
+    """Stages and their standbys on unlike frameworks; windows, experts, texts that are computed as a whole."""
     captured = capture(ConfigSource(MODELS[kind]), batch=(1, 4), sequence=(1, 128), train=False)
     options = ServeOptions(page_tokens=4, pages=64, sessions=9, pass_tokens=32, whole=kind == "mamba")
 
@@ -270,12 +271,12 @@ def test_answers_that_are_broken_off_disturb_nobody(llama: Captured, tmp_path: P
 
 @LONG
 def test_with_the_ends_in_the_pool_the_first_stage_is_checked_and_the_last_is_not(llama: Captured, tmp_path: Path):
-    liar = LyingServer("skips", part=0.5)
-    guards = (Standby(stage=0, peer=peer_id(3)), Standby(stage=2, peer=peer_id(4)))
+    faulty_peer = LyingServer("skips", part=0.5)
+    standbys = (Standby(stage=0, peer=peer_id(3)), Standby(stage=2, peer=peer_id(4)))
 
     async def story() -> None:
-        pool: dict[str, Any] = {"peers": tuple(map(peer_id, range(3))), "guards": guards, "spares": 2}
-        async with serving(llama, tmp_path, {0: liar}, ranges=((0, 2), (2, 3), (3, 5)), **pool) as job:
+        pool: dict[str, Any] = {"peers": tuple(map(peer_id, range(3))), "standbys": standbys, "spares": 2}
+        async with serving(llama, tmp_path, {0: faulty_peer}, ranges=((0, 2), (2, 3), (3, 5)), **pool) as job:
             await until(lambda: sum(isinstance(one, progress.StageLoaded) and one.standby for one in job.told) == 2)
             assert job.engine.checkable == {0, 1}
             while not job.replanner.distrusted:
@@ -284,7 +285,7 @@ def test_with_the_ends_in_the_pool_the_first_stage_is_checked_and_the_last_is_no
             assert {one.stage for one in checked(job)} == {0}
 
     asyncio.run(story())
-    assert liar.lied
+    assert faulty_peer.lied
 
 
 def test_who_says_nothing_of_what_it_did_is_not_believed(llama: Captured, tmp_path: Path):
@@ -295,9 +296,9 @@ def test_who_says_nothing_of_what_it_did_is_not_believed(llama: Captured, tmp_pa
         if stage.stage == 2:
             silent.append("asked")
             raise ExecutionError("I don't tell.")
-        return told(stage, order)
+        return sketches_of(stage, order)
 
-    told = ServingStage.told
+    sketches_of = ServingStage.sketches_of
 
     async def story() -> None:
         async with serving(llama, tmp_path) as job:
@@ -307,6 +308,6 @@ def test_who_says_nothing_of_what_it_did_is_not_believed(llama: Captured, tmp_pa
             assert list(job.replanner.distrusted) == [peer_id(1)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ServingStage, "told", refuse)
+        patch.setattr(ServingStage, "sketches_of", refuse)
         asyncio.run(story())
     assert silent

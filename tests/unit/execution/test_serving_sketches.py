@@ -35,8 +35,8 @@ def part(tensors: dict[str, HostTensor], rows: list[int]) -> dict[str, HostTenso
     return {name: tensor(array) for name, array in arrays.items()}
 
 
-def marks(tensors: dict[str, HostTensor], session: int = 1) -> np.ndarray:
-    return Projection(SPECS, text_key(SECRET, session)).marks(tensors)
+def sketches(tensors: dict[str, HostTensor], session: int = 1) -> np.ndarray:
+    return Projection(SPECS, text_key(SECRET, session)).sketches(tensors)
 
 
 def book(capacity: int = 1000) -> SketchBook:
@@ -47,26 +47,26 @@ def test_the_distance_of_marks_is_that_of_rows_by_their_length():
     rows = values(500)
     scaled = {**rows, "h": tensor(np.frombuffer(rows["h"].data, np.float32).reshape(1, 500, WIDTH) * np.float32(1.01))}
     only = Projection(SPECS[:1], text_key(SECRET, 1))
-    one, two = only.marks(rows), only.marks(scaled)
+    one, two = only.sketches(rows), only.sketches(scaled)
     apart = np.linalg.norm(two - one, axis=1) / np.linalg.norm(one, axis=1)
     assert apart == pytest.approx(np.full(500, 0.01), rel=1e-2)
-    other = only.marks(values(500, seed=1))
+    other = only.sketches(values(500, seed=1))
     unlike = np.linalg.norm(other - one, axis=1) / np.linalg.norm(one, axis=1)
     assert 0.5 < np.median(unlike) < 3
 
 
 def test_each_text_has_a_key_of_its_own():
     rows = values(3)
-    assert not np.allclose(marks(rows, 1), marks(rows, 2))
-    assert np.array_equal(marks(rows, 1), marks(rows, 1))
+    assert not np.allclose(sketches(rows, 1), sketches(rows, 2))
+    assert np.array_equal(sketches(rows, 1), sketches(rows, 1))
 
 
 def test_rows_are_marked_alike_whoever_they_are_packed_with():
     whole, of = values(7), book()
     of.add([Segment(1, 0, 4), Segment(2, 0, 3)], [], whole, part({"h": whole["h"]}, list(range(7))))
-    got, gave = of.told(1, 0, 4)
-    assert np.array_equal(got, marks(part(whole, [0, 1, 2, 3])))
-    assert np.array_equal(of.told(2, 1, 2)[0], marks(part(whole, [5, 6]), 2))
+    got, gave = of.of_positions(1, 0, 4)
+    assert np.array_equal(got, sketches(part(whole, [0, 1, 2, 3])))
+    assert np.array_equal(of.of_positions(2, 1, 2)[0], sketches(part(whole, [5, 6]), 2))
     assert gave.shape == (4, SIZE)
     assert np.isfinite(gave).all()
 
@@ -75,20 +75,20 @@ def test_of_a_selection_only_what_was_wanted_is_known():
     whole, of = values(7), book()
     wanted = [3, 5, 6]
     of.add([Segment(1, 0, 4), Segment(2, 0, 3)], wanted, whole, part({"h": whole["h"]}, wanted))
-    got, gave = of.told(2, 0, 3)
+    got, gave = of.of_positions(2, 0, 3)
     assert np.isfinite(got).all()
     assert np.isnan(gave[0]).all()
     only = Projection(SPECS[:1], text_key(SECRET, 2))
-    assert np.array_equal(gave[1:], only.marks(part({"h": whole["h"]}, [5, 6])))
-    assert np.isfinite(of.told(1, 3, 1)[1]).all()
+    assert np.array_equal(gave[1:], only.sketches(part({"h": whole["h"]}, [5, 6])))
+    assert np.isfinite(of.of_positions(1, 3, 1)[1]).all()
 
 
 def test_the_stage_behind_a_selection_gets_nothing_of_who_wants_nothing():
     of = book()
     of.add([Segment(1, 0, 4), Segment(2, 0, 3)], [6], values(1), {})
-    assert np.isnan(of.told(1, 0, 4)[0]).all()
-    assert np.isnan(of.told(2, 0, 2)[0]).all()
-    assert np.isfinite(of.told(2, 2, 1)[0]).all()
+    assert np.isnan(of.of_positions(1, 0, 4)[0]).all()
+    assert np.isnan(of.of_positions(2, 0, 2)[0]).all()
+    assert np.isfinite(of.of_positions(2, 2, 1)[0]).all()
 
 
 def test_what_is_computed_again_counts_and_nothing_behind_it_is_known():
@@ -96,8 +96,8 @@ def test_what_is_computed_again_counts_and_nothing_behind_it_is_known():
     of.add([Segment(1, 0, 6)], [], values(6), {})
     again = values(2, seed=5)
     of.add([Segment(1, 3, 2)], [], again, {})
-    got, _ = of.told(1, 0, 7)
-    assert np.array_equal(got[3:5], marks(again))
+    got, _ = of.of_positions(1, 0, 7)
+    assert np.array_equal(got[3:5], sketches(again))
     assert np.isfinite(got[:5]).all()
     assert np.isnan(got[5:]).all()
 
@@ -108,17 +108,17 @@ def test_the_text_that_was_not_added_to_for_longest_goes_first():
         of.add([Segment(session, 0, 4)], [], values(4), {})
     of.add([Segment(1, 4, 1)], [], values(1), {})
     of.add([Segment(3, 0, 4)], [], values(4), {})
-    assert np.isnan(of.told(2, 0, 4)[0]).all()
-    assert np.isfinite(of.told(1, 0, 5)[0]).all()
-    assert np.isfinite(of.told(3, 0, 4)[0]).all()
+    assert np.isnan(of.of_positions(2, 0, 4)[0]).all()
+    assert np.isfinite(of.of_positions(1, 0, 5)[0]).all()
+    assert np.isfinite(of.of_positions(3, 0, 4)[0]).all()
     of.clear()
-    assert np.isnan(of.told(3, 0, 4)[0]).all()
+    assert np.isnan(of.of_positions(3, 0, 4)[0]).all()
 
 
 def test_no_number_is_a_mark_that_is_none():
     rows = np.full((1, 1, WIDTH), np.inf, np.float32)
     only = Projection(SPECS[:1], text_key(SECRET, 1))
-    assert not np.isfinite(only.marks({"h": tensor(rows)})).any()
+    assert not np.isfinite(only.sketches({"h": tensor(rows)})).any()
 
 
 def test_a_text_that_grows_by_a_token_has_the_marks_of_its_rows():
@@ -129,15 +129,15 @@ def test_a_text_that_grows_by_a_token_has_the_marks_of_its_rows():
             [Segment(1, row, 1), Segment(2, row, 1)], [], part(whole, [row, row]), part({"h": whole["h"]}, [row] * 2)
         )
         if row in (0, 7, 40):
-            assert np.array_equal(of.told(1, 0, row + 1)[0], marks(part(whole, list(range(row + 1)))))
+            assert np.array_equal(of.of_positions(1, 0, row + 1)[0], sketches(part(whole, list(range(row + 1)))))
     only = Projection(SPECS[:1], text_key(SECRET, 2))
-    assert np.array_equal(of.told(2, 0, 50)[0], marks(whole, 2))
-    assert np.array_equal(of.told(2, 0, 50)[1], only.marks({"h": whole["h"]}))
+    assert np.array_equal(of.of_positions(2, 0, 50)[0], sketches(whole, 2))
+    assert np.array_equal(of.of_positions(2, 0, 50)[1], only.sketches({"h": whole["h"]}))
     again = values(3, seed=9)
     for row in range(3):
         of.add([Segment(2, 48 + row, 1)], [], part(again, [row]), {})
-    assert np.array_equal(of.told(2, 48, 3)[0], marks(again, 2))
-    assert np.isnan(of.told(2, 48, 3)[1]).all()
+    assert np.array_equal(of.of_positions(2, 48, 3)[0], sketches(again, 2))
+    assert np.isnan(of.of_positions(2, 48, 3)[1]).all()
 
 
 def test_of_many_short_texts_each_is_known():
@@ -145,7 +145,7 @@ def test_of_many_short_texts_each_is_known():
     for session in range(TOGETHER + 5):
         of.add([Segment(session, 0, 1)], [], values(1, seed=session), {})
     for session in (0, 7, TOGETHER + 4):
-        assert np.array_equal(of.told(session, 0, 1)[0], marks(values(1, seed=session), session))
+        assert np.array_equal(of.of_positions(session, 0, 1)[0], sketches(values(1, seed=session), session))
 
 
 @pytest.mark.parametrize("width", [1, 24, 1000, 4096])

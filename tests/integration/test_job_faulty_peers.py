@@ -1,6 +1,6 @@
 """Members that give wrong results are found, named and left out, and what they did is done again; the honest stay.
 
-Whole jobs in one process on the shipped driver, members and backends. Neighbours: `harness.liars` has the lies.
+Whole jobs in one process on the shipped driver, members and backends. Neighbours: `harness.faulty_peers` has the lies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
 from fusionai.training import progress
-from harness.liars import LIES, Lie, LyingBackend
+from harness.faulty_peers import LIES, Lie, LyingBackend
 from harness.pool import Data, Job, MemoryPool, Run, peer_id, tokens
 from harness.strikes import assert_same, events
 
@@ -39,7 +39,7 @@ RANGES = ((0, 2), (2, 3), (3, 5), (5, 6))
 GUARDS = {0: 3, 1: 4, 2: 5}
 SECRET = bytes(range(32))
 LAST_RESORT = 7
-"""A peer that guards nothing and takes over what a liar's guard may not."""
+"""A peer that stands by for nothing and takes over what a faulty peer's standby may not."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def run(directory: Path, captured: Captured, machines: dict[int, Backend] | None
             fields: dict[str, Any] = {
                 "ranges": RANGES,
                 "owned": frozenset({3}),
-                "guards": GUARDS,
+                "standbys": GUARDS,
                 "snapshot_every": 2,
                 "checkpoint_every": 2,
                 "data": Data(tokens(VOCABULARY, 2, 6)),
@@ -81,8 +81,8 @@ def checks(done: Run) -> list[progress.StepsChecked]:
 
 @pytest.fixture(scope="module")
 def undisturbed(llama: Captured, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Nobody guards anything, nobody lies."""
-    done = run(tmp_path_factory.mktemp("undisturbed"), llama, guards={}, secret=b"")
+    """Nobody standbys anything, nobody lies."""
+    done = run(tmp_path_factory.mktemp("undisturbed"), llama, standbys={}, secret=b"")
     assert done.end is not None
     assert done.end.failed is None
     return done
@@ -99,45 +99,45 @@ def test_honest_machines_are_checked_and_no_bit_changes(llama: Captured, undistu
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_liar_is_found_named_and_left_out_and_its_work_done_again(
+def test_a_faulty_peer_is_found_named_and_left_out_and_its_work_done_again(
     lie: Lie, llama: Captured, undisturbed: Run, tmp_path: Path
 ):
-    liar = LyingBackend(lie)
-    done = run(tmp_path, llama, {1: liar})
-    assert liar.lied
+    faulty_peer = LyingBackend(lie)
+    done = run(tmp_path, llama, {1: faulty_peer})
+    assert faulty_peer.lied
     (seen,) = events(done, progress.FaultSeen)
     assert isinstance(seen, progress.FaultSeen)
-    assert (seen.kind, seen.peer, seen.stages) == ("liar", peer_id(1), (1,))
-    assert liar.tasks <= 300
+    assert (seen.kind, seen.peer, seen.stages) == ("faulty", peer_id(1), (1,))
+    assert faulty_peer.tasks <= 300
     (changed,) = events(done, progress.PlanChanged)
     assert isinstance(changed, progress.PlanChanged)
     assert peer_id(1) not in {stage.peer for stage in changed.plan.stages}
     assert_same(done, undisturbed, tmp_path, STEPS)
 
 
-def test_a_guard_that_accuses_the_honest_is_the_one_to_go(llama: Captured, undisturbed: Run, tmp_path: Path):
-    guard = LyingBackend("scales", part=1.0)
-    done = run(tmp_path, llama, {GUARDS[1]: guard})
-    assert guard.lied
+def test_a_standby_that_accuses_the_honest_is_the_one_to_go(llama: Captured, undisturbed: Run, tmp_path: Path):
+    standby = LyingBackend("scales", part=1.0)
+    done = run(tmp_path, llama, {GUARDS[1]: standby})
+    assert standby.lied
     (seen,) = events(done, progress.FaultSeen)
     assert isinstance(seen, progress.FaultSeen)
-    assert (seen.kind, seen.peer, seen.stages) == ("liar", peer_id(GUARDS[1]), ())
+    assert (seen.kind, seen.peer, seen.stages) == ("faulty", peer_id(GUARDS[1]), ())
     assert not events(done, progress.PlanChanged)
     assert_same(done, undisturbed, tmp_path, STEPS)
 
 
 def test_what_is_wrong_from_the_middle_on_is_taken_back_to_there(llama: Captured, undisturbed: Run, tmp_path: Path):
-    liar = LyingBackend("scales", part=1.0, since=5)
-    done = run(tmp_path, llama, {1: liar})
+    faulty_peer = LyingBackend("scales", part=1.0, since=5)
+    done = run(tmp_path, llama, {1: faulty_peer})
     (restored,) = [event for event in done.events if isinstance(event, progress.Restored)]
     assert restored.base == 4  # steps 4 and 5 are a stretch; those before were checked and held
     assert_same(done, undisturbed, tmp_path, STEPS)
 
 
-def test_two_liars_one_after_the_other(llama: Captured, undisturbed: Run, tmp_path: Path):
+def test_two_faulty_peers_one_after_the_other(llama: Captured, undisturbed: Run, tmp_path: Path):
     done = run(tmp_path, llama, {0: LyingBackend("skips", part=0.5), 2: LyingBackend("scales", part=0.5, seed=1)})
     seen = [event for event in done.events if isinstance(event, progress.FaultSeen)]
-    assert {(one.kind, one.peer) for one in seen} == {("liar", peer_id(0)), ("liar", peer_id(2))}
+    assert {(one.kind, one.peer) for one in seen} == {("faulty", peer_id(0)), ("faulty", peer_id(2))}
     assert_same(done, undisturbed, tmp_path, STEPS)
 
 
@@ -163,7 +163,7 @@ def test_stages_that_share_a_parameter_are_checked_too(tmp_path: Path):
     assert {one.stage for one in checks(done)} == set(GUARDS)
 
 
-def test_a_liar_among_replicas_whose_gradients_are_summed(llama: Captured, tmp_path: Path):
+def test_a_faulty_peer_among_replicas_whose_gradients_are_summed(llama: Captured, tmp_path: Path):
     done = run(
         tmp_path,
         llama,
@@ -172,10 +172,10 @@ def test_a_liar_among_replicas_whose_gradients_are_summed(llama: Captured, tmp_p
         owned=frozenset({2}),
         replicas=2,
         microbatches=4,
-        guards={0: 4, 1: 5, 3: 6, 4: 7},
+        standbys={0: 4, 1: 5, 3: 6, 4: 7},
     )
     (seen,) = events(done, progress.FaultSeen)
     assert isinstance(seen, progress.FaultSeen)
-    assert (seen.kind, seen.peer) == ("liar", peer_id(1))
+    assert (seen.kind, seen.peer) == ("faulty", peer_id(1))
     assert done.end is not None
     assert done.end.failed is None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness import lying_peer
-from harness.liars import LIES, Lie
+from harness.faulty_peers import LIES, Lie
 from harness.live_pool import LivePool, fusion, write_recipe, write_text
 
 pytestmark = pytest.mark.long
@@ -67,5 +67,5 @@ def test_who_gives_wrong_results_is_named_and_left_out(lie: Lie, pool: LivePool,
     seen = figures(tmp_path)
     assert seen["losses"] == losses
     (fault,) = seen["faults"]
-    assert (fault["kind"], fault["name"]) == ("liar", eve)
+    assert (fault["kind"], fault["name"]) == ("faulty", eve)
     assert 0 < seen["checks"]["checked_tasks"] <= seen["checks"]["tasks"]

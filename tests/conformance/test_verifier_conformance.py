@@ -1,8 +1,7 @@
 """A stretch of one framework's work run again by each framework that trains: honest work passes, falsified does not.
 
-The shipped referee and the shipped limits, without a network. Neighbours: `tests/integration/test_job_liars.py` has
-whole jobs, `benchmarks/verification.py` thousands of tasks.
-"""
+The shipped verifier and the shipped limits, without a network. Neighbours: `tests/integration/test_job_faulty_peers.py`
+has whole jobs, `benchmarks/verification.py` thousands of tasks."""
 
 from __future__ import annotations
 
@@ -30,14 +29,14 @@ from fusionai.training.inspection import Inspection, limits
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import CommitRecord, Fence, OptimizerSpec, StageOptions
 from harness.backend_kinds import opened
-from harness.liars import LyingBackend
+from harness.faulty_peers import LyingBackend
 from harness.pool import tensor
 from harness.stand import RANGES, layers
 
 FENCE = Fence(1, 1, 0)
 MICROBATCHES, STEPS, WIDTH = 2, 2, 64
 OPTIONS = StageOptions(microbatches=MICROBATCHES, optimizer=OptimizerSpec(weight_decay=0.1), takeover="tolerant")
-CHECK = Check(1, "worker", "referee", 0, STEPS)
+CHECK = Check(1, "worker", "verifier", 0, STEPS)
 Backends = Callable[[], Any]
 
 
@@ -65,10 +64,10 @@ class Stretch:
         self.records: list[CommitRecord] = []
         self.begin = dict(stage.program.export_state(("model", "optimizer")))
         for step in range(STEPS):
-            marks = [one for microbatch in range(MICROBATCHES) for one in self._task(passed, step, microbatch)]
+            sketches = [one for microbatch in range(MICROBATCHES) for one in self._task(passed, step, microbatch)]
             norms = stage.program.gradient_norms()
             stage.program.apply(scale=0.5, learning_rate=1e-3)
-            said = wire.Prepared(fence=FENCE, stage=1, step=step, norms=norms, marks=tuple(marks))
+            said = wire.Prepared(fence=FENCE, stage=1, step=step, norms=norms, sketches=tuple(sketches))
             self.inspection.hear("worker", said)
             self.records.append(
                 CommitRecord(
@@ -94,10 +93,10 @@ class Stretch:
         arrived: Any = {"y1": {2: back["y1"]}}
         returned = passed.backward(call, arrived)
         return [
-            *passed.marks_got_forward(microbatch, got, key),
-            *passed.marks_got_back(microbatch, arrived, key),
-            *passed.marks_gave(microbatch, gave, key, forward=True),
-            *passed.marks_gave(microbatch, returned, key, forward=False),
+            *passed.sketches_got_forward(microbatch, got, key),
+            *passed.sketches_got_back(microbatch, arrived, key),
+            *passed.sketches_gave(microbatch, gave, key, forward=True),
+            *passed.sketches_gave(microbatch, returned, key, forward=False),
         ]
 
     def told(self, **changes: Any) -> wire.Recheck:
@@ -120,10 +119,10 @@ class Stretch:
         async def body() -> wire.Rechecked:
             compute = ComputeThread()
             try:
-                referee = StepVerifier(self.told(), loaded(backend), compute, held_limit_bytes=2**20)
+                verifier = StepVerifier(self.told(), loaded(backend), compute, held_limit_bytes=2**20)
                 for message, tensors in self.sent:
-                    referee.take(message, tensors)
-                return await referee.run(self.begin, self.end)
+                    verifier.take(message, tensors)
+                return await verifier.run(self.begin, self.end)
             finally:
                 compute.close()
 
@@ -151,7 +150,7 @@ def test_falsified_work_does_not_pass(kind: str, lie: Any):
 
 
 def test_a_first_state_that_does_not_follow_from_the_seed_is_seen(honest: Stretch):
-    """The liar has consistent results, from weights of its own."""
+    """The faulty peer has consistent results, from weights of its own."""
     begin, end = honest.begin, honest.end
     try:
         honest.begin = {name: drawn(5) if value.shape == (WIDTH, WIDTH) else value for name, value in begin.items()}
@@ -170,12 +169,12 @@ def test_what_is_no_stretch_is_refused(changes: dict[str, Any], honest: Stretch)
 
 def test_what_does_not_belong_to_it_is_refused_and_too_much_as_well(honest: Stretch):
     stage = loaded(opened("torch"))
-    referee = StepVerifier(honest.told(), stage, None, held_limit_bytes=2**20)  # pyright: ignore
+    verifier = StepVerifier(honest.told(), stage, None, held_limit_bytes=2**20)  # pyright: ignore
     message, tensors = honest.sent[0]
     with pytest.raises(ExecutionError, match="step 9"):
-        referee.take(msgspec.structs.replace(message, step=9), tensors)
+        verifier.take(msgspec.structs.replace(message, step=9), tensors)
     with pytest.raises(ExecutionError, match="expected"):
-        referee.take(message, {"y7": tensors["y0"]})
+        verifier.take(message, {"y7": tensors["y0"]})
     small = StepVerifier(honest.told(), stage, None, held_limit_bytes=100)  # pyright: ignore
     with pytest.raises(ExecutionError, match="at most 100"):
         small.take(message, tensors)
