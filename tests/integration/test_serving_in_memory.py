@@ -82,7 +82,7 @@ def test_pieces_of_one_prompt_follow_each_other_and_change_no_token(llama: Captu
     prompt = tuple((7 * place) % VOCABULARY for place in range(110))
 
     async def story(tile_tokens: int | None) -> tuple[list[int], list[int]]:
-        """Nothing leaves the first peer before two pieces were sent to it: without the second this ends in a time-out."""
+        """Nothing leaves the first peer before two pieces were sent to it; a second that waits for it ends this."""
         lengths: list[int] = []
         two_left = asyncio.Event()
 
