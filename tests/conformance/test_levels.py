@@ -21,7 +21,7 @@ ROOT: Final = Path(__file__).parents[2]
 FEW: Final = (
     "tests/conformance/test_bits_of_rows.py",
     "tests/conformance/test_serving_backend.py::test_a_row_of_a_product_is_the_same_among_any_number",
-    "tests/unit/execution/test_serving_sketches.py",
+    "tests/unit/execution/serving/test_sketches.py",
 )
 """Nothing that compiles large kernels: a fresh clone would wait for the compiler at every level."""
 ALL: Final = (

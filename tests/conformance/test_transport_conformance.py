@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ssl
 import struct
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,9 +22,8 @@ from fusionai.transport.routes import quic as quic_binding
 from fusionai.transport.routes.addresses import parse_address
 from fusionai.transport.routes.quic import QuicTransport
 from fusionai.transport.routes.tcp import TcpTransport
-from fusionai.transport.security.authority import load_authority
 from fusionai.transport.security.credentials import MemberCredentials, StrangerCredentials
-from fusionai.transport.security.identity import load_identity, peer_of
+from fusionai.transport.security.identity import peer_of
 from fusionai.wire.frame import (
     GREETING_LIMITS,
     HEADER_BYTES,
@@ -35,6 +33,7 @@ from fusionai.wire.frame import (
     encode_header,
 )
 from fusionai.wire.messages import Fence, Hello, Invited, Message, Ping, Probe, StateChunk, TensorHeader, encode
+from harness.credentials import CertifiedPool
 from harness.memory_transport import MemoryNetwork
 from harness.patience import CEILING_S
 
@@ -74,23 +73,18 @@ class MemoryWorld:
 
 class TcpWorld:
     def __init__(self, home: Path) -> None:
-        self._home = home
-        self._authority = load_authority(home / "authority", "pool", now_wall_s=time.time())
-
-    def peer(self, name: str) -> PeerId:
-        return load_identity(self._home / name).peer
+        self._pool = CertifiedPool(home)
+        self.peer = self._pool.peer
 
     def credentials(self, name: str, role: Role = "member") -> MemberCredentials:
         assert role != "stranger"
-        identity = load_identity(self._home / name)
-        certificate = self._authority.issue(identity.public_key, role, now_wall_s=time.time())
-        return MemberCredentials(identity, certificate, self._authority.certificate)
+        return self._pool.credentials(name, role)
 
     def member(self, name: str, role: Role = "member") -> Transport:
         return TcpTransport(self.credentials(name, role))
 
     def stranger(self) -> Transport:
-        return TcpTransport(StrangerCredentials(self._authority.public_key))
+        return TcpTransport(StrangerCredentials(self._pool.authority.public_key))
 
     async def send_raw(self, listener: Listener, data: bytes) -> None:
         target = parse_address(listener.addresses[0])
@@ -114,7 +108,7 @@ class QuicWorld(TcpWorld):
         return QuicTransport(self.credentials(name, role))
 
     def stranger(self) -> Transport:
-        return QuicTransport(StrangerCredentials(self._authority.public_key))
+        return QuicTransport(StrangerCredentials(self._pool.authority.public_key))
 
     async def send_raw(self, listener: Listener, data: bytes) -> None:
         channel = await QuicTransport(self.credentials("raw")).dial(

@@ -31,13 +31,14 @@ from fusionai.transport.enrolment import Membership
 from fusionai.transport.interface import Channel, Listener, Remote
 from fusionai.transport.peer_transport import PeerTransport
 from fusionai.transport.routes.tcp import TcpTransport
-from fusionai.transport.security.authority import Authority, load_authority
+from fusionai.transport.security.authority import Authority, CertifiedRole, load_authority
 from fusionai.transport.security.credentials import MemberCredentials
 from fusionai.transport.security.identity import load_identity, public_bytes
 from fusionai.transport.security.signed import Seal
 from fusionai.transport.security.trust import Signer, TrustList, TrustListFile, endorse, key_text, save_trust_list
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Message
+from harness.credentials import credentials
 
 Lie = Callable[[Message, Message], Message]
 """(question, true answer) -> what the broker says."""
@@ -87,12 +88,8 @@ class MaliciousPool:
         self._serial = 0
         self._stack = AsyncExitStack()
 
-    def credentials(self, name: str, role: str = "member") -> MemberCredentials:
-        identity = load_identity(self.directory / name)
-        certificate = self.authority.issue(
-            identity.public_key, "broker" if role == "broker" else "member", now_wall_s=self.clock.wall_s()
-        )
-        return MemberCredentials(identity, certificate, self.authority.certificate)
+    def credentials(self, name: str, role: CertifiedRole = "member") -> MemberCredentials:
+        return credentials(self.authority, self.directory / name, role, issued_at_s=self.clock.wall_s())
 
     def endorsement(
         self, name: str, *, key: Ed25519PrivateKey | None = None, at_s: float | None = None, lifetime_s: int = 3600

@@ -30,6 +30,7 @@ from fusionai.transport.security.credentials import Credentials, MemberCredentia
 from fusionai.transport.security.identity import Identity, load_identity
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, Message
+from harness.credentials import credentials
 from harness.in_a_loop import in_a_loop
 
 pytestmark = pytest.mark.slow
@@ -75,8 +76,8 @@ class Cast:
     def __init__(self, directory: Path) -> None:
         self.pool: Authority = load_authority(directory / "pool", "pool", now_wall_s=NOW_S)
         elsewhere: Authority = load_authority(directory / "elsewhere", "pool", now_wall_s=NOW_S)
-        self.victim = self.member(load_identity(directory / "victim"), self.pool)
-        self.caller = self.member(load_identity(directory / "caller"), self.pool)
+        self.victim = credentials(self.pool, directory / "victim", issued_at_s=NOW_S)
+        self.caller = credentials(self.pool, directory / "caller", issued_at_s=NOW_S)
         eve, victim = load_identity(directory / "eve"), self.victim.identity.peer
         old_s = NOW_S - 4 * 365 * 86_400
         shown = {
@@ -93,11 +94,6 @@ class Cast:
         self.impostors = {
             kind: Impostor(eve, certificate, self.pool.certificate) for kind, certificate in shown.items()
         }
-
-    @staticmethod
-    def member(identity: Identity, authority: Authority) -> MemberCredentials:
-        certificate = authority.issue(identity.public_key, "member", now_wall_s=NOW_S)
-        return MemberCredentials(identity, certificate, authority.certificate)
 
 
 def _named(identity: Identity, name: PeerId, signer: Ed25519PrivateKey, *, issuer: str = "") -> bytes:
@@ -145,12 +141,12 @@ class Heard:
 
 
 async def said(
-    credentials: Credentials, addresses: tuple[str, ...], expect: PeerId | None, *, patience_s: float = 5.0
+    shown: Credentials, addresses: tuple[str, ...], expect: PeerId | None, *, patience_s: float = 5.0
 ) -> Message | None:
     """The answer of whoever was reached; None where nobody was."""
     try:
         async with asyncio.timeout(patience_s):
-            channel = await TcpTransport(credentials).dial(addresses, expect=expect, stream="control", timeout_s=5.0)
+            channel = await TcpTransport(shown).dial(addresses, expect=expect, stream="control", timeout_s=5.0)
             try:
                 await channel.send(OPENING)
                 return (await channel.receive()).message
@@ -163,9 +159,9 @@ async def said(
 @in_a_loop
 async def test_who_dials_reaches_the_key_it_expects_or_nobody(tmp_path: Path):
     parts, accepted, tried = Cast(tmp_path), Counter[str](), Counter[str]()
-    for kind, credentials in parts.impostors.items():
+    for kind, shown in parts.impostors.items():
         heard = Heard()
-        listener = await TcpTransport(credentials).listen(heard.accept, host="127.0.0.1", port=0, strangers=True)
+        listener = await TcpTransport(shown).listen(heard.accept, host="127.0.0.1", port=0, strangers=True)
         for _ in range(EACH):
             tried[kind] += 1
             answer = await said(parts.caller, listener.addresses, parts.victim.identity.peer)
@@ -184,13 +180,13 @@ async def test_who_listens_hears_of_no_key_that_was_not_proven(tmp_path: Path):
     parts, accepted, tried = Cast(tmp_path), Counter[str](), Counter[str]()
     heard = Heard()
     listener = await TcpTransport(parts.victim).listen(heard.accept, host="127.0.0.1", port=0)
-    for kind, credentials in parts.impostors.items():
+    for kind, shown in parts.impostors.items():
         for _ in range(EACH):
             heard.messages.clear()
-            await said(credentials, listener.addresses, None)
+            await said(shown, listener.addresses, None)
             tried[kind] += 1
             # A certified member is let in as who it is, and as nobody else: its ticket is checked against that.
-            known = {credentials.identity.peer} if kind in (CERTIFIED, BROKERS) else set()
+            known = {shown.identity.peer} if kind in (CERTIFIED, BROKERS) else set()
             accepted[kind] += any(peer not in known for peer, _ in heard.messages)
     for _ in range(EACH):
         heard.messages.clear()

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,9 @@ from fusionai.primitives.tensors import host_tensor
 from fusionai.transport.channels.bulk import bulk_is_available
 from fusionai.transport.interface import Channel
 from fusionai.transport.routes.tcp import TcpTransport
-from fusionai.transport.security.authority import load_authority
-from fusionai.transport.security.credentials import MemberCredentials
 from fusionai.transport.security.identity import load_identity
 from fusionai.wire.messages import Pong, Probe, TensorHeader
+from harness.credentials import CertifiedPool
 from harness.patience import CEILING_S
 from harness.shaped_link import Shape, ShapedLink, unavailable
 
@@ -30,14 +28,6 @@ pytestmark = pytest.mark.slow
 PORT = 4712
 PIECES = 3
 PIECE_BYTES = 2**20
-
-
-def credentials(home: str, name: str) -> MemberCredentials:
-    authority = load_authority(Path(home) / "authority", "test", now_wall_s=time.time())
-    identity = load_identity(Path(home) / name)
-    return MemberCredentials(
-        identity, authority.issue(identity.public_key, "member", now_wall_s=time.time()), authority.certificate
-    )
 
 
 async def far(home: str, host: str) -> None:
@@ -53,7 +43,7 @@ async def far(home: str, host: str) -> None:
         done.set_result(told.hexdigest())
         await channel.receive()
 
-    await TcpTransport(credentials(home, "far")).listen(serve, host=host, port=PORT)
+    await TcpTransport(CertifiedPool(Path(home)).credentials("far")).listen(serve, host=host, port=PORT)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdout.write(await done + "\n")
@@ -61,7 +51,7 @@ async def far(home: str, host: str) -> None:
 
 async def near(home: str, host: str) -> dict[str, str]:
     told = hashlib.sha256()
-    channel = await TcpTransport(credentials(home, "near")).dial(
+    channel = await TcpTransport(CertifiedPool(Path(home)).credentials("near")).dial(
         [f"tcp://{host}:{PORT}"], expect=load_identity(Path(home) / "far").peer, stream="tensors"
     )
     sock = channel._live_transport().get_extra_info("socket")
@@ -79,7 +69,7 @@ def test_bulk_crosses_a_long_line_that_loses_packets(tmp_path: Path) -> None:
     if reason := unavailable():
         pytest.skip(f"no shaped link can be made here: {reason}")
     for name in ("far", "near"):
-        credentials(str(tmp_path), name)
+        CertifiedPool(tmp_path).credentials(name)
     with ShapedLink(Shape(50e6, 0.02, loss=0.01), seed=3) as link:
         argv = [sys.executable, __file__, str(tmp_path), link.address("far")]
         options = {

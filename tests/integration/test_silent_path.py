@@ -20,11 +20,9 @@ from fusionai.primitives.errors import ChannelClosed, TransportError
 from fusionai.primitives.tensors import host_tensor
 from fusionai.transport.interface import Channel
 from fusionai.transport.routes.tcp import TcpTransport
-from fusionai.transport.security.authority import load_authority
-from fusionai.transport.security.credentials import MemberCredentials
-from fusionai.transport.security.identity import load_identity
 from fusionai.wire.frame import describe
 from fusionai.wire.messages import Fence, Ping, StateChunk
+from harness.credentials import CertifiedPool
 from harness.patience import CEILING_S
 
 pytestmark = pytest.mark.slow
@@ -39,13 +37,6 @@ def privileged() -> bool:
     return subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False).returncode == 0
 
 
-def credentials(home: Path, name: str) -> MemberCredentials:
-    authority = load_authority(home / "authority", "pool", now_wall_s=time.time())
-    identity = load_identity(home / name)
-    certificate = authority.issue(identity.public_key, "broker", now_wall_s=time.time())
-    return MemberCredentials(identity, certificate, authority.certificate)
-
-
 async def serve(home: Path) -> None:
     """Vanishes at the first message: takes its address away, so that whatever comes is dropped without a word."""
     vanished = asyncio.Event()
@@ -57,7 +48,9 @@ async def serve(home: Path) -> None:
         vanished.set()
         await asyncio.Event().wait()
 
-    listener = await TcpTransport(credentials(home, "server")).listen(accept, host=SERVER, port=PORT)
+    listener = await TcpTransport(CertifiedPool(home).credentials("server", "broker")).listen(
+        accept, host=SERVER, port=PORT
+    )
     await vanished.wait()
     await asyncio.sleep(30)
     await listener.close()
@@ -65,7 +58,7 @@ async def serve(home: Path) -> None:
 
 async def ask(home: Path, sending: bool) -> None:
     """Prints how long after the silence the channel ended."""
-    transport = TcpTransport(credentials(home, "client"))
+    transport = TcpTransport(CertifiedPool(home).credentials("client", "broker"))
     channel: Channel | None = None
     while channel is None:
         try:
@@ -121,13 +114,15 @@ def main(arguments: list[str]) -> None:
 @pytest.mark.parametrize("how", ["sending", "idle"])
 @pytest.mark.long
 def test_a_path_that_goes_silent_is_noticed_within_seconds(how: str, tmp_path: Path):
-    credentials(tmp_path, "server"), credentials(tmp_path, "client")
+    pool = CertifiedPool(tmp_path)
+    pool.credentials("server", "broker"), pool.credentials("client", "broker")
     result = subprocess.run(
         ["unshare", "-n", sys.executable, __file__, "connect", str(tmp_path), how],
         capture_output=True,
         text=True,
         timeout=CEILING_S,
         check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert result.returncode == 0, result.stderr
     ended_s = float(result.stdout.split()[-1])

@@ -75,35 +75,50 @@ class Subject:
 
 BROKER: Final = "property/test_broker_machine.py"
 JOBS: Final = ("property/test_job_machines.py", "property/test_virtual_jobs.py")
-SERVING: Final = ("unit/coordination/test_serving*.py", "property/test_virtual_serving.py")
-BATCHES: Final = ("unit/coordination/test_batching*.py", "property/test_serving_batches.py")
+SERVING: Final = (
+    "unit/coordination/serving/test_driver*.py",
+    "unit/coordination/serving/test_standbys.py",
+    "property/test_virtual_serving.py",
+)
+BATCHES: Final = ("unit/coordination/serving/test_batching*.py", "property/test_serving_batches.py")
 DRIVER_PARTS: Final = ("driver", "rounds", "steps", "plan_changes", "spot_checks", "state")
 SERVING_PARTS: Final = ("driver", "rounds", "standbys", "takeovers", "lateness", "state", "roles", "standby_roster")
 SUBJECTS: Final = {
     subject.name: subject
     for subject in (
-        *(Subject(f"training.{part}", ("unit/coordination/test_stage*.py", *JOBS)) for part in ("stage", "step")),
-        Subject("training.exchanges", ("unit/coordination/test_stage*.py", "unit/coordination/test_exchanges.py")),
-        *(Subject(f"training.{part}", ("unit/coordination/test_driver*.py", *JOBS)) for part in DRIVER_PARTS),
-        Subject("round.faults", ("unit/coordination/test_driver*.py", *JOBS)),
-        Subject(
-            "training.restoring", ("unit/coordination/test_restoring*.py", "unit/coordination/test_driver*.py", *JOBS)
-        ),
-        Subject("round.liveness", ("unit/coordination/test_silence*.py", "property/test_silence*.py")),
-        Subject("broker.lease", ("unit/coordination/test_lease.py", "unit/coordination/test_decisions.py")),
-        Subject(
-            "broker.membership", ("unit/coordination/test_membership.py", "unit/coordination/test_dec*.py", BROKER)
+        *(
+            Subject(f"training.{part}", ("unit/coordination/training/test_stage*.py", *JOBS))
+            for part in ("stage", "step")
         ),
         Subject(
-            "broker.plan_version", ("unit/coordination/test_plan_version.py", "unit/coordination/test_decisions.py")
+            "training.exchanges",
+            ("unit/coordination/training/test_stage*.py", "unit/coordination/training/test_exchanges.py"),
+        ),
+        *(Subject(f"training.{part}", ("unit/coordination/training/test_driver*.py", *JOBS)) for part in DRIVER_PARTS),
+        Subject("round.faults", ("unit/coordination/training/test_driver*.py", *JOBS)),
+        Subject(
+            "training.restoring",
+            ("unit/coordination/training/test_restoring*.py", "unit/coordination/training/test_driver*.py", *JOBS),
+        ),
+        Subject("round.liveness", ("unit/coordination/round/test_liveness*.py", "property/test_silence*.py")),
+        Subject(
+            "broker.lease", ("unit/coordination/broker/test_lease.py", "unit/coordination/broker/test_decisions.py")
+        ),
+        Subject(
+            "broker.membership",
+            ("unit/coordination/broker/test_membership.py", "unit/coordination/broker/test_dec*.py", BROKER),
+        ),
+        Subject(
+            "broker.plan_version",
+            ("unit/coordination/broker/test_plan_version.py", "unit/coordination/broker/test_decisions.py"),
         ),
         Subject("machine", ("unit/coordination/test_machine.py",)),
         *(Subject(f"serving.{part}", SERVING) for part in SERVING_PARTS),
         Subject("serving.admission", (*BATCHES, *SERVING)),
         Subject("serving.batching", (*BATCHES, *SERVING)),
         Subject("serving.sessions", (*BATCHES, *SERVING)),
-        Subject("serving.pages", ("unit/coordination/test_pages.py", *BATCHES, *SERVING)),
-        Subject("serving.fair_queue", ("unit/coordination/test_fair_queue.py", *BATCHES)),
+        Subject("serving.pages", ("unit/coordination/serving/test_pages.py", *BATCHES, *SERVING)),
+        Subject("serving.fair_queue", ("unit/coordination/serving/test_fair_queue.py", *BATCHES)),
     )
 }
 

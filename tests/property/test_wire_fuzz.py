@@ -12,7 +12,6 @@ import contextlib
 import random
 import ssl
 import struct
-import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,9 +30,7 @@ from fusionai.transport.channels.framed import AcceptLimits
 from fusionai.transport.interface import Channel
 from fusionai.transport.routes.addresses import parse_address
 from fusionai.transport.routes.tcp import TcpTransport
-from fusionai.transport.security.authority import load_authority
 from fusionai.transport.security.credentials import MemberCredentials
-from fusionai.transport.security.identity import load_identity
 from fusionai.wire import messages
 from fusionai.wire.frame import (
     GREETING_LIMITS,
@@ -49,6 +46,7 @@ from fusionai.wire.frame import (
     tensor_layout,
 )
 from fusionai.wire.messages import Hello, Ping
+from harness.credentials import CertifiedPool
 from harness.examples import examples
 
 MIB = 2**20
@@ -258,14 +256,11 @@ class Victim:
     """A live listener that echoes, and counts what its channels end with."""
 
     def __init__(self, home: Path) -> None:
-        self._home = home
-        self._authority = load_authority(home / "authority", "pool", now_wall_s=time.time())
+        self._pool = CertifiedPool(home)
         self.unexpected: list[BaseException] = []
 
     def credentials(self, name: str) -> MemberCredentials:
-        identity = load_identity(self._home / name)
-        certificate = self._authority.issue(identity.public_key, "broker", now_wall_s=time.time())
-        return MemberCredentials(identity, certificate, self._authority.certificate)
+        return self._pool.credentials(name, "broker")
 
     async def accept(self, channel: Channel) -> None:
         try:

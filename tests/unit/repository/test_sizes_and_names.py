@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 
+import numpy as np
 import pytest
 
 from harness.source_graph import modules
@@ -182,18 +183,31 @@ def test_no_two_classes_share_a_method():
                 text = "\n".join(ast.unparse(part) for part in without_docstring(method))
                 if text.count("\n") + 1 >= LINES_OF_A_SHARED_METHOD:
                     bodies.append((name, method.name, text))
-    bodies.sort(key=lambda body: len(body[2]))
     twice = []
-    for index, (owner, method, text) in enumerate(bodies):
-        matcher = SequenceMatcher(None, b=text, autojunk=False)
-        for other, named, body in bodies[index + 1 :]:
-            if 2 * len(text) < SIMILARITY * (len(text) + len(body)):
-                break
-            matcher.set_seq1(body)
-            close = matcher.real_quick_ratio() >= SIMILARITY and matcher.quick_ratio() >= SIMILARITY
-            if owner != other and close and matcher.ratio() >= SIMILARITY:
-                twice.append(f"{owner}.{method} = {other}.{named}")
+    for first, second in alike([text for _, _, text in bodies]):
+        (owner, method, text), (other, named, body) = bodies[first], bodies[second]
+        if owner != other and SequenceMatcher(None, body, text, autojunk=False).ratio() >= SIMILARITY:
+            twice.append(f"{owner}.{method} = {other}.{named}")
     assert not twice, f"write them once: {twice}"
+
+
+def alike(texts: list[str]) -> Iterator[tuple[int, int]]:
+    """Pairs that share so many characters, in whatever order, that their similarity may be over the limit."""
+    lengths = np.array([len(text) for text in texts])
+    characters = {character: column for column, character in enumerate(sorted(set("".join(texts))))}
+    counts = np.zeros((len(texts), len(characters)), np.int32)
+    for row, text in enumerate(texts):
+        np.add.at(counts[row], [characters[character] for character in text], 1)
+    for first in range(len(texts)):
+        shared = np.minimum(counts[first], counts[first + 1 :]).sum(1)
+        close = 2 * shared >= SIMILARITY * (lengths[first] + lengths[first + 1 :])
+        yield from ((first, first + 1 + int(second)) for second in np.flatnonzero(close))
+
+
+def test_methods_that_are_nearly_the_same_are_found():
+    body = "total = 0\nfor item in items:\n    total += item.size\nreturn total"
+    assert list(alike([body, body.replace("total", "whole"), "raise NotImplementedError", body])) == [(0, 3)]
+    assert list(alike([body, body + "#", "x"])) == [(0, 1)]
 
 
 def is_abstract(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

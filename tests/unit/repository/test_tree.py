@@ -89,10 +89,17 @@ def test_every_link_of_the_docs_leads_somewhere(page: str):
     assert not missing, f"{page} links to what is not there: {missing}"
 
 
-def test_every_test_folder_mirrors_a_package():
-    packages = {path.name for path in (ROOT / "src/fusionai").iterdir() if path.is_dir()} | {"harness", "repository"}
-    folders = {path.name for path in (ROOT / "tests/unit").iterdir() if path.is_dir() and any(path.rglob("test_*.py"))}
-    assert folders <= packages
+def test_every_unit_test_is_named_after_a_module():
+    """`unit/<package>/<room>/test_<module>.py`; where a module has several, `test_<module>_<subject>.py`."""
+    own = {"harness", "repository"}
+    astray = []
+    for path in sorted((ROOT / "tests/unit").rglob("test_*.py")):
+        place = path.relative_to(ROOT / "tests/unit")
+        modules = {module.stem for module in (ROOT / "src/fusionai" / place.parent).glob("*.py")}
+        name = place.stem.removeprefix("test_")
+        if place.parts[0] not in own and not any(f"{name}_".startswith(f"{module}_") for module in modules):
+            astray.append(str(place))
+    assert astray == []
 
 
 def test_every_decision_is_listed():

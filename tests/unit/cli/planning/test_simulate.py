@@ -16,7 +16,7 @@ from fusionai.ir.validate import validate
 from fusionai.primitives.errors import RecipeError
 from fusionai.scheduling.planner import plan
 
-PAGE = (Path(__file__).parents[3] / "docs" / "simulating.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[4] / "docs" / "simulating.md").read_text(encoding="utf-8")
 POOL = """
 [[peers]]
 name = "home"

@@ -33,8 +33,8 @@ def drawn(seed: int) -> np.ndarray:
 HONEST = SketchReport(got=drawn(0), gave=drawn(1), seen=drawn(2))
 
 
-def off(marks: np.ndarray, by: float, rows: int = 20) -> np.ndarray:
-    changed = marks.copy()
+def off(sketches: np.ndarray, by: float, rows: int = 20) -> np.ndarray:
+    changed = sketches.copy()
     changed[:rows] *= np.float32(1 + by)
     return changed
 

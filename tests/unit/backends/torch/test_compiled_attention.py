@@ -173,6 +173,6 @@ def test_it_is_so_at_lower_instruction_sets(level: str) -> None:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         pytest.skip("levels of x86 processors")
     command = [sys.executable, "-m", "pytest", __file__, "-k", "no_bit or extreme", "-p", "no:faulthandler"]
-    done = run_as(level, command, timeout_s=CEILING_S, directory=Path(__file__).parents[3])
+    done = run_as(level, command, timeout_s=CEILING_S, directory=Path(__file__).parents[4])
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout

@@ -319,7 +319,7 @@ def test_bits_do_not_depend_on_rows_at_lower_instruction_sets(level: str) -> Non
         pytest.skip("levels of x86 processors")
     chosen = "rows_bits_are or float64s or whole_numbers"
     command = [sys.executable, "-m", "pytest", __file__, "-k", chosen, "-p", "no:faulthandler"]
-    done = run_as(level, command, timeout_s=CEILING_S, directory=Path(__file__).parents[3])
+    done = run_as(level, command, timeout_s=CEILING_S, directory=Path(__file__).parents[4])
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
 

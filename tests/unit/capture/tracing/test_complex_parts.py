@@ -271,7 +271,7 @@ class Given(Angles):
 def test_an_operator_without_a_rule_is_refused_by_its_line() -> None:
     said = refusal(Angles, x=numbers(3, 8))
     assert "aten.angle.default" in said
-    assert "test_complex_values.py" in said
+    assert "test_complex_parts.py" in said
     assert "torch.angle(" in said
     assert "other operation" not in said
 

@@ -53,7 +53,7 @@ def test_a_call_is_refused_by_name_and_line(body: Body, name: str, line: str) ->
     examples = {"x": torch.zeros(4, 5, 8)}
     with pytest.raises(ModelError) as raised:
         capture(FactorySource(lambda: _Net(body)), task="module_loss", batch=(1, 8), example_inputs=examples)
-    assert f"calls {name} at test_refusals.py:" in raised.value.message
+    assert f"calls {name} at test_capture_refusals.py:" in raised.value.message
     assert line in raised.value.message
     assert raised.value.hint
 

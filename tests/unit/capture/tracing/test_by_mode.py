@@ -90,7 +90,13 @@ def _captured(branch: Callable[[_Net, torch.Tensor], torch.Tensor]) -> Captured:
     )
 
 
-@pytest.mark.parametrize("name", BRANCHES)
+QUICK = {"_noise", "_evaluation_alone", "_normalised"}
+"""A draw, a layer and a statistic on one side of the branch; the others vary these."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in BRANCHES]
+)
 def test_a_branch_on_the_mode_is_taken_by_the_mode(name: str) -> None:
     captured = _captured(BRANCHES[name])
     assert captured.evaluates

@@ -70,9 +70,9 @@ def test_everything_unsupported_is_listed_at_once() -> None:
     assert "aten.linear.default" in report.operators
     line = inspect.getsourcelines(Odd.forward)[1] + 2
     assert {problem.line for problem in report.problems} == {
-        f" at test_capture_check.py:{line} in forward (`return torch.linalg.inv(h) + torch.linalg.matrix_exp(h)`)"
+        f" at test_check.py:{line} in forward (`return torch.linalg.inv(h) + torch.linalg.matrix_exp(h)`)"
     }
-    with pytest.raises(ModelError, match=rf"at test_capture_check.py:{line} .* and 1 other operation"):
+    with pytest.raises(ModelError, match=rf"at test_check.py:{line} .* and 1 other operation"):
         capture(source, task="none")
 
 

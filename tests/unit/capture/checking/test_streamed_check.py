@@ -301,6 +301,7 @@ def test_progress_is_told(model: Captured, monkeypatch: pytest.MonkeyPatch) -> N
         assert any(f"self-check: {part}, " in line for line in lines)
 
 
+@pytest.mark.slow
 def test_of_a_module_above_the_limit_some_layers_of_each_kind_are_compared() -> None:
     captured = capture(FactorySource(lambda: Model(layers=7)), sequence=(1, 16))
     half = captured.n_parameters // 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,16 @@ from fusionai.primitives.errors import TransportError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.interface import Channel, Remote
 from fusionai.transport.routes import quic as quic_binding
-from fusionai.transport.security.authority import load_authority
 from fusionai.transport.security.credentials import MemberCredentials
-from fusionai.transport.security.identity import load_identity
 from fusionai.wire.messages import Observe
+from harness.credentials import CertifiedPool
 from harness.memory_transport import MemoryNetwork
 from harness.patience import CEILING_S
 
 
 @pytest.fixture
 def credentials(tmp_path: Path) -> MemberCredentials:
-    authority = load_authority(tmp_path / "authority", "pool", now_wall_s=time.time())
-    identity = load_identity(tmp_path / "broker")
-    certificate = authority.issue(identity.public_key, "broker", now_wall_s=time.time())
-    return MemberCredentials(identity, certificate, authority.certificate)
+    return CertifiedPool(tmp_path).credentials("broker", "broker")
 
 
 async def accept(channel: Channel) -> None:

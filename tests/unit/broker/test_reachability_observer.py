@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,26 +12,16 @@ from fusionai.primitives.ids import PeerId
 from fusionai.transport.interface import Channel, Remote
 from fusionai.transport.routes.addresses import parse_address
 from fusionai.transport.routes.tcp import TcpTransport
-from fusionai.transport.security.authority import load_authority
-from fusionai.transport.security.credentials import MemberCredentials
-from fusionai.transport.security.identity import load_identity
 from fusionai.wire.messages import Observe, Observed
+from harness.credentials import CertifiedPool
 
 
 @pytest.fixture
-def credentials(tmp_path: Path) -> Callable[[str], MemberCredentials]:
-    authority = load_authority(tmp_path / "authority", "pool", now_wall_s=time.time())
-
-    def of(name: str) -> MemberCredentials:
-        identity = load_identity(tmp_path / name)
-        role = "broker" if name == "broker" else "member"
-        certificate = authority.issue(identity.public_key, role, now_wall_s=time.time())
-        return MemberCredentials(identity, certificate, authority.certificate)
-
-    return of
+def pool(tmp_path: Path) -> CertifiedPool:
+    return CertifiedPool(tmp_path)
 
 
-def test_a_port_is_reachable_where_the_asking_peer_itself_answers(credentials: Callable[[str], MemberCredentials]):
+def test_a_port_is_reachable_where_the_asking_peer_itself_answers(pool: CertifiedPool):
     async def main() -> None:
         came: list[Remote] = []
 
@@ -41,12 +29,12 @@ def test_a_port_is_reachable_where_the_asking_peer_itself_answers(credentials: C
             came.append(channel.remote)
             await channel.receive()
 
-        listener = await TcpTransport(credentials("peer")).listen(accept, host="127.0.0.1", port=0)
+        listener = await TcpTransport(pool.credentials("peer")).listen(accept, host="127.0.0.1", port=0)
         target = parse_address(listener.addresses[0])
         assert target is not None
         host, port = target
-        observer = Observer(TcpTransport(credentials("broker")))
-        peer = credentials("peer").identity.peer
+        observer = Observer(TcpTransport(pool.credentials("broker", "broker")))
+        peer = pool.peer("peer")
 
         async def asked(by: PeerId, host: str, port: int) -> Observed:
             return await observer.answer(Remote(by, "member", host, 5555), Observe(port=port))
@@ -54,7 +42,7 @@ def test_a_port_is_reachable_where_the_asking_peer_itself_answers(credentials: C
         assert await asked(peer, host, port) == Observed(host=host, port=5555, reachable=True)
         assert [remote.role for remote in came] == ["broker"]
         # Somebody else's port is not the asking peer's, and a closed one is nobody's.
-        assert not (await asked(credentials("other").identity.peer, host, port)).reachable
+        assert not (await asked(pool.peer("other"), host, port)).reachable
         await listener.close()
         assert not (await asked(peer, host, port)).reachable
         assert await asked(peer, host, 0) == Observed(host=host, port=5555)

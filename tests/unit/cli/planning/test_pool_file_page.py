@@ -11,7 +11,7 @@ import pytest
 from fusionai.cli.planning import figures as plan_figures
 from fusionai.cli.planning.pool_file import PoolTable, read_pool
 
-PAGE = (Path(__file__).parents[3] / "docs" / "planning.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[4] / "docs" / "planning.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture

@@ -72,6 +72,10 @@ IN_EVERY_MODE: dict[str, Body] = {
 }
 
 
+QUICK = {"noise", "stochastic depth", "rand", "gumbel"}
+"""Of every kind one; the others vary these."""
+
+
 class Net(nn.Module):
     def __init__(self, inner: nn.Module | Body) -> None:
         super().__init__()
@@ -94,7 +98,10 @@ def captured_of(name: str) -> Captured:
     return capture(FactorySource(made), task="module_loss", batch=(1, 8), seed=5, example_inputs=example)
 
 
-@pytest.mark.parametrize("name", [*MODULES, *IN_EVERY_MODE])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*MODULES, *IN_EVERY_MODE)],
+)
 def test_draws_are_the_same_at_every_cut(name: str) -> None:
     """Losses and gradients have the bits of the module that draws the same numbers, in one process and in stages."""
     captured = captured_of(name)
