@@ -42,7 +42,7 @@ from fusionai.corpus.recipe import Recipe
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem
-from fusionai.scheduling.training.replica_groups import Group, fastest
+from fusionai.scheduling.training.replicated import Group, fastest
 from fusionai.simulator.step import Rules, simulate_steps
 from fusionai.storage.atomic import write_atomic
 from fusionai.training.outer import RoundDone

@@ -237,7 +237,7 @@ class Faults:
         return self._give(dict(self._roles.places), self._roles.partition + "'")
 
     def another_cut_takes_a_machine_in(self) -> bool:
-        """As where `scheduling.standby.regrowth` found a faster plan."""
+        """As where `scheduling.standby.continuation` found a faster plan."""
         return self._take_in(self._roles.partition + "'")
 
     def requests_are_cancelled(self) -> bool:

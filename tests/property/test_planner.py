@@ -16,9 +16,8 @@ from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.constraints import PipelineLimits
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem
 from fusionai.scheduling.training.bound import Relaxation
-from fusionai.scheduling.training.improvement import improve
 from fusionai.scheduling.training.pipeline import Pipeline
-from fusionai.scheduling.training.search import annealed, search
+from fusionai.scheduling.training.search import annealed, improve, search
 from harness.examples import examples
 from harness.problems import POOL_ROLES, problems
 

@@ -9,8 +9,8 @@ import pytest
 
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement, ServingNeeds
-from fusionai.scheduling.serving import shortlist as serving_shortlist
-from fusionai.scheduling.serving.shortlist import shortlist
+from fusionai.scheduling.serving import search as serving_shortlist
+from fusionai.scheduling.serving.search import shortlist
 
 
 def problem(seed: int, peers: int) -> Problem:

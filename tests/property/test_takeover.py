@@ -14,8 +14,7 @@ from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, StagePlacement
-from fusionai.scheduling.standby.assignment import assign_standbys, with_standbys
-from fusionai.scheduling.standby.snapshots import MOST_STEPS
+from fusionai.scheduling.standby.assignment import MOST_STEPS, assign_standbys, with_standbys
 from fusionai.scheduling.standby.takeover import WaitingForMachines, reinforced, replaced
 from fusionai.scheduling.training.prediction import predict
 from harness.examples import examples

@@ -33,10 +33,10 @@ from fusionai.scheduling.analysis.cases import (
     Comparison,
     Task,
     Verdict,
+    swings,
     verdict,
 )
 from fusionai.scheduling.analysis.fleets import Assumptions, Fleet, Misfit, PredictedSpeed
-from fusionai.scheduling.analysis.sensitivity import swings
 
 Mark = Literal["", "good", "fair", "bad"]
 

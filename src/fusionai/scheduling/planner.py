@@ -1,23 +1,21 @@
 """`plan(problem) -> Plan`: chooses which peer holds which blocks. Pure and deterministic; starts nothing.
 
 The same problem gives the same plan, in whatever order its peers are listed. Plans made here have one replica and one
-stage per peer.
-
-`solving` finds the pipeline and its bound. `constraints` decides which peers may be used, `pipeline` what a step costs,
-`prediction` what one machine would reach, `placement` writes the plan, and `standby.assignment` assigns spares to
-stages. `replicated` plans several replicas, `serving` plans generation.
+stage per peer. `training.solving` finds the pipeline and its bound, `training.prediction` what one machine would reach;
+`training.replicated` plans several replicas, `serving.planning` generation.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Literal
 
 import msgspec
 
 from fusionai.primitives.errors import PlanError
-from fusionai.primitives.units import format_speed
-from fusionai.scheduling.placement import written_out
+from fusionai.primitives.units import format_seconds, format_speed
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.chain import Chain, check_blocks, logits_block, stage_tables
 from fusionai.scheduling.problem.constraints import (
@@ -36,12 +34,20 @@ from fusionai.scheduling.problem.embedding_and_head import (
     with_front,
 )
 from fusionai.scheduling.problem.memory_savings import inability, savings_choices
-from fusionai.scheduling.problem.types import BlockCost, Certificate, PeerProfile, Plan, Problem
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import (
+    BlockCost,
+    Certificate,
+    PeerProfile,
+    Plan,
+    Problem,
+    StagePlacement,
+)
 from fusionai.scheduling.serving.planning import serving_plan
 from fusionai.scheduling.standby.assignment import with_standbys
 from fusionai.scheduling.training.compression import lightened
 from fusionai.scheduling.training.cut_bits import dependence
-from fusionai.scheduling.training.pipeline import Pipeline, Suffix
+from fusionai.scheduling.training.pipeline import EMPTY_HEAD, Pipeline, Suffix, fastest_first
 from fusionai.scheduling.training.prediction import against_one, fastest_alone
 from fusionai.scheduling.training.solving import Solved, solved
 from fusionai.wire.codecs import Codec, gently
@@ -76,24 +82,17 @@ def _chain_plan(problem: Problem) -> Plan:
     if problem.compression == "adaptive":
         pipeline, best, codecs = lightened(pipeline, best)
         certificate = _with_codecs(certificate, problem, pipeline, best)
-    return written_out(
-        problem,
-        pipeline,
-        best,
-        codecs=codecs,
-        certificate=certificate,
-        feed_at_owner=place_of(problem, "feed") == "owner",
-        refused=tuple(refused),
-        warnings=tuple(warnings),
-        usable=usable,
-    )
+    plan = _written(problem, pipeline, best, codecs, certificate, usable)
+    return msgspec.structs.replace(plan, excluded=tuple(refused), warnings=tuple(warnings))
 
 
 def _against_one(problem: Problem, found: Plan) -> Plan:
     """Return `found` with the speed of the fastest machine alone, and a first warning if that machine alone is
     faster."""
     usable, _ = eligible(problem, middle(problem), 0.0)
-    alone = fastest_alone(problem, _machines(problem, usable))
+    known = {peer.peer for peer in usable}
+    machines = [*usable, *(() if problem.owner is None or problem.owner.peer in known else (problem.owner,))]
+    alone = fastest_alone(problem, machines)
     warnings = (*found.warnings, *dependence(found, problem))
     if alone is None:
         return msgspec.structs.replace(found, warnings=warnings)
@@ -113,14 +112,8 @@ def _uniform(problem: Problem, best: Suffix) -> tuple[Codec, ...]:
 def _certificate(problem: Problem, found: Solved) -> Certificate:
     tokens = problem.microbatches * problem.microbatch_tokens
     speed = tokens / found.pipeline.step_s(found.best)
-    bound_per_s = speed if found.exact else max(tokens / found.least_s, speed)
-    return Certificate(
-        method=found.method,
-        exact=found.exact,
-        bound_tokens_per_s=bound_per_s,
-        optimality_gap=bound_per_s / speed - 1,
-        explored=found.explored,
-    )
+    bound_per_s = speed if found.exact else tokens / found.least_s
+    return Certificate.of(found.method, speed, bound_per_s, exact=found.exact, explored=found.explored)
 
 
 def _with_codecs(certificate: Certificate, problem: Problem, pipeline: Pipeline, best: Suffix) -> Certificate:
@@ -171,13 +164,6 @@ def _smallest(problem: Problem, blocks: tuple[BlockCost, ...]) -> tuple[float, C
         return f"{lacks[0]}, which its memory would ask for." if lacks and len(lacks) == fits else None
 
     return min(least), unfit
-
-
-def _machines(problem: Problem, usable: list[PeerProfile]) -> list[PeerProfile]:
-    owner = problem.owner
-    if owner is None or any(peer.peer == owner.peer for peer in usable):
-        return usable
-    return [*usable, owner]
 
 
 def _check(problem: Problem) -> None:
@@ -243,5 +229,119 @@ def without_surplus(problem: Problem, peers: Sequence[PeerProfile], most: int) -
 
 def _named(problem: Problem) -> set[str]:
     """Peers that no other can replace: required or pinned ones, those with links of their own, and the job owner's."""
-    owner = set[str]() if problem.owner is None else {problem.owner.peer}
-    return owner | must_use(problem) | {end for key in problem.links for end in key.split(">")}
+    return {problem.owner_id} | must_use(problem) | problem.linked
+
+
+def _written(
+    problem: Problem,
+    pipeline: Pipeline,
+    best: Suffix,
+    codecs: tuple[Codec, ...],
+    certificate: Certificate,
+    usable: Sequence[PeerProfile],
+) -> Plan:
+    """Return the plan of `best`, without warnings and refused peers; `usable` peers without a stage become spares."""
+    pool, feed_at_owner = list(pipeline.pool_stages(best)), place_of(problem, "feed") == "owner"
+    stages = _placements(pipeline, best, pool, feed_at_owner)
+    # The owner's machine, if it is also a peer, can be a spare although it computes the loss.
+    used = {stage.peer for stage in stages if "stage" in stage.roles}
+    used |= {pipeline.peers[pipeline.front].peer} if pipeline.front is not None else set()
+    step_s = pipeline.step_s(best)
+    found = Plan(
+        task=problem.task,
+        graph_hash=problem.graph_hash,
+        stages=tuple(stages),
+        feed=problem.owner_id if feed_at_owner else stages[0].peer,
+        spares=tuple(peer.peer for peer in fastest_first(usable) if peer.peer not in used),
+        microbatches=problem.microbatches,
+        step_time_s=step_s,
+        tokens_per_s=problem.microbatches * problem.microbatch_tokens / step_s,
+        commit_s=pipeline.machines[best.head].commit_s,
+        bottleneck=_bottleneck(problem, pipeline, best, pool),
+        codecs=codecs,
+        certificate=certificate,
+    )
+    variants = [pipeline.variants[stage.variant] for stage in pool]
+    if not any(variant.names for variant in variants):
+        return found
+    costs = StageCosts(problem, found)
+    for number, variant in enumerate(variants):
+        if variant.names:
+            stages[number] = costs.with_savings(stages[number], variant)
+    return msgspec.structs.replace(found, stages=tuple(stages))
+
+
+def _placements(pipeline: Pipeline, best: Suffix, pool: list[Suffix], feed_at_owner: bool) -> list[StagePlacement]:
+    credit, placed = pipeline.in_flight(best), list[StagePlacement]()
+    for number, (stage, rest) in enumerate(pairwise((*pool, pipeline.tail))):
+        roles: list[Literal["feed", "loss", "stage"]] = ["stage"]
+        if stage.head == pipeline.front:
+            roles = ["feed"]
+        elif number == 0 and not feed_at_owner:
+            roles.insert(0, "feed")
+        if stage.head != pipeline.front and rest.head == EMPTY_HEAD:
+            roles.append("loss")
+        hop_s = 0.0 if rest.head == EMPTY_HEAD else pipeline.hop_costs(stage.head, rest.head, rest.start).transfer_s
+        size_bytes = pipeline.stage_bytes(stage.start, rest.start, stage.variant, credit[number])
+        placed.append(
+            StagePlacement(
+                stage=number,
+                peer=pipeline.peers[stage.head].peer,
+                blocks=pipeline.chain.numbers(stage.start, rest.start),
+                roles=tuple(roles),
+                in_flight=credit[number],
+                compute_s=stage.compute_s,
+                send_s=hop_s,
+                memory_bytes=round(size_bytes),
+                memory_limit_bytes=pipeline.peers[stage.head].memory_bytes,
+                in_flight_bytes=round(float(pipeline.tables.flight_bytes[stage.variant, stage.start, rest.start])),
+                fingerprint="" if stage.head == pipeline.front else pipeline.peers[stage.head].fingerprint,
+            )
+        )
+    if pipeline.loss is not None:
+        placed.append(
+            StagePlacement(
+                stage=len(pool),
+                peer=pipeline.problem.owner_id,
+                blocks=pipeline.loss.numbers(0, pipeline.loss.length),
+                roles=("loss",),
+                in_flight=credit[-1],
+                compute_s=pipeline.tail.compute_s,
+                memory_bytes=round(pipeline.loss_bytes(credit[-1])),
+                memory_limit_bytes=pipeline.machines[pipeline.owner].profile.memory_bytes,
+            )
+        )
+    return placed
+
+
+def _bottleneck(problem: Problem, pipeline: Pipeline, best: Suffix, pool: list[Suffix]) -> str:
+    """Describe what limits the pipeline's speed."""
+    causes: list[tuple[float, str]] = []
+    for number, (stage, rest) in enumerate(pairwise((*pool, pipeline.tail))):
+        name = problem.name_of(pipeline.peers[stage.head].peer)
+        causes.append((stage.compute_s, f"compute of stage {number} on {name}"))
+        if rest.head != EMPTY_HEAD:
+            seconds = pipeline.hop_costs(stage.head, rest.head, rest.start).transfer_s
+            causes.append((seconds, f"link from stage {number} on {name} to stage {number + 1}"))
+    if pipeline.loss is not None:
+        name = problem.name_of(problem.owner_id)
+        what = "the loss" if pipeline.loss.length == 1 else "the last blocks"
+        causes.append((pipeline.tail.compute_s, f"compute of {what} on {name}"))
+        if pipeline.front is not None:
+            causes.append((pool[0].compute_s + pipeline.tail.compute_s, f"compute of both ends on {name}"))
+    seconds, cause = max(causes, key=lambda c: c[0])
+    # Access link occupancy and scarce memory belong to several stages or links at once.
+    if best.period_s > seconds * (1 + 1e-9):
+        return _shared_cause(problem, pipeline, best, pool)
+    return f"{cause} ({format_seconds(seconds)} per microbatch)"
+
+
+def _shared_cause(problem: Problem, pipeline: Pipeline, best: Suffix, pool: list[Suffix]) -> str:
+    number, stage = next((n, s) for n, s in reversed(list(enumerate(pool))) if s.period_s >= best.period_s)
+    name = problem.name_of(pipeline.peers[stage.head].peer)
+    period = format_seconds(best.period_s)
+    trip_s = stage.transit_s - (0.0 if stage.start else pipeline.machines[stage.head].commit_s)
+    # Adding and subtracting the commit may leave a slightly smaller value.
+    if stage.held < pipeline.microbatches and trip_s / stage.held >= best.period_s * (1 - 1e-9):
+        return f"memory of {name}: it holds {stage.held} microbatches of stage {number} in flight ({period} each)"
+    return f"access links around stage {number} on {name} ({period} per microbatch)"

@@ -1,17 +1,17 @@
-"""Virtual time: a queue of future events. Events at equal times happen in the order in which they were added.
-
-The whole package runs on it; nothing here waits in real time.
-"""
+"""Virtual time: a queue of future events, and lanes that do one piece of work at a time. Nothing waits in real time."""
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from math import inf
 
 
 class Agenda:
-    """An event queue. `now_s` is the time of the current event."""
+    """An event queue. `now_s` is the time of the current event. Events at equal times happen in the order in which they
+    were added."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -35,3 +35,28 @@ class Agenda:
             action()
         if until_s < inf:
             self.now_s = max(self.now_s, until_s)
+
+
+class Lane:
+    """A peer's compute thread. It does one piece of work at a time, in the order of submission."""
+
+    def __init__(self, agenda: Agenda) -> None:
+        self._agenda = agenda
+        self._waiting: deque[tuple[float, Callable[[float], None]]] = deque()
+        self._busy = False
+
+    def work(self, seconds: float, done: Callable[[float], None]) -> None:
+        """Queue a piece of work. `done` is called at its end, with its start time."""
+        self._waiting.append((seconds, done))
+        if not self._busy:
+            self._next()
+
+    def _next(self) -> None:
+        self._busy = bool(self._waiting)
+        if self._busy:
+            seconds, done = self._waiting.popleft()
+            self._agenda.after(seconds, partial(self._finish, self._agenda.now_s, done))
+
+    def _finish(self, began_s: float, done: Callable[[float], None]) -> None:
+        done(began_s)
+        self._next()

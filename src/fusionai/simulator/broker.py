@@ -15,27 +15,10 @@ from math import floor
 
 import msgspec
 
-from fusionai.coordination.broker import decisions
+from fusionai.coordination.broker import decisions, requests
 from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.coordination.broker.lease import LEASE, Heard
 from fusionai.coordination.broker.pool import Pool
-from fusionai.coordination.broker.requests import (
-    Answer,
-    AskLeave,
-    Beat,
-    Certify,
-    Command,
-    Disconnected,
-    Enrol,
-    HandOut,
-    Invite,
-    IssueTickets,
-    Notify,
-    RegisterMember,
-    Request,
-    RequestJob,
-    Tick,
-)
 from fusionai.coordination.broker.state import PRESENT, BrokerRules, BrokerState
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId, PeerId
@@ -74,7 +57,7 @@ class SimulatedBroker:
         self._numbers = 0
         self._enrolled: set[str] = set()
         self._ticking = False
-        self._enrol(owner, "owner")
+        self._enrol(owner)
         self._driver = self._number()
 
     # ------------------------------------------------------------------------------------------------- machines
@@ -82,10 +65,10 @@ class SimulatedBroker:
     def come(self, peer: str) -> Process:
         """Start a new process of this machine."""
         if peer not in self._enrolled:
-            self._enrol(peer, "provider")
+            self._enrol(peer)
         process = Process(self._number(), self._number(), self._agenda.now_s)
         self._processes[peer] = process
-        self._ask(RegisterMember(PeerId(peer), process.connection, process.boot, b"", ()))
+        self._ask(requests.RegisterMember(PeerId(peer), process.connection, process.boot, b"", ()))
         self._keep_beating(peer, process)
         return process
 
@@ -94,7 +77,7 @@ class SimulatedBroker:
         self._renew()
         process = self._processes.pop(peer)
         if closed:
-            self._ask(Disconnected(process.connection))
+            self._ask(requests.Disconnected(process.connection))
         self._watch()
 
     def heard_again(self, peer: str, frozen: Process) -> Process:
@@ -103,14 +86,14 @@ class SimulatedBroker:
         process = replace(frozen, since_s=self._agenda.now_s)
         self._processes[peer] = process
         jobs = self._jobs(peer)
-        answers = self._ask(Beat(PeerId(peer), process.connection, process.boot, jobs))
-        if any(isinstance(one, Answer) and isinstance(one.message, Refused) for one in answers):
-            self._ask(RegisterMember(PeerId(peer), process.connection, process.boot, b"", ()))
+        answers = self._ask(requests.Beat(PeerId(peer), process.connection, process.boot, jobs))
+        if any(isinstance(one, requests.Answer) and isinstance(one.message, Refused) for one in answers):
+            self._ask(requests.RegisterMember(PeerId(peer), process.connection, process.boot, b"", ()))
         self._keep_beating(peer, process)
         return process
 
     def leave(self, peer: str, *, drain: bool) -> None:
-        self._ask(AskLeave(PeerId(peer), self._processes[peer].connection, drain))
+        self._ask(requests.AskLeave(PeerId(peer), self._processes[peer].connection, drain))
 
     # ------------------------------------------------------------------------------------------------- the driver
 
@@ -119,12 +102,10 @@ class SimulatedBroker:
         return "unknown" if member is None else member.phase
 
     def present(self) -> frozenset[str]:
-        self._renew()
         return frozenset(str(peer) for peer, member in self._desk.pool.members.items() if member.phase in PRESENT)
 
     def usable(self) -> tuple[str, ...]:
         """Return the idle machines that may work for the job now, and those that already do."""
-        self._renew()
         wall_s = self._agenda.now_s
         return tuple(
             sorted(
@@ -136,8 +117,10 @@ class SimulatedBroker:
         )
 
     def last_heard_s(self, peer: str) -> float:
-        lease = self._desk.leases.get(PeerId(peer))
-        return -1.0 if lease is None else lease.heard_s
+        lease, process = self._desk.leases.get(PeerId(peer)), self._processes.get(peer)
+        if lease is None:
+            return -1.0
+        return lease.heard_s if process is None else max(lease.heard_s, self._beat_s(process))
 
     def mint(self, plan: Plan, steps: int) -> Plan | Refused:
         """Request the plan from the broker and return it with its version, or the refusal."""
@@ -152,12 +135,12 @@ class SimulatedBroker:
             if peer != self._owner
         )
         encoded = msgspec.json.encode(plan)
-        request = RequestJob(self._owner, self._driver, JOB, "simulated", steps, encoded, 0, members)
+        request = requests.RequestJob(self._owner, self._driver, JOB, "simulated", steps, encoded, 0, members)
         for command in self._ask(request):
             match command:
-                case IssueTickets(version=version):
+                case requests.IssueTickets(version=version):
                     return msgspec.structs.replace(plan, version=version)
-                case Answer(message=Refused() as refused):
+                case requests.Answer(message=Refused() as refused):
                     return refused
                 case _:
                     pass
@@ -165,12 +148,12 @@ class SimulatedBroker:
 
     # ------------------------------------------------------------------------------------------------- inside
 
-    def _enrol(self, peer: str, purpose: str) -> None:
+    def _enrol(self, peer: str) -> None:
         digest = f"invitation of {peer}"
-        (handed,) = self._ask(Invite(BROKER, digest, 1, _LIFETIME_S))
-        kind = "owner" if purpose == "owner" else "provider"
-        (certified,) = self._ask(Enrol(digest, PeerId(peer), kind))
-        if not isinstance(handed, HandOut) or not isinstance(certified, Certify):
+        (handed,) = self._ask(requests.Invite(BROKER, digest, 1, _LIFETIME_S))
+        purpose = "owner" if peer == self._owner else "provider"
+        (certified,) = self._ask(requests.Enrol(digest, PeerId(peer), purpose))
+        if not isinstance(handed, requests.HandOut) or not isinstance(certified, requests.Certify):
             raise FusionError(f"the simulated broker refused to enrol a machine: {handed}, {certified}.")
         self._enrolled.add(peer)
 
@@ -178,30 +161,37 @@ class SimulatedBroker:
         self._numbers += 1
         return self._numbers
 
-    def _ask(self, request: Request) -> tuple[Command, ...]:
+    def _ask(self, request: requests.Request) -> tuple[requests.Command, ...]:
         self._renew()
         now_s = self._agenda.now_s
         decision = decisions.handle(self._desk, request, now_s=now_s, wall_s=now_s)
         self._desk = decision.desk
         for command in decision.commands:
-            if isinstance(command, Notify) and isinstance(command.message, LeaveNotice) and not command.message.drain:
-                for peer, process in list(self._processes.items()):
-                    if process.connection == command.connection:
-                        self._agenda.after(0.0, partial(self.released, peer))
+            match command:
+                case requests.Notify(connection, LeaveNotice(drain=False)):
+                    for peer, process in self._processes.items():
+                        if process.connection == connection:
+                            self._agenda.after(0.0, partial(self.released, peer))
+                case _:
+                    pass
         return decision.commands
 
     def _renew(self) -> None:
         """Renew leases as the skipped heartbeats would have done, so that no live machine's lease expires."""
         if self.every_beat:
             return
-        now_s, every_s = self._agenda.now_s, self.rules.heartbeat_s
         leases = dict(self._desk.leases)
         for peer, process in self._processes.items():
-            lease = leases.get(PeerId(peer))
-            beat_s = process.since_s + floor((now_s - process.since_s) / every_s) * every_s
+            lease, beat_s = leases.get(PeerId(peer)), self._beat_s(process)
             if lease is not None and beat_s > lease.heard_s:
                 leases[PeerId(peer)], _ = LEASE.advance(lease, Heard(beat_s))
         self._desk = replace(self._desk, leases=leases)
+
+    def _beat_s(self, process: Process) -> float:
+        """Return the time of the last heartbeat that was skipped."""
+        every_s = self.rules.heartbeat_s
+        beats = 0 if self.every_beat else floor((self._agenda.now_s - process.since_s) / every_s)
+        return process.since_s + beats * every_s
 
     def _keep_beating(self, peer: str, process: Process) -> None:
         if self.every_beat:
@@ -209,7 +199,7 @@ class SimulatedBroker:
 
     def _beat(self, peer: str, process: Process) -> None:
         if self._processes.get(peer) == process:
-            self._ask(Beat(PeerId(peer), process.connection, process.boot, self._jobs(peer)))
+            self._ask(requests.Beat(PeerId(peer), process.connection, process.boot, self._jobs(peer)))
             self._keep_beating(peer, process)
 
     def _jobs(self, peer: str) -> tuple[str, ...]:
@@ -225,5 +215,5 @@ class SimulatedBroker:
 
     def _tick(self) -> None:
         self._ticking = False
-        self._ask(Tick())
+        self._ask(requests.Tick())
         self._watch()

@@ -6,7 +6,7 @@ compute and `scenario.Timings`. Committed steps stay committed; `Course.lost_ste
 
 Not simulated: slow-downs, two jobs in one pool, and snapshots and tensors that compete for a link.
 
-`fates` draws what happens to machines, `machines` applies it, `driver` and `member` run the job, `broker` keeps the
+`scenario` draws what happens to machines, `machines` applies it, `driver` and `member` run the job, `broker` keeps the
 pool; `cli.planning.simulate` shows the result.
 """
 
@@ -21,9 +21,8 @@ from fusionai.scheduling.problem.types import Plan, Problem
 from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.broker import SimulatedBroker
 from fusionai.simulator.driver import Incident, SimulatedDriver
-from fusionai.simulator.fates import fates
 from fusionai.simulator.machines import Machines
-from fusionai.simulator.scenario import Scenario
+from fusionai.simulator.scenario import Scenario, fates
 from fusionai.simulator.world import World
 
 
@@ -87,25 +86,26 @@ def simulate_course(problem: Problem, scenario: Scenario, *, every_beat: bool = 
         agenda.at(event.at_s, lambda event=event: machines.happen(event))
     agenda.at(0.0, job.start)
     agenda.run(until_s=lasted_s)
-    if job.plan is None or job.first_plan is None:
+    history = job.history
+    if job.plan is None or history.first_plan is None:
         raise PlanError(
-            f"in {scenario.hours:g} h the machines for a plan were never there: {job.why_no_plan}",
+            f"in {scenario.hours:g} h the machines for a plan were never there: {history.why_no_plan}",
             hint="Add machines, or let more of them be there from the start (`late`).",
         )
     return Course(
         lasted_s=lasted_s,
         seed=scenario.seed,
-        first_plan=job.first_plan,
+        first_plan=history.first_plan,
         last_plan=job.plan,
-        undisturbed_step_s=job.undisturbed_step_s,
-        commits_s=tuple(job.commits_s),
-        incidents=tuple(job.incidents),
-        plans=job.plans,
-        lost_steps=job.lost_steps,
-        redone_s=job.redone_s,
+        undisturbed_step_s=history.undisturbed_step_s,
+        commits_s=tuple(history.commits_s),
+        incidents=tuple(history.incidents),
+        plans=history.plans,
+        lost_steps=history.lost_steps,
+        redone_s=history.redone_s,
         waiting_s=job.replanner.waited_s(),
-        working={peer: job.busy_s(peer) / lasted_s for peer in (owner.peer, *machines.names)},
+        working={peer: job.steps.busy_s(peer) / lasted_s for peer in (owner.peer, *machines.names)},
         present={owner.peer: 1.0} | {peer: machines.present_s(peer) / lasted_s for peer in machines.names},
-        story=tuple(job.story),
+        story=tuple(history.story),
         takeovers=dict(job.replanner.takeovers),
     )

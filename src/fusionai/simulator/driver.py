@@ -11,7 +11,7 @@ when `pace` says that the step is over. A step that a fault interrupts counts as
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,15 +25,15 @@ from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import Plan, Problem
 from fusionai.scheduling.standby.assignment import without_standbys
+from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.broker import SimulatedBroker
 from fusionai.simulator.machines import Cause, Machines
 from fusionai.simulator.member import Attachment, SimulatedMember, norms_of
-from fusionai.simulator.pace import Paces, StepTiming
+from fusionai.simulator.pace import Paces, SteadySteps
 from fusionai.simulator.replanning import ENDLESS, LOOK_S, WATCH_S, SimulatedReplanner
 from fusionai.simulator.scenario import Scenario
 from fusionai.simulator.step import FEED, SimulationError
 from fusionai.simulator.world import World
-from fusionai.training.deployment import ranges_of
 from fusionai.wire.messages import Fence, Refused
 
 
@@ -62,17 +62,39 @@ class Incident:
         return None if self.recovered_s is None else self.recovered_s - self.at_s
 
 
-@dataclass(slots=True, eq=False)
-class _StepUnderWay:
-    """The step being computed."""
+class History:
+    """What has happened to a job so far."""
 
-    step: int
-    began_s: float
-    due_s: float
-    stopped_s: float | None = None
-    """When one of its peers stopped."""
-    computed: bool = False
-    """Whether only the commit is missing, which a checkpoint may delay."""
+    def __init__(self, agenda: Agenda) -> None:
+        self.first_plan: Plan | None = None
+        self.undisturbed_step_s = 0.0
+        self.why_no_plan = ""
+        self.plans = 0
+        self.commits_s: list[float] = []
+        self.incidents: list[Incident] = []
+        self.story: list[tuple[float, str]] = []
+        self.lost_steps = 0
+        self.redone_s = 0.0
+        self.open: Incident | None = None
+        """The incident after which no step was committed yet."""
+        self._agenda = agenda
+
+    def say(self, words: str) -> None:
+        self.story.append((self._agenda.now_s, words))
+
+    def lose(self, at_s: float, step: int, what: str) -> None:
+        """Note that a stage lost its peer."""
+        self.say(what)
+        if self.open is None:
+            self.open = Incident(at_s=at_s, step=step, causes=[])
+            self.incidents.append(self.open)
+        self.open.causes.append(what)
+
+    def commit(self) -> None:
+        self.commits_s.append(self._agenda.now_s)
+        if self.open is not None:
+            self.open.recovered_s = self._agenda.now_s
+            self.open = None
 
 
 class SimulatedDriver:
@@ -87,23 +109,12 @@ class SimulatedDriver:
         world.to_driver, world.collect = self._hear, self._collect
         self.world = world
         self.plan: Plan | None = None
-        self.first_plan: Plan | None = None
-        self.undisturbed_step_s = 0.0
-        self.why_no_plan = ""
-        self.plans = 0
-        self.commits_s: list[float] = []
-        self.incidents: list[Incident] = []
-        self.story: list[tuple[float, str]] = []
-        self.lost_steps = 0
-        self.redone_s = 0.0
+        self.history = History(world.agenda)
         self.replanner = SimulatedReplanner(self, broker, problem, scenario)
-        self._agenda = world.agenda
+        paces = Paces(problem, scenario.weather, scenario.timings.journal_s, scenario.seed)
+        self.steps = SteadySteps(world.agenda, paces, self._step_computed)
         self._problem = problem
         self._scenario = scenario
-        self._paces = Paces(problem, scenario.weather, scenario.timings.journal_s, scenario.seed)
-        self._busy_s: Counter[str] = Counter()
-        self._paced_steps = 0
-        """Steps of the current pace whose compute seconds are not in `_busy_s` yet."""
         self._members = {name: SimulatedMember(world, name, alive=False) for name in machines.names}
         self._members[world.owner] = SimulatedMember(world, world.owner)
         self._connected: dict[str, SimulatedMember] = {}
@@ -113,15 +124,8 @@ class SimulatedDriver:
         self._offers: dict[int, tuple[Plan, str]] = {}
         """Version -> a plan to be adopted, and why."""
         self._stopped_at_s: dict[str, float] = {}
-        self._open: Incident | None = None
         self._lost_stage = False
         """Whether a stage has lost its peer since the last plan was adopted."""
-        self._under_way: _StepUnderWay | None = None
-        self._row = 0
-        """Number of steps since the pipeline was filled."""
-        self._fed = -1
-        self._filled = False
-        """Whether a step that ends now leaves a full pipeline."""
         self._committed: tuple[Fence, staging.Committed] | None = None
         self._collected: tuple[Fence, int, set[int]] | None = None
         self._fence = Fence(0, 0, 0)
@@ -140,15 +144,15 @@ class SimulatedDriver:
         try:
             found = planned(msgspec.structs.replace(self._problem, peers=peers))
         except PlanError as error:
-            self.why_no_plan = error.message
+            self.history.why_no_plan = error.message
             self.replanner.wait()
             return
         minted = self.replanner.issue(found)
         if isinstance(minted, Refused):
-            self.why_no_plan = minted.reason
-            self._agenda.after(LOOK_S, self.start)
+            self.history.why_no_plan = minted.reason
+            self.world.agenda.after(LOOK_S, self.start)
             return
-        self.first_plan, self.undisturbed_step_s = minted, self._paces.of(minted).step_s
+        self.history.first_plan, self.history.undisturbed_step_s = minted, self.steps.step_s(minted)
         self.replanner.stop_waiting()
         self._offers[minted.version] = (minted, "the job begins")
         shape = JobShape(
@@ -160,7 +164,7 @@ class SimulatedDriver:
         self.machine = DriverMachine(shape, self.world.roles(minted), incarnation=1, learning_rate=_no_rate)
         for command in self.machine.start():
             self._perform(command)
-        self._agenda.after(WATCH_S, self.replanner.watch)
+        self.world.agenda.after(WATCH_S, self.replanner.watch)
 
     @property
     def current(self) -> Plan:
@@ -172,14 +176,10 @@ class SimulatedDriver:
         """Whether a peer of a stage has stopped, noticed or not."""
         return any(not self._connected[stage.peer].responds for stage in self.current.stages)
 
-    def busy_s(self, peer: str) -> float:
-        """Seconds in which the peer computed in complete steps."""
-        self._count_busy()
-        return self._busy_s[peer]
-
     def uses(self, peer: str) -> bool:
         """Whether the peer has a part in the plan in force."""
-        return self.plan is not None and peer in self._members_of(self.plan)
+        plan = self.plan
+        return plan is not None and any(peer == part.peer for part in (*plan.stages, *plan.standbys))
 
     # ------------------------------------------------------------------------------------------------------ events
 
@@ -200,15 +200,16 @@ class SimulatedDriver:
         if self.machine.phase is DriverPhase.RUNNING:
             if self._checked != self.machine.fence:
                 self._check_round()
-            self._begin_step()
+            if not self.is_stalled:
+                self.steps.begin(self.machine.step)
 
     def grant(self, plan: Plan, reason: str) -> None:
         self._offers[plan.version] = (plan, reason)
         self.handle(events.PlanGranted(self.world.roles(plan)))
 
     def note_waiting(self, why: str) -> None:
-        if self._open is not None:
-            self._open.waited_for = why
+        if self.history.open is not None:
+            self.history.open.waited_for = why
 
     def _perform(self, command: commands.DriverCommand) -> None:
         match command:
@@ -220,9 +221,9 @@ class SimulatedDriver:
             case commands.SendResume():
                 self._resume(command)
             case commands.SendProbe():
-                self._agenda.after(self._pace().probe_s, partial(self._probed, self.machine.fence))
+                self.world.agenda.after(self.steps.timing.probe_s, partial(self._probed, self.machine.fence))
             case commands.FeedMicrobatch(step=step, only=None):
-                self._fed, self._row = step, self._row + 1 if self._filled else 0
+                self.steps.feed(step)
             case commands.FeedMicrobatch(step=step, only=frozenset() as only):
                 for stage in sorted(only):
                     self._to_stage(stage, staging.ForwardArrived("train", step, 0, FEED))
@@ -233,7 +234,11 @@ class SimulatedDriver:
             case commands.SendCommit():
                 self._send_commit(command)
             case commands.StepCommitted(replayed=replayed):
-                self._note_commit(replayed=replayed)
+                seconds = self.steps.commit()
+                if replayed:
+                    self.history.redone_s += seconds
+                else:
+                    self.history.commit()
             case commands.WriteCheckpoint(step=step, ask=ask):
                 self._write_checkpoint(step, ask=ask)
             case commands.AskPlan(without=without):
@@ -252,7 +257,7 @@ class SimulatedDriver:
     def _attach(self, command: commands.SendAttach) -> None:
         fence, roles = command.fence, command.roles
         self._fence = fence
-        self._drop_step()
+        self.history.redone_s += self.steps.drop()
         self._collected = None
         if self.plan is None or roles.version != self.plan.version:
             self._adopt(roles.version)
@@ -272,8 +277,8 @@ class SimulatedDriver:
         self._committed = None
         for name, member in self._connected.items():
             if not member.alive:  # the broker has not noticed its loss yet; the driver will
-                notice = partial(self._notice, member, "fell silent", self._agenda.now_s)
-                self._agenda.after(self._scenario.timings.silence_s, notice)
+                notice = partial(self._notice, member, "fell silent", self.world.agenda.now_s)
+                self.world.agenda.after(self._scenario.timings.silence_s, notice)
             else:
                 self._send(name, partial(member.attach, attachment))
 
@@ -281,17 +286,17 @@ class SimulatedDriver:
         before = self.plan
         plan, reason = self._offers[version]
         self._offers = {known: offer for known, offer in self._offers.items() if known > version}
-        self._count_busy()
+        self.steps.adopt(plan)
         self.plan = plan
-        self.plans += 1
+        self.history.plans += 1
         self.replanner.adopted(before, plan, self.machine.step, after_loss=self._lost_stage)
         if self._lost_stage:
-            recut = before is not None and ranges_of(before) != ranges_of(plan)
+            recut = before is not None and before.ranges != plan.ranges
             reason = "the model is cut anew" if recut else "others stand in"
-            if self._open is not None:
-                self._open.planned_s = self._agenda.now_s
+            if self.history.open is not None:
+                self.history.open.planned_s = self.world.agenda.now_s
         self._lost_stage = False
-        self._say(f"plan {version}: {reason}")
+        self.history.say(f"plan {version}: {reason}")
 
     def _resume(self, command: commands.SendResume) -> None:
         resumed = staging.Resumed(
@@ -315,7 +320,7 @@ class SimulatedDriver:
         if fence != self.machine.fence:
             return
         if self.is_stalled:
-            self._agenda.after(LOOK_S, partial(self._probed, fence))
+            self.world.agenda.after(LOOK_S, partial(self._probed, fence))
         else:
             self._hear(fence, events.ProbeAnswered((1.0, 1.0)))
 
@@ -325,8 +330,9 @@ class SimulatedDriver:
         places = [(self._connected[one.peer], one.stage) for one in self.current.stages]
         stages = [member.stages[stage] for member, stage in places if member.alive]
         applied = min((stage.machine.applied for stage in stages), default=self.machine.step)
-        self.lost_steps += max(0, self.machine.step - applied, len(self.commits_s) - self.machine.official)
-        self.redone_s += max((stage.replayed_s for stage in stages), default=0.0)
+        history = self.history
+        history.lost_steps += max(0, self.machine.step - applied, len(history.commits_s) - self.machine.official)
+        history.redone_s += max((stage.replayed_s for stage in stages), default=0.0)
 
     def _send(self, peer: str, action: partial[None], size_bytes: float = 0.0) -> None:
         self.world.send(self.world.owner, peer, size_bytes, partial(self._connected[peer].run, action))
@@ -337,45 +343,9 @@ class SimulatedDriver:
 
     # ------------------------------------------------------------------------------------------------------- steps
 
-    def _begin_step(self) -> None:
-        if self._under_way is not None or self._fed != self.machine.step or self.is_stalled:
-            return
-        pace, now_s = self._pace(), self._agenda.now_s
-        seconds = pace.first_s if self._row == 0 else pace.gap_s(self._row - 1)
-        self._under_way = _StepUnderWay(self._fed, now_s, now_s + seconds)
-        self._foresee_end()
-
-    def _foresee_end(self) -> None:
-        assert self._under_way is not None, "a step is under way"
-        self._agenda.at(self._under_way.due_s, partial(self._finish_step, self._under_way, self._under_way.due_s))
-
-    def _finish_step(self, done: _StepUnderWay, due_s: float) -> None:
-        if self._under_way is not done or done.stopped_s is not None or done.due_s != due_s:
-            return
-        done.computed = True
-        self._filled = True
-        votes = [events.StagePrepared(one.stage, done.step, norms_of(one.stage)) for one in self.current.stages]
-        self.handle(events.LossArrived(done.step, 0, 1.0), *votes)
-        self._filled = False
-
-    def _drop_step(self) -> None:
-        step, self._under_way = self._under_way, None
-        self._fed = -1
-        if step is not None:
-            stopped_s = self._agenda.now_s if step.stopped_s is None else step.stopped_s
-            self.redone_s += max(0.0, stopped_s - step.began_s)
-
-    def _note_commit(self, *, replayed: bool) -> None:
-        step, self._under_way = self._under_way, None
-        assert step is not None, "a commit ends a step"
-        self._paced_steps += 1
-        if replayed:
-            self.redone_s += self._agenda.now_s - step.began_s
-            return
-        self.commits_s.append(self._agenda.now_s)
-        if self._open is not None:
-            self._open.recovered_s = self._agenda.now_s
-            self._open = None
+    def _step_computed(self, step: int) -> None:
+        votes = [events.StagePrepared(one.stage, step, norms_of(one.stage)) for one in self.current.stages]
+        self.handle(events.LossArrived(step, 0, 1.0), *votes)
 
     def _send_commit(self, command: commands.SendCommit) -> None:
         """Commit a step at the stages: at once if something follows from it, otherwise with the next such commit."""
@@ -410,20 +380,12 @@ class SimulatedDriver:
             self._collected = None
             self._hear(fence, events.CheckpointWritten(step))
 
-    def _count_busy(self) -> None:
-        if self._paced_steps:
-            self._busy_s.update({peer: self._paced_steps * one_s for peer, one_s in self._pace().busy_s.items()})
-            self._paced_steps = 0
-
-    def _pace(self) -> StepTiming:
-        return self._paces.of(self.current)
-
     # ------------------------------------------------------------------------------------------------------ losses
 
     def came(self, peer: str) -> None:
         self._members[peer].end()
         self._members[peer] = SimulatedMember(self.world, peer)
-        if self.plan is None and self._agenda.now_s > 0:
+        if self.plan is None and self.world.agenda.now_s > 0:
             self.start()
 
     def stopped(self, peer: str, cause: Cause, noticed_after_s: float) -> None:
@@ -433,11 +395,10 @@ class SimulatedDriver:
             member.end()
         if self._connected.get(peer) is not member:
             return
-        now_s = self._agenda.now_s
-        step = self._under_way
-        if step is not None and step.stopped_s is None and not step.computed and self.is_stalled:
-            step.stopped_s = now_s
-        self._agenda.after(noticed_after_s, partial(self._notice, member, cause, now_s))
+        if self.is_stalled:
+            self.steps.stop()
+        notice = partial(self._notice, member, cause, self.world.agenda.now_s)
+        self.world.agenda.after(noticed_after_s, notice)
 
     def woke(self, peer: str) -> None:
         """Resume a frozen peer. If its loss was noticed meanwhile, it keeps its state for a plan that includes it."""
@@ -445,15 +406,8 @@ class SimulatedDriver:
         if self._connected.get(peer) is not member:
             member.clear()
         member.wake()
-        if self.plan is None or self.machine.phase is not DriverPhase.RUNNING or self.is_stalled:
-            return
-        step = self._under_way
-        if step is None:
-            self._begin_step()
-        elif step.stopped_s is not None:
-            step.due_s += self._agenda.now_s - step.stopped_s
-            step.stopped_s = None
-            self._foresee_end()
+        if self.plan is not None and self.machine.phase is DriverPhase.RUNNING and not self.is_stalled:
+            self.steps.resume(self.machine.step)
 
     def _notice(self, member: SimulatedMember, cause: Cause, at_s: float) -> None:
         """Give up the peer, unless it is back in time or was given up already."""
@@ -468,31 +422,20 @@ class SimulatedDriver:
             has_standby = ", ".join(
                 str(standby.stage) for standby in self.current.standbys if standby.peer == fault.peer
             )
-            self._say(f"{name} {fault.reason} (standby of stage {has_standby})")
+            self.history.say(f"{name} {fault.reason} (standby of stage {has_standby})")
             self.plan = without_standbys(self.current, (fault.peer,))
             return
         self._lost_stage = True
         what = f"{name} {fault.reason} (stage {', '.join(map(str, fault.stages))})"
-        self._say(what)
-        if self._open is None:
-            self._open = Incident(at_s=self._stopped_at_s[fault.peer], step=self.machine.official, causes=[])
-            self.incidents.append(self._open)
-        self._open.causes.append(what)
-        self._drop_step()
+        self.history.lose(self._stopped_at_s[fault.peer], self.machine.official, what)
+        self.history.redone_s += self.steps.drop()
 
     def _note_restoration(self, report: commands.ReportRestored) -> None:
-        if self._open is not None and report.restored:
-            self._open.restored = tuple(stage for stage in report.restored if stage not in self.machine.roles.stateless)
-            self._open.replayed_steps += report.committed - report.base
-            self._open.rollback = self._open.rollback or report.rollback
-
-    # ------------------------------------------------------------------------------------------------------ little
-
-    def _members_of(self, plan: Plan) -> set[str]:
-        return {stage.peer for stage in plan.stages} | {standby.peer for standby in plan.standbys}
-
-    def _say(self, words: str) -> None:
-        self.story.append((self._agenda.now_s, words))
+        incident = self.history.open
+        if incident is not None and report.restored:
+            incident.restored = tuple(stage for stage in report.restored if stage not in self.machine.roles.stateless)
+            incident.replayed_steps += report.committed - report.base
+            incident.rollback = incident.rollback or report.rollback
 
 
 def _no_rate(_: int) -> float:

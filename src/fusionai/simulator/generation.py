@@ -5,7 +5,7 @@ All sessions generate and share the plan's passes in flight. Each pass goes thro
 the job owner and starts again. `scheduling.serving.prediction` predicts the same without waiting: exactly for one pass,
 for several from the busiest machine alone.
 
-`network` transfers, `lane` computes, `scheduling.problem.stage_costs` gives costs.
+`network` transfers, `scheduling.problem.stage_costs` gives costs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from statistics import median
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Plan, Problem
-from fusionai.simulator.agenda import Agenda
-from fusionai.simulator.lane import Lane
+from fusionai.simulator.agenda import Agenda, Lane
 from fusionai.simulator.network import CALM, SimulatedNetwork, Weather
 
 

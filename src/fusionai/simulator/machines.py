@@ -1,6 +1,6 @@
 """The machines of a simulated pool, each present, frozen or away, and the effect of events on them.
 
-`fates` says what happens when. `broker` and `driver` learn of it as a real broker and driver would.
+`scenario` says what happens when. `broker` and `driver` learn of it as a real broker and driver would.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Final, Literal, Protocol
 
 from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.broker import Process, SimulatedBroker
-from fusionai.simulator.fates import Event
-from fusionai.simulator.scenario import Scenario
+from fusionai.simulator.scenario import Event, Scenario
 
 AGAIN_S: Final = 60.0
 """Seconds after which a machine whose return is due before it has left tries again (chosen)."""

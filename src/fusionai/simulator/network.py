@@ -1,6 +1,6 @@
 """Simulates transfers between peers: shared access links, latency, jitter, packet loss.
 
-Every peer has one uplink and one downlink, as in `scheduling.problem.links`. A transfer goes through the sender's
+Every peer has one uplink and one downlink, as in `scheduling.problem.types`. A transfer goes through the sender's
 uplink and the receiver's downlink, each at its own speed. The second begins with the first byte, not the last, so an
 undisturbed transfer takes size / slower link + latency. Transfers of one connection follow each other; connections
 share a link evenly, as with TCP. An exceptional link (one described for a pair of peers) serves only its pair in its

@@ -32,7 +32,6 @@ from fusionai.scheduling.standby.straggling import COOL_DOWN
 from fusionai.scheduling.standby.takeover import Loss, WaitingForMachines, handed_over, lost, reinforced, sound
 from fusionai.simulator.broker import SimulatedBroker
 from fusionai.simulator.scenario import Scenario
-from fusionai.training.deployment import ranges_of
 from fusionai.wire.messages import Refused
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ class SimulatedReplanner:
         self._request += 1
         self._rests_until = step + COOL_DOWN
         if before is not None and after_loss:
-            recut = ranges_of(before) != ranges_of(plan)
+            recut = before.ranges != plan.ranges
             self._shrunk = self._shrunk or recut
             exact = keeps_bits(before, plan, self._problem)
             self.takeovers["recut" if recut else "exact" if exact else "tolerant"] += 1
@@ -253,7 +252,7 @@ class SimulatedReplanner:
     @property
     def _is_tolerant(self) -> bool:
         """Whether bits already differ from the first plan's, or may differ."""
-        first_plan = self._driver.first_plan
+        first_plan = self._driver.history.first_plan
         assert first_plan is not None, "the job has begun"
         first = {stage.fingerprint for stage in first_plan.stages if stage.peer != first_plan.feed}
         changed = self.takeovers["tolerant"] + self.takeovers["recut"] * (len(first) > 1)

@@ -23,26 +23,13 @@ from itertools import pairwise
 from statistics import median
 from typing import Final, Literal
 
+from fusionai.coordination.training import stage_interface as staging
 from fusionai.coordination.training.stage import StageMachine
-from fusionai.coordination.training.stage_interface import (
-    Attached,
-    BackwardArrived,
-    Committed,
-    Compute,
-    ForwardArrived,
-    Refuse,
-    ReportPrepared,
-    Resumed,
-    StageEvent,
-    StageWork,
-    WorkDone,
-)
 from fusionai.coordination.training.step import StageShape
 from fusionai.primitives.errors import FusionError
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Plan, Problem, StagePlacement
-from fusionai.simulator.agenda import Agenda
-from fusionai.simulator.lane import Lane
+from fusionai.simulator.agenda import Agenda, Lane
 from fusionai.simulator.network import CALM, SimulatedNetwork, Transfer, Weather
 from fusionai.training.deployment import stage_options
 from fusionai.wire.messages import CommitRecord, Fence, StageOptions
@@ -54,6 +41,12 @@ UPDATE_PASSES: Final = 7 / 3
 """AdamW reads parameter, gradient and two slots and writes three of them: 7 accesses per 3 values of state."""
 
 Kind = Literal["forward", "backward", "weights", "update"]
+_KINDS: Final[dict[str, Kind]] = {
+    "forward": "forward",
+    "backward": "backward",
+    "weights": "weights",
+    "apply": "update",
+}
 
 
 class SimulationError(FusionError):
@@ -102,18 +95,14 @@ class Durations:
     weights_s: float = 0.0
     update_s: float = 0.0
 
-    def seconds(self, work: StageWork) -> float:
-        match work.kind:
-            case "forward":
-                return self.forward_s
-            case "backward":
-                return self.backward_s
-            case "weights":
-                return self.weights_s
-            case "apply":
-                return self.update_s
-            case _:
-                return 0.0
+    def seconds(self, work: staging.StageWork) -> float:
+        known = {
+            "forward": self.forward_s,
+            "backward": self.backward_s,
+            "weights": self.weights_s,
+            "apply": self.update_s,
+        }
+        return known.get(work.kind, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +116,7 @@ class Recorded:
 
     steps: tuple[Mapping[tuple[str, int], float], ...]
 
-    def seconds(self, work: StageWork) -> float:
+    def seconds(self, work: staging.StageWork) -> float:
         return self.steps[work.step % len(self.steps)].get((work.kind, work.microbatch), 0.0)
 
 
@@ -225,11 +214,11 @@ class _Job:
 
     def begin(self) -> None:
         for index in range(len(self.stages)):
-            self._deliver(index, Attached(_FENCE))
-            self._deliver(index, Resumed(committed=0, source="keep", base=0))
+            self._deliver(index, staging.Attached(_FENCE))
+            self._deliver(index, staging.Resumed(committed=0, source="keep", base=0))
         if self.rules.bare:
             for microbatch in range(self.plan.microbatches):
-                self._deliver(0, ForwardArrived("train", 0, microbatch, FEED))
+                self._deliver(0, staging.ForwardArrived("train", 0, microbatch, FEED))
         else:
             self._feed()
 
@@ -262,47 +251,45 @@ class _Job:
 
     # ------------------------------------------------------------------------------------------------------ stages
 
-    def _deliver(self, index: int, event: StageEvent) -> None:
+    def _deliver(self, index: int, event: staging.StageEvent) -> None:
         stage = self.stages[index]
         for command in stage.machine.handle(event):
             match command:
-                case Compute(work):
+                case staging.Compute(work):
                     free = self.rules.bare and work.kind == "apply"
                     seconds = 0.0 if free else stage.takes.seconds(work)
                     stage.lane.work(seconds, partial(self._computed, index, work))
-                case ReportPrepared(step):
+                case staging.ReportPrepared(step):
                     vote = partial(self._voted, step)
                     self.network.send(stage.placement.peer, self.plan.feed, 0.0, vote)
-                case Refuse(reason):
+                case staging.Refuse(reason):
                     raise SimulationError(f"a simulated stage refused an event: {reason}.")
                 case _:
                     pass  # retaining, holding and recovery reports take no time here
 
-    def _computed(self, index: int, work: StageWork, began_s: float) -> None:
+    def _computed(self, index: int, work: staging.StageWork, began_s: float) -> None:
         stage = self.stages[index]
-        kind: Kind | None = "update" if work.kind == "apply" else None
-        if work.kind in ("forward", "backward", "weights"):
-            kind = work.kind
+        kind = _KINDS.get(work.kind)
         if kind is not None:
             span = LaneSpan(index, stage.placement.peer, kind, work.step, work.microbatch, began_s, self.agenda.now_s)
             self.spans.append(span)
-        self._deliver(index, WorkDone(work))
+        self._deliver(index, staging.WorkDone(work))
         stage.most_in_flight = max(stage.most_in_flight, stage.machine.microbatches.in_flight)
         if work.kind == "forward":
             self._send_forward(index, work)
         elif work.kind == "backward" and index > 0:
-            event = BackwardArrived(work.step, work.microbatch, index)
+            event = staging.BackwardArrived(work.step, work.microbatch, index)
             self._pass_on(index, index - 1, stage.gradient_bytes, event)
 
-    def _send_forward(self, index: int, work: StageWork) -> None:
+    def _send_forward(self, index: int, work: staging.StageWork) -> None:
         if index < self._last:
-            event = ForwardArrived("train", work.step, work.microbatch, index)
+            event = staging.ForwardArrived("train", work.step, work.microbatch, index)
             self._pass_on(index, index + 1, self.stages[index].forward_bytes, event)
         else:
             known = partial(self._loss_known, work.step)
             self.network.send(self.stages[index].placement.peer, self.plan.feed, 0.0, known)
 
-    def _pass_on(self, index: int, other: int, size_bytes: float, event: StageEvent) -> None:
+    def _pass_on(self, index: int, other: int, size_bytes: float, event: staging.StageEvent) -> None:
         sender, receiver = self.stages[index].placement.peer, self.stages[other].placement.peer
         self.network.send(sender, receiver, size_bytes, partial(self._deliver, other, event))
 
@@ -317,7 +304,7 @@ class _Job:
         while self._fed[0] <= last and self._fed[0] * microbatches + self._fed[1] < known + self._window:
             at, microbatch = self._fed
             for index in sorted({0, self._last}):
-                event = ForwardArrived("train", at, microbatch, FEED)
+                event = staging.ForwardArrived("train", at, microbatch, FEED)
                 deliver = partial(self._deliver, index, event)
                 self.network.send(self.plan.feed, self.stages[index].placement.peer, 0.0, deliver)
             self._fed = (at, microbatch + 1) if microbatch + 1 < microbatches else (at + 1, 0)
@@ -352,7 +339,7 @@ class _Job:
             loss=0.0,
         )
         for index, stage in enumerate(self.stages):
-            deliver = partial(self._deliver, index, Committed(record, watermark=step + 1))
+            deliver = partial(self._deliver, index, staging.Committed(record, watermark=step + 1))
             self.network.send(self.plan.feed, stage.placement.peer, 0.0, deliver)
         if len(self.committed_s) < self.rules.steps:
             self._feed()
@@ -362,8 +349,7 @@ def _predicted(placement: StagePlacement, costs: StageCosts, rules: Rules, lag: 
     again_s = costs.recompute_s(placement, placement.peer)
     reading_s = costs.weights_s(placement, placement.peer)
     whole_s = costs.compute_s(placement, placement.peer) - again_s - reading_s
-    first = costs.problem.blocks[0].block
-    blocks = costs.problem.blocks[placement.blocks[0] - first : placement.blocks[1] - first]
+    blocks = costs.problem.blocks_of(placement)
     forward_flops = sum(block.forward_flops for block in blocks)
     flops = forward_flops + sum(block.backward_flops for block in blocks)
     forward_s = whole_s * (forward_flops / flops if flops > 0 else 1.0)

@@ -21,7 +21,6 @@ from fusionai.scheduling.problem.types import Plan
 from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.network import SimulatedNetwork, Weather
 from fusionai.simulator.step import FEED
-from fusionai.training.deployment import ranges_of
 from fusionai.wire.messages import Fence
 
 
@@ -59,7 +58,7 @@ class World:
             neighbours={stage: frozenset({stage - 1, stage + 1} & set(numbers)) for stage in numbers},
             fed=frozenset({0, numbers[-1]}),
             stateless=frozenset(one.stage for one in plan.stages if self.costs.state_bytes(one) == 0),
-            partition=repr(ranges_of(plan)),
+            partition=repr(plan.ranges),
         )
 
     def replay_s(self, plan: Plan, stage: int) -> float:

@@ -64,7 +64,7 @@ class Cut:
     def holds(self, plan: Plan) -> bool:
         """Return whether `plan` has these stages, and keeps on one machine those that must be."""
         peers = [placement.peer for placement in plan.stages]
-        same = (ranges_of(plan), plan.codecs) == (self.ranges, self.codecs)
+        same = (plan.ranges, plan.codecs) == (self.ranges, self.codecs)
         return same and all(len({peers[stage] for stage in stages}) == 1 for _, stages in self.together)
 
     @property
@@ -95,13 +95,9 @@ class Cut:
         )
 
 
-def ranges_of(plan: Plan) -> tuple[tuple[int, tuple[int, int]], ...]:
-    return tuple((placement.replica, placement.blocks) for placement in plan.stages)
-
-
 def cut(job: TrainingJob, plan: Plan) -> Cut:
     """Cut the job's graph. Raises `GraphError` or `PlanError` if the plan's ranges do not fit the graph."""
-    ranges = ranges_of(plan)
+    ranges = plan.ranges
     if len(plan.codecs) not in (0, len(ranges) - 1):
         raise PlanError(
             f"the plan has {len(ranges)} stages and {len(plan.codecs)} codecs, expected one codec fewer, or none."

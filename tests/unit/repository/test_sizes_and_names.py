@@ -49,7 +49,6 @@ LARGE_CLASSES = frozenset(
     {
         "fusionai.client.pool.replanning.PoolReplanner",
         "fusionai.client.training.replicas._Replicas",
-        "fusionai.simulator.driver.SimulatedDriver",
     }
 )
 SHARED_NAMES = frozenset(

@@ -12,9 +12,8 @@ from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Prob
 from fusionai.scheduling.standby.continuation import numerics
 from fusionai.simulator import course as module
 from fusionai.simulator.course import Course, simulate_course
-from fusionai.simulator.fates import Event
 from fusionai.simulator.network import Weather
-from fusionai.simulator.scenario import Churn, Scenario, Timings
+from fusionai.simulator.scenario import Churn, Event, Scenario, Timings
 
 LINK = Link(bandwidth_bytes_per_s=12.5e6, latency_s=0.01)
 STORMY = Churn(stay_s=1200, away_s=400, crashes=0.6, silent=0.4, freeze_every_s=900, freeze_s=5, late=0.25)

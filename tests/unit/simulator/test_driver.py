@@ -11,10 +11,9 @@ from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Prob
 from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.broker import SimulatedBroker
 from fusionai.simulator.driver import SimulatedDriver
-from fusionai.simulator.fates import Event
 from fusionai.simulator.machines import Machines
 from fusionai.simulator.network import CALM
-from fusionai.simulator.scenario import Scenario
+from fusionai.simulator.scenario import Event, Scenario
 from fusionai.simulator.world import World
 
 STATE_BYTES = 3_000_000
@@ -68,13 +67,13 @@ def test_without_a_snapshot_all_states_come_from_the_checkpoint_over_the_owners_
     calm = started("abc", 300.0)
     victim = calm.current.stages[1].peer
     driver = started("abc", 300.0, Event(120.0, victim, "crash"), Event(125.0, victim, "come"))
-    (incident,) = driver.incidents
+    (incident,) = driver.history.incidents
     assert incident.rollback
     assert incident.replayed_steps > 0
     assert incident.planned_s is not None
-    assert driver.lost_steps == 0
+    assert driver.history.lost_steps == 0
     running_s = incident.planned_s + 3 * STATE_BYTES / 1e6
-    resumed = [at_s for at_s in driver.commits_s if at_s > incident.planned_s]
+    resumed = [at_s for at_s in driver.history.commits_s if at_s > incident.planned_s]
     assert resumed[0] > running_s
 
 
@@ -82,7 +81,7 @@ def test_two_lost_stages_replay_from_their_snapshots() -> None:
     plan = started("abcdefg", 1.0).current
     first, second = plan.stages[0].peer, plan.stages[1].peer
     driver = started("abcdefg", 300.0, Event(200.0, first, "crash"), Event(200.0, second, "crash"))
-    (incident,) = driver.incidents
+    (incident,) = driver.history.incidents
     assert incident.restored == (0, 1)
-    assert (incident.rollback, driver.lost_steps) == (False, 0)
+    assert (incident.rollback, driver.history.lost_steps) == (False, 0)
     assert driver.replanner.takeovers == {"exact": 1}

@@ -14,7 +14,7 @@ from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_seconds, format_speed
 from fusionai.scheduling.problem.types import Plan, Problem
 from fusionai.scheduling.serving.parallel import METHOD, PlacedPipeline, ServingPipelines
-from fusionai.scheduling.training.replica_groups import Exchanging, Group, anchored, exchange_s, fastest, steps_per_s
+from fusionai.scheduling.training.replicated import Exchanging, Group, anchored, exchange_s, fastest, steps_per_s
 
 USUAL: Final = Exchanging(every=50, codec="int4")
 """Defaults of a recipe's `[replicas]` table."""

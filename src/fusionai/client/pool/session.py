@@ -23,8 +23,7 @@ from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import PoolClock, SystemClock
 from fusionai.primitives.errors import RefusedError, TransportError, TrustError, UsageError, WireError
 from fusionai.primitives.ids import JobId, PeerId
-from fusionai.scheduling.problem.links import hop
-from fusionai.scheduling.problem.types import Excluded, Link, PeerProfile, Plan
+from fusionai.scheduling.problem.types import Excluded, Link, PeerProfile, Plan, hop
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, enrol, enrol_second_key, load_membership
 from fusionai.transport.peer_transport import PeerTransport

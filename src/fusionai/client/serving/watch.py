@@ -3,7 +3,7 @@ and for tickets that expire.
 
 Works like `client.pool.watch`, except that the engine is notified of a leaving machine: it first moves sessions to the
 stage's warm standby and then requests a plan without the machine. Machines that are back or new take stages while no
-session runs; `scheduling.standby.regrowth` decides when another cut is worth it. `client.serving.serve` runs this.
+session runs; `scheduling.standby.continuation` decides when another cut is worth it. `client.serving.serve` runs this.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fusionai.client.pool.watch import PoolWatch
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import PeerProfile, Plan
-from fusionai.scheduling.standby.regrowth import Regrowth, regrown
+from fusionai.scheduling.standby.continuation import Regrowth, regrown
 from fusionai.scheduling.standby.takeover import WaitingForMachines, reinforced, with_profiles
 from fusionai.serving.engine import ServingEngine
 

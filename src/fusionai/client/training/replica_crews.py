@@ -4,7 +4,7 @@ A working machine belongs to the replica that it works for. A free machine stays
 new one goes to the replica with the least compute, unless another replica waits for machines to start with. A replica
 that has lost a machine and has no free one may use any free machine.
 
-`client.training.replicas` uses this; `scheduling.training.replica_groups` divides the machines at the start.
+`client.training.replicas` uses this; `scheduling.training.replicated` divides the machines at the start.
 """
 
 from __future__ import annotations

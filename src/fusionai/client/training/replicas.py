@@ -6,7 +6,7 @@ have machines, then handles those that end, those that may start, and a stop. It
 The job is over when one replica has taken all its steps; the work of replicas that are behind is included as far as
 they took part in the synchronisation.
 
-`client.training.replica_crews` assigns machines to replicas, `scheduling.training.replica_groups` divides them at the
+`client.training.replica_crews` assigns machines to replicas, `scheduling.training.replicated` divides them at the
 start, `client.training.replica_directory` starts a replica later."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fusionai.corpus.tables import Replicas
 from fusionai.primitives.errors import FusionError, PlanError, TransportError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem
-from fusionai.scheduling.training.replica_groups import Exchanging, Group, divide, fastest
+from fusionai.scheduling.training.replicated import Exchanging, Group, divide, fastest
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
 from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone, Seat, beginning

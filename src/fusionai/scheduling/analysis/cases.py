@@ -1,20 +1,23 @@
-"""Defines the comparison table: the models, networks and optimisations, and for each cell whether the fleet is
-comparable.
+"""The comparison table: models, networks and optimisations, whether the fleet is comparable in each cell, and how far
+that moves when one of the numbers is wrong by a fifth.
 
-A optimisation that saves bytes but slows learning gains nothing. So each optimisation that changes what is computed is
-listed with its measured effect on the loss of real training jobs. The models were small and trained briefly; each entry
-says so, and nothing is extrapolated.
+An optimisation that saves bytes but slows learning gains nothing. So each one that changes what is computed is listed
+with its measured effect on the loss of real training jobs. The models were small and trained briefly; each entry says
+so, and nothing is extrapolated.
 
-`analysis.fleets` computes each cell. The reports of `fusion analyze` and `docs/analysis.md` are written from the result
-of `compare`."""
+`analysis.fleets` computes each cell. `fusion analyze` and `docs/analysis.md` report `compare` and `swings`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import product
 from statistics import fmean
 from typing import Final, Literal
 
+import msgspec
+
+from fusionai.scheduling.analysis.catalogue import Device
 from fusionai.scheduling.analysis.fleets import (
     INT4_BYTES,
     Assumptions,
@@ -193,6 +196,21 @@ FORWARD_OPTIMISATIONS: Final[dict[str, Optimisations]] = {
 }
 
 
+IN_FLEET: Final = {"train": train, "decode": generate, "forward": forward}
+IN_BOX: Final = {"train": train_in_one_box, "decode": generate_in_one_box, "forward": forward_in_one_box}
+_TABLES: Final[dict[Task, tuple[tuple[Shape, ...], dict[str, Optimisations]]]] = {
+    "train": (TRAINED, TRAINING_OPTIMISATIONS),
+    "decode": (DECODED, DECODING_OPTIMISATIONS),
+    "forward": (FORWARDED, FORWARD_OPTIMISATIONS),
+}
+
+
+def _ratio(ours: PredictedSpeed | Misfit, theirs: PredictedSpeed | Misfit) -> float | None:
+    if isinstance(ours, Misfit) or isinstance(theirs, Misfit):
+        return None
+    return ours.tokens_per_s / theirs.tokens_per_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """One model, one task, one network, one set of optimisations."""
@@ -208,9 +226,7 @@ class Cell:
     @property
     def ratio(self) -> float | None:
         """Our tokens per second divided by theirs; None unless the model fits both fleets."""
-        if isinstance(self.ours, Misfit) or isinstance(self.theirs, Misfit):
-            return None
-        return self.ours.tokens_per_s / self.theirs.tokens_per_s
+        return _ratio(self.ours, self.theirs)
 
     @property
     def verdict(self) -> Verdict:
@@ -265,13 +281,12 @@ class Comparison:
 
 def compare(fleet: Fleet, reference: Fleet, known: Assumptions) -> Comparison:
     """Compute every cell. Pure: the same catalogue entries and assumptions give the same table."""
-    cells = (
-        *_training(fleet, reference, known),
-        *_decoding(fleet, reference, known),
-        *_forward(fleet, reference, known),
-    )
     return Comparison(
-        fleet=fleet, reference=reference, assumptions=known, cells=cells, peaks=tuple(_peaks(fleet, reference))
+        fleet=fleet,
+        reference=reference,
+        assumptions=known,
+        cells=tuple(_cells(fleet, reference, known)),
+        peaks=tuple(_peaks(fleet, reference)),
     )
 
 
@@ -283,61 +298,25 @@ def verdict(ratio: float | None) -> Verdict:
     return "within 2x" if ratio >= WITHIN else "fails"
 
 
-def _networks() -> Iterator[tuple[int, int, FleetNetwork]]:
-    for mbit in BANDWIDTHS_MBIT:
-        for ms in LATENCIES_MS:
-            yield mbit, ms, FleetNetwork(bandwidth_bytes_per_s=mbit * MBIT, latency_s=ms / 1e3)
-
-
-def _training(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[Cell]:
-    for shape in TRAINED:
-        theirs = train_in_one_box(shape, reference, known)
-        for name, optimisations in TRAINING_OPTIMISATIONS.items():
-            for mbit, ms, network in _networks():
-                ours = train(shape, fleet, network, optimisations, known)
-                yield _cell("train", shape, name, mbit, ms, ours, theirs)
-
-
-def _decoding(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[Cell]:
-    for shape in DECODED:
-        half = generate_in_one_box(shape, reference, Optimisations(), known)
-        fair = generate_in_one_box(shape, reference, Optimisations(weight_bytes=INT4_BYTES), known)
-        for name, optimisations in DECODING_OPTIMISATIONS.items():
-            for mbit, ms, network in _networks():
-                ours = generate(shape, fleet, network, optimisations, known)
-                yield _cell("decode", shape, name, mbit, ms, ours, half)
-                if name == INT4:
-                    yield _cell("decode", shape, BOTH_INT4, mbit, ms, ours, fair)
-
-
-def _forward(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[Cell]:
-    for shape in FORWARDED:
-        theirs = forward_in_one_box(shape, reference, Optimisations(), known)
-        for name, optimisations in FORWARD_OPTIMISATIONS.items():
-            for mbit, ms, network in _networks():
-                yield _cell(
-                    "forward", shape, name, mbit, ms, forward(shape, fleet, network, optimisations, known), theirs
+def _cells(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[Cell]:
+    for task, (shapes, table) in _TABLES.items():
+        for shape in shapes:
+            theirs = IN_BOX[task](shape, reference, Optimisations(), known)
+            for (name, optimisations), mbit, ms in product(table.items(), BANDWIDTHS_MBIT, LATENCIES_MS):
+                network = FleetNetwork(bandwidth_bytes_per_s=mbit * MBIT, latency_s=ms / 1e3)
+                cell = Cell(
+                    task=task,
+                    model=shape.name,
+                    optimisations=name,
+                    bandwidth_mbit=mbit,
+                    latency_ms=ms,
+                    ours=IN_FLEET[task](shape, fleet, network, optimisations, known),
+                    theirs=theirs,
                 )
-
-
-def _cell(
-    task: Task,
-    shape: Shape,
-    optimisations: str,
-    mbit: int,
-    ms: int,
-    ours: PredictedSpeed | Misfit,
-    theirs: PredictedSpeed | Misfit,
-) -> Cell:
-    return Cell(
-        task=task,
-        model=shape.name,
-        optimisations=optimisations,
-        bandwidth_mbit=mbit,
-        latency_ms=ms,
-        ours=ours,
-        theirs=theirs,
-    )
+                yield cell
+                if (task, name) == ("decode", INT4):
+                    fair = IN_BOX[task](shape, reference, optimisations, known)
+                    yield replace(cell, optimisations=BOTH_INT4, theirs=fair)
 
 
 def _peaks(fleet: Fleet, reference: Fleet) -> Iterator[Peak]:
@@ -353,3 +332,85 @@ def _peaks(fleet: Fleet, reference: Fleet) -> Iterator[Peak]:
     if fleet.price_usd is not None and reference.price_usd is not None:
         prices = (fleet.price_usd / 1e3, reference.price_usd / 1e3)
         yield Peak(what="price", unit="thousand USD", ours=prices[0], theirs=prices[1], better="less")
+
+
+PART: Final = 0.2
+"""Fraction by which each number is varied."""
+HOME: Final = FleetNetwork(bandwidth_bytes_per_s=100 * MBIT, latency_s=0.05)
+_NO_SPEED: Final = frozenset({"electricity_usd_per_kwh", "years"})
+_WHOLE: Final = frozenset({"context_tokens"})
+_FIGURES: Final = {
+    "speeds": "peak",
+    "memory_bytes": "memory",
+    "memory_bandwidth_bytes_per_s": "memory bandwidth",
+}
+_VARIED: Final[dict[str, tuple[Task, Shape, Optimisations]]] = {
+    "training 8B, all optimisations": ("train", LLAMA_8B, TRAINING_OPTIMISATIONS[BEST]),
+    "decoding 8B, fp16": ("decode", LLAMA_8B, Optimisations()),
+    "decoding 8B, 4-bit weights": ("decode", LLAMA_8B, Optimisations(weight_bytes=INT4_BYTES)),
+    "decoding 70B, 4-bit weights": ("decode", LLAMA_70B, Optimisations(weight_bytes=INT4_BYTES)),
+    "forward 8B, fp16": ("forward", LLAMA_8B, Optimisations()),
+}
+
+Sides = tuple[Fleet, Fleet, Assumptions]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swing:
+    """Ratio of one cell with one number a fifth lower (`low`), unchanged (`plain`) and a fifth higher (`high`). None:
+    the model does not fit."""
+
+    what: str
+    cell: str
+    low: float | None
+    plain: float | None
+    high: float | None
+
+
+def swings(fleet: Fleet, reference: Fleet, known: Assumptions) -> list[Swing]:
+    """Vary every assumption and every catalogue figure that affects speed, for a few cells on home links."""
+    plain = (fleet, reference, known)
+    return [
+        Swing(
+            what=what,
+            cell=cell,
+            low=_home_ratio(cell, *low),
+            plain=_home_ratio(cell, *plain),
+            high=_home_ratio(cell, *high),
+        )
+        for what, (low, high) in _changes(fleet, reference, known)
+        for cell in _VARIED
+    ]
+
+
+def _home_ratio(cell: str, fleet: Fleet, reference: Fleet, known: Assumptions) -> float | None:
+    task, shape, optimisations = _VARIED[cell]
+    ours = IN_FLEET[task](shape, fleet, HOME, optimisations, known)
+    return _ratio(ours, IN_BOX[task](shape, reference, Optimisations(), known))
+
+
+def _changes(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[tuple[str, list[Sides]]]:
+    """Yield what is varied, and both sides with the number lowered and raised. A fraction (`_part`) grows to 1 at
+    most."""
+    factors = (1 - PART, 1 + PART)
+    for field, what in _FIGURES.items():
+        ours = [replace(fleet, device=scaled(fleet.device, field, factor)) for factor in factors]
+        yield f"{fleet.device.name}: {what}", [(side, reference, known) for side in ours]
+    for field, what in _FIGURES.items():
+        theirs = [replace(reference, device=scaled(reference.device, field, factor)) for factor in factors]
+        yield f"{reference.device.name}: {what}", [(fleet, side, known) for side in theirs]
+    for field in (f.name for f in fields(known) if f.name not in _NO_SPEED):
+        values = [getattr(known, field) * factor for factor in factors]
+        if field.endswith("_part"):
+            values = [min(1.0, value) for value in values]
+        assumed = [replace(known, **{field: round(value) if field in _WHOLE else value}) for value in values]
+        yield field.replace("_", " "), [(fleet, reference, one) for one in assumed]
+
+
+def scaled(device: Device, field: str, factor: float) -> Device:
+    """Copy of the device with one figure multiplied by `factor`; with `speeds`, all of its speeds."""
+    if field == "speeds":
+        speeds = tuple(msgspec.structs.replace(s, flops_per_s=s.flops_per_s * factor) for s in device.speeds)
+        return msgspec.structs.replace(device, speeds=speeds)
+    figure = getattr(device, field)
+    return msgspec.structs.replace(device, **{field: msgspec.structs.replace(figure, value=figure.value * factor)})

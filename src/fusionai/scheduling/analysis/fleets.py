@@ -148,10 +148,10 @@ class PredictedSpeed:
     speed needs no closed form."""
 
     tokens_per_s: float
-    stages: int
-    replicas: int
-    limit: Limit
-    terms: PipelineTerms | GenerationTerms | None
+    stages: int = 1
+    replicas: int = 1
+    limit: Limit = "compute"
+    terms: PipelineTerms | GenerationTerms | None = None
     in_flight_bytes: float = 0.0
     """Training: layer inputs that the first stage keeps for recomputation, of all microbatches in flight."""
     crowded: bool = False
@@ -214,14 +214,20 @@ def train(
     )
 
 
-def train_in_one_box(shape: Shape, fleet: Fleet, known: Assumptions) -> PredictedSpeed | Misfit:
-    """Training speed in one box: links are free, memory is shared, nothing is recomputed."""
+def train_in_one_box(
+    shape: Shape,
+    fleet: Fleet,
+    optimisations: Optimisations,  # noqa: ARG001
+    known: Assumptions,
+) -> PredictedSpeed | Misfit:
+    """Training speed in one box: links are free, memory is shared, nothing is recomputed, whatever the
+    optimisations."""
     missing = state_bytes(shape, known) - fleet.count * fleet.memory_bytes * known.memory_part
     if missing > 0:
         return Misfit(missing_bytes=missing)
     speed = fleet.count * fleet.flops_per_s * known.reference_training_part
     rate = speed / sum(_training_flops(shape, recompute=False))
-    return PredictedSpeed(tokens_per_s=rate, stages=1, replicas=1, limit="compute", terms=None)
+    return PredictedSpeed(tokens_per_s=rate)
 
 
 def generate(
@@ -270,10 +276,8 @@ def generate_in_one_box(
     replicas = fleet.count // group
     return PredictedSpeed(
         tokens_per_s=replicas * sessions / (max(memory_s, compute_s) + known.overhead_s),
-        stages=1,
         replicas=replicas,
         limit="memory bandwidth" if memory_s >= compute_s else "compute",
-        terms=None,
     )
 
 
@@ -311,7 +315,7 @@ def forward_in_one_box(
     if missing > 0:
         return Misfit(missing_bytes=missing)
     rate = fleet.count * fleet.flops_per_s * known.reference_forward_part / shape.sequence_flops
-    return PredictedSpeed(tokens_per_s=rate, stages=1, replicas=1, limit="compute", terms=None)
+    return PredictedSpeed(tokens_per_s=rate)
 
 
 def state_bytes(shape: Shape, known: Assumptions) -> float:

@@ -19,7 +19,7 @@ first. `backends.measurement` measures the speeds, and `ir.cost` counts operatio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median_low
 
 import msgspec
@@ -33,8 +33,7 @@ def paced(problem: Problem) -> Problem:
     an equal problem if it was converted before."""
     if problem.task == "serve":
         return _served(problem)
-    machines = (*problem.peers, *(() if problem.owner is None else (problem.owner,)))
-    paces = [machine.pace for machine in machines if machine.pace is not None and machine.flops_per_s > 0]
+    paces = [machine.pace for machine in problem.everyone if machine.pace is not None and machine.flops_per_s > 0]
     flops = sum(block.forward_flops + block.backward_flops for block in problem.blocks)
     calls = sum(block.calls for block in problem.blocks)
     moved_bytes = sum(block.moved_bytes for block in problem.blocks)
@@ -57,12 +56,14 @@ def paced(problem: Problem) -> Problem:
     def counted(block: BlockCost) -> BlockCost:
         return _with_flops(block, block.calls * call_flops + block.moved_bytes * byte_flops)
 
-    return msgspec.structs.replace(
-        problem,
-        blocks=tuple(counted(block) for block in problem.blocks),
-        peers=tuple(at_pace(peer) for peer in problem.peers),
-        owner=None if problem.owner is None else at_pace(problem.owner),
+    return _with_profiles(
+        msgspec.structs.replace(problem, blocks=tuple(counted(block) for block in problem.blocks)), at_pace
     )
+
+
+def _with_profiles(problem: Problem, at_pace: Callable[[PeerProfile], PeerProfile]) -> Problem:
+    peers, owner = tuple(at_pace(peer) for peer in problem.peers), problem.owner
+    return msgspec.structs.replace(problem, peers=peers, owner=None if owner is None else at_pace(owner))
 
 
 def _with_flops(block: BlockCost, added: float) -> BlockCost:
@@ -80,8 +81,7 @@ def _with_flops(block: BlockCost, added: float) -> BlockCost:
 
 def _served(problem: Problem) -> Problem:
     needs = problem.serving
-    machines = (*problem.peers, *(() if problem.owner is None else (problem.owner,)))
-    if needs is None or not any(machine.serving for machine in machines):
+    if needs is None or not any(machine.serving for machine in problem.everyone):
         return problem
 
     def at_pace(peer: PeerProfile) -> PeerProfile:
@@ -92,11 +92,7 @@ def _served(problem: Problem) -> Problem:
             peer, flops_per_s=pace.flops_per_s, memory_bandwidth_bytes_per_s=pace.bytes_per_s, serving=()
         )
 
-    return msgspec.structs.replace(
-        problem,
-        peers=tuple(at_pace(peer) for peer in problem.peers),
-        owner=None if problem.owner is None else at_pace(problem.owner),
-    )
+    return _with_profiles(problem, at_pace)
 
 
 def typical_serving(profiles: Sequence[PeerProfile]) -> tuple[ServingSpeed, ...]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from math import inf
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling.problem.links import check_links, nearest
 from fusionai.scheduling.problem.memory_savings import inability, savings_choices
-from fusionai.scheduling.problem.types import BlockCost, Excluded, PeerProfile, Problem
+from fusionai.scheduling.problem.types import BlockCost, Excluded, Link, PeerProfile, Problem
 
 
 class Pins:
@@ -196,3 +197,34 @@ def refusal(problem: Problem, peer: PeerProfile, ops: Sequence[str]) -> str | No
     if not 0 < peer.share <= 1:
         return f"its share is {peer.share}, expected above 0 and at most 1."
     return None
+
+
+def check_links(exceptions: Mapping[str, Link], machines: Sequence[PeerProfile]) -> None:
+    """Raise `PlanError` if a key is not `from>to` of two of the machines, or if the bandwidth or latency of a link or
+    an access link is invalid."""
+    names = sorted({machine.peer for machine in machines})
+    for key, link in exceptions.items():
+        ends = key.split(">")
+        if len(ends) != 2:
+            raise PlanError(f"expected a link's key as 'from>to', got {key!r}.")
+        for end in ends:
+            if end not in names:
+                raise PlanError(f"link {key!r} names peer {end!r}, which is not in the pool.", hint=nearest(end, names))
+        _check(link, f"link {key!r}")
+    for machine in machines:
+        _check(machine.uplink, f"the uplink of peer {machine.peer!r}")
+        _check(machine.downlink, f"the downlink of peer {machine.peer!r}")
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """A hint that names the nearest known peer."""
+    close = get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"The nearest known name is {close[0]!r}." if close else "The pool has no peers."
+
+
+def _check(link: Link, what: str) -> None:
+    if not link.bandwidth_bytes_per_s > 0 or not 0 <= link.latency_s < inf:
+        raise PlanError(
+            f"expected {what} to have a positive bandwidth and a latency of at least 0 s, "
+            f"got {link.bandwidth_bytes_per_s} bytes/s and {link.latency_s} s."
+        )

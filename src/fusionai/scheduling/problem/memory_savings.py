@@ -32,12 +32,7 @@ class MemorySavings:
     @property
     def names(self) -> tuple[Saving, ...]:
         """Names of the techniques that are used."""
-        done: dict[Saving, bool] = {
-            "recompute": self.recompute,
-            "offload": self.offload,
-            "offload_weights": self.offload_weights,
-        }
-        return tuple(name for name, does in done.items() if does)
+        return tuple(name for name in _CLAUSES if getattr(self, name))
 
     def includes(self, other: MemorySavings) -> bool:
         """Whether all techniques of `other` and more are used."""

@@ -4,7 +4,7 @@ Stages are given as in a plan (ranges of block numbers); costs are those of the 
 that is not in the problem (it left before the job's owner came back) has no profile. Its links are assumed to be no
 bottleneck, and its speed is what the plan predicted.
 
-`crossings` lists the transfers between a plan's stages. `chain` has the sums; `assignment`, `snapshots`, `takeover`,
+`crossings` lists the transfers between a plan's stages. `chain` has the sums; `assignment`, `takeover`,
 `prediction` and `straggling` use these costs."""
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import msgspec
 
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.chain import Chain, codecs_of
-from fusionai.scheduling.problem.links import DirectedLink, hop
 from fusionai.scheduling.problem.memory_savings import (
     NO_SAVINGS,
     MemorySavings,
@@ -27,7 +26,7 @@ from fusionai.scheduling.problem.memory_savings import (
     savings_of_stage,
     weights_s,
 )
-from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, StagePlacement
+from fusionai.scheduling.problem.types import DirectedLink, PeerProfile, Plan, Problem, StagePlacement, hop
 from fusionai.scheduling.serving.pipeline import block_s
 
 
@@ -43,6 +42,7 @@ class StageCosts:
         """Chain of everything that is equal in all replicas, with the first replica's codecs."""
         others = range(0) if plan is None or not plan.codecs else range(1, plan.replicas)
         self._packed = {replica: self._chain.with_codecs(codecs_of(plan, replica)) for replica in others if plan}
+        self._hops: dict[tuple[str, str], DirectedLink] = {}
         self._first = problem.blocks[0].block
         self._microbatches = -(-problem.microbatches // (1 if plan is None else plan.replicas))
 
@@ -181,15 +181,17 @@ class StageCosts:
         return peer.fingerprint != "" and peer.fingerprint == self.fingerprint(stage)
 
     def hop(self, sender: str, receiver: str) -> DirectedLink:
-        """Return the hop in one direction between two peers."""
-        ends = self.profiles.get(sender), self.profiles.get(receiver)
-        match ends:
-            case PeerProfile() as one, PeerProfile() as other:
-                return hop(one, other, self.problem.links)
-            case _:
-                known = [end for end in ends if end is not None]
-                bandwidth = min((_slower(end) for end in known), default=inf)
-                return DirectedLink(bandwidth_bytes_per_s=bandwidth, latency_s=0.0, shared=False)
+        """Return the hop in one direction between two peers; cached, because simulations ask for every message."""
+        found = self._hops.get((sender, receiver))
+        if found is None:
+            one, other = self.profiles.get(sender), self.profiles.get(receiver)
+            if one is not None and other is not None:
+                found = hop(one, other, self.problem.links)
+            else:
+                bandwidth = min((_slower(end) for end in (one, other) if end is not None), default=inf)
+                found = DirectedLink(bandwidth_bytes_per_s=bandwidth, latency_s=0.0, shared=False)
+            self._hops[sender, receiver] = found
+        return found
 
     def memory_bytes(self, stage: StagePlacement) -> int:
         """Return the memory that the stage's peer lends."""

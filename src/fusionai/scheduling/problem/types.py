@@ -6,6 +6,10 @@ versions plans; `execution` and `training` execute them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from math import inf
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -76,6 +80,35 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
     @property
     def effective_flops_per_s(self) -> float:
         return self.flops_per_s * self.share
+
+
+@dataclass(frozen=True, slots=True)
+class DirectedLink:
+    """Link in one direction between two peers. `shared`: a transfer occupies the access links of both."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    shared: bool
+
+
+_SAME_MACHINE = DirectedLink(bandwidth_bytes_per_s=inf, latency_s=0.0, shared=False)
+
+
+def hop(sender: PeerProfile, receiver: PeerProfile, exceptions: Mapping[str, Link]) -> DirectedLink:
+    """Return the hop from `sender` to `receiver`; free if they are the same peer. `exceptions`: `from>to` -> link.
+
+    A transfer runs at the slower of the sender's uplink and the receiver's downlink and occupies both. An exception
+    (two machines in one home, a bad route) replaces that for one direction of one pair; it occupies neither."""
+    if sender.peer == receiver.peer:
+        return _SAME_MACHINE
+    own = exceptions.get(f"{sender.peer}>{receiver.peer}")
+    if own is not None:
+        return DirectedLink(own.bandwidth_bytes_per_s, own.latency_s, shared=False)
+    return DirectedLink(
+        bandwidth_bytes_per_s=min(sender.uplink.bandwidth_bytes_per_s, receiver.downlink.bandwidth_bytes_per_s),
+        latency_s=sender.uplink.latency_s + receiver.downlink.latency_s,
+        shared=True,
+    )
 
 
 class BlockCost(_Data, frozen=True, kw_only=True):
@@ -209,6 +242,29 @@ class Problem(_Data, frozen=True, kw_only=True):
         """The peers and, last, the job owner's machine if it is known; twice if it is a peer as well."""
         return [*self.peers, *([] if self.owner is None else [self.owner])]
 
+    @property
+    def needs(self) -> ServingNeeds:
+        """What a serving job needs; the planner checked that the problem says so."""
+        assert self.serving is not None, "a serving problem says what it needs"
+        return self.serving
+
+    @property
+    def owner_id(self) -> str:
+        """Peer id of the job owner's machine; empty if it is unknown."""
+        return "" if self.owner is None else self.owner.peer
+
+    @property
+    def linked(self) -> set[str]:
+        """Peers with links of their own."""
+        return {end for key in self.links for end in key.split(">")}
+
+    def links_among(self, peers: AbstractSet[str]) -> dict[str, Link]:
+        return {key: link for key, link in self.links.items() if peers >= set(key.split(">"))}
+
+    def blocks_of(self, stage: StagePlacement) -> tuple[BlockCost, ...]:
+        first = self.blocks[0].block
+        return self.blocks[stage.blocks[0] - first : stage.blocks[1] - first]
+
     def name_of(self, peer: str) -> str:
         """Return the peer's display name, or its id if it has none."""
         return next((one.name for one in self.everyone if one.peer == peer and one.name), peer)
@@ -275,6 +331,14 @@ class Certificate(_Data, frozen=True, kw_only=True):
     bound_tokens_per_s: float
     optimality_gap: float
     explored: int = 0
+
+    @classmethod
+    def of(cls, method: str, speed: float, bound: float, *, exact: bool = False, explored: int = 0) -> Certificate:
+        """Return the certificate for a speed and a bound in tokens per second; the bound is at least the speed."""
+        bound = max(bound, speed)
+        return cls(
+            method=method, exact=exact, bound_tokens_per_s=bound, optimality_gap=bound / speed - 1, explored=explored
+        )
 
 
 class Standby(_Data, frozen=True, kw_only=True):
@@ -369,6 +433,11 @@ class Plan(_Data, frozen=True, kw_only=True):
     def replicas(self) -> int:
         """Number of chains of stages, each with a share of every step's microbatches; 1 in serving."""
         return 1 + max((stage.replica for stage in self.stages), default=0)
+
+    @property
+    def ranges(self) -> tuple[tuple[int, tuple[int, int]], ...]:
+        """(replica, block range) of every stage: equal for plans with the same cut."""
+        return tuple((stage.replica, stage.blocks) for stage in self.stages)
 
     def microbatches_of(self, stage: StagePlacement) -> int:
         """Return the number of a step's microbatches that cross this stage, in training."""

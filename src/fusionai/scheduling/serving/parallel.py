@@ -22,9 +22,9 @@ import numpy as np
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, ServingNeeds, StagePlacement
-from fusionai.scheduling.serving.load import LoadedPipeline, PipelineLoad, bound_tokens_per_s, stage_room
 from fusionai.scheduling.serving.pipeline import block_s
 from fusionai.scheduling.serving.planning import serving_plan
+from fusionai.scheduling.serving.prediction import LoadedPipeline, PipelineLoad, bound_tokens_per_s, stage_room
 
 METHOD: Final = "pipelines like the fastest, one after the other; bound by work and rounds"
 WORTH_A_WORD: Final = 1.05
@@ -193,13 +193,12 @@ class _Free:
     """Machines that are in no pipeline, as arrays."""
 
     def __init__(self, problem: Problem, chain_plan: Plan, costs: StageCosts, needs: ServingNeeds) -> None:
-        self._own = "" if problem.owner is None else problem.owner.peer
+        self._own = problem.owner_id
         standing_by = set(chain_plan.spares) - {self._own}
         peers = [peer for peer in problem.peers if peer.peer in standing_by]
         peers.sort(key=lambda peer: peer.peer)
         self._peers = peers
         self._costs, self._needs = costs, needs
-        self._blocks = costs.problem.blocks
         self._here = np.ones(len(peers), dtype=np.bool_)
         self._place = {peer.peer: place for place, peer in enumerate(peers)}
         self._speed = np.array([peer.effective_flops_per_s for peer in peers])
@@ -240,9 +239,8 @@ class _Free:
         return stages
 
     def _suits(self, stage: StagePlacement, load: PipelineLoad) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        first = self._blocks[0].block
-        start, end = stage.blocks[0] - first, stage.blocks[1] - first
-        blocks = self._blocks[start:end]
+        problem = self._costs.problem
+        start, blocks = stage.blocks[0] - problem.blocks[0].block, problem.blocks_of(stage)
         rows = max(1, load.sessions // load.passes)
         like = self._costs.profiles[stage.peer]
         seconds = np.zeros(len(self._peers))
@@ -250,11 +248,11 @@ class _Free:
             read_s = (block.parameter_bytes - block.looked_up_bytes) / self._reading
             seconds += np.maximum(rows * block.forward_flops / self._speed, read_s)
         mine_s = sum(block_s(block, like, rows) for block in blocks)
-        room = stage_room(blocks, self._blocks[end:], self._needs)
+        room = stage_room(problem, stage)
         sessions = max(1.0, load.sessions / LIKE)
         suits = (seconds <= LIKE * mine_s) & (self._memory >= room.fixed + sessions * room.each)
         sent = rows * self._costs.forward_bytes(stage)
-        came = rows * float(self._blocks[start - 1].output_bytes) if start else 0.0
+        came = rows * float(problem.blocks[start - 1].output_bytes) if start else 0.0
         hop_s = sent / self._up + came / self._down + self._latency_s
         like_s = sent / like.uplink.bandwidth_bytes_per_s + came / like.downlink.bandwidth_bytes_per_s
         like_s += like.uplink.latency_s + like.downlink.latency_s
@@ -276,12 +274,9 @@ class _Free:
 def _fastest(problem: Problem, left: Sequence[PeerProfile], room: int) -> tuple[StagePlacement, ...] | None:
     """The pipeline of the remaining peers that a token crosses soonest, with `room` times the wanted cache; None if
     there is none."""
-    needs = problem.serving
-    assert needs is not None, "a serving problem says what it needs"
+    needs = problem.needs
     needs = msgspec.structs.replace(needs, cache_tokens=room * max(needs.cache_tokens, needs.context_tokens))
-    own = [] if problem.owner is None else [problem.owner.peer]
-    names = {*own, *(peer.peer for peer in left)}
-    links = {key: link for key, link in problem.links.items() if names >= set(key.split(">"))}
+    links = problem.links_among({problem.owner_id, *(peer.peer for peer in left)})
     posed = msgspec.structs.replace(problem, peers=tuple(left), links=links, excluded=(), incumbent=None, serving=needs)
     try:
         return serving_plan(posed, BUDGET).stages if left else None
@@ -322,8 +317,7 @@ def _compared(
 
 def _asked(filled: _Filled, problem: Problem) -> Iterator[tuple[int, float]]:
     """(pipelines, tokens per second) if the problem's sessions are spread evenly over the first pipelines."""
-    needs = problem.serving
-    assert needs is not None, "a serving problem says what it needs"
+    needs = problem.needs
     for count in range(1, min(len(filled.placed), needs.sessions) + 1):
         speed = 0.0
         for number, (_, pipeline, _) in enumerate(filled.placed[:count]):
@@ -335,18 +329,17 @@ def _asked(filled: _Filled, problem: Problem) -> Iterator[tuple[int, float]]:
 
 def _served(problem: Problem, stages: Sequence[StagePlacement], load: PipelineLoad, slowed: float) -> PlacedPipeline:
     """The pipeline with the memory of its own sessions instead of the plan's."""
-    needs = problem.serving
-    assert needs is not None, "a serving problem says what it needs"
-    first = problem.blocks[0].block
     placed: list[StagePlacement] = []
     for number, stage in enumerate(stages):
-        start, end = stage.blocks[0] - first, stage.blocks[1] - first
-        room = stage_room(problem.blocks[start:end], problem.blocks[end:], needs)
-        size = room.fixed + load.sessions * room.each
-        weights = sum(block.parameter_bytes for block in problem.blocks[start:end])
+        blocks = problem.blocks_of(stage)
+        room = stage_room(problem, stage)
         placed.append(
             msgspec.structs.replace(
-                stage, stage=number, memory_bytes=size, weight_bytes=weights, cache_bytes=load.sessions * room.each
+                stage,
+                stage=number,
+                memory_bytes=room.fixed + load.sessions * room.each,
+                weight_bytes=sum(block.parameter_bytes for block in blocks),
+                cache_bytes=load.sessions * room.each,
             )
         )
     return PlacedPipeline(

@@ -18,8 +18,7 @@ from math import inf
 
 from fusionai.scheduling.problem.constraints import Pins
 from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of
-from fusionai.scheduling.problem.links import DirectedLink, hop
-from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, ServingNeeds
+from fusionai.scheduling.problem.types import BlockCost, DirectedLink, PeerProfile, Problem, ServingNeeds, hop
 
 
 def block_s(block: BlockCost, profile: PeerProfile, positions: int = 1) -> float:

@@ -24,7 +24,6 @@ from fusionai.primitives.units import format_bytes, format_speed
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.constraints import check_pins, check_settings, eligible, must_use, stage_limits
 from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of, middle, place_of
-from fusionai.scheduling.problem.links import hop
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import (
     PROMPT_TOKENS,
@@ -36,6 +35,7 @@ from fusionai.scheduling.problem.types import (
     ServingNeeds,
     ServingSizes,
     StagePlacement,
+    hop,
 )
 from fusionai.scheduling.serving.pipeline import (
     ServingPipeline,
@@ -48,8 +48,15 @@ from fusionai.scheduling.serving.pipeline import (
     token_bytes,
 )
 from fusionai.scheduling.serving.prediction import first_token_s, predict_serving, together
-from fusionai.scheduling.serving.search import FoundPipeline, PartialPipeline, ServingLimits, evened, fastest_pipeline
-from fusionai.scheduling.serving.shortlist import shortlist, with_fastest
+from fusionai.scheduling.serving.search import (
+    FoundPipeline,
+    PartialPipeline,
+    ServingLimits,
+    evened,
+    fastest_pipeline,
+    shortlist,
+    with_fastest,
+)
 from fusionai.scheduling.standby.assignment import with_standbys
 from fusionai.scheduling.training.prediction import against_one
 

@@ -1,21 +1,46 @@
-"""Predicts how fast a serving plan generates with a given placement of its stages.
+"""Predicts how fast placed stages generate: one session, many sessions together, and a pipeline filled with sessions.
 
-A single session gets one token per trip through all stages. Many sessions share passes: `together` finds the number of
-passes in flight that gives the most tokens per second in total. A pass is no faster than the busiest machine's part in
-it. `serving`, `takeover` and `regrowth` compare plans with these predictions; `serving.pipeline` explains the terms.
+A single session gets one token per trip through all stages. Many sessions share passes: in a round every pass crosses
+the pipeline once and each session gets one token.
+
+    round = max(transit of a pass, passes * busiest machine's part of one, passes * slowest link's part of one)
+
+A machine's part is the time for its blocks' operations or for reading their weights, whichever is longer
+(`serving.pipeline`). Sessions are limited by memory and by the longest round allowed.
+
+The upper bound on the tokens a second of all pipelines that a pool could have is the least of these:
+
+- Work: per token and block a machine needs at least t seconds, for the block's operations or for reading its weights
+  once for as many sessions as memory has room for. For any weights y of the blocks, tokens * sum y <= sum over machines
+  of the largest y / t of any block.
+- Rounds: the parts of the model that a pipeline's machines hold add up to one, and their seconds (each with its hop)
+  add up to at most the round, which may not exceed the longest round allowed. A pipeline's n sessions get n / round,
+  which lies below the chord between the shortest and the longest round. With a price on the seconds, each machine's
+  part can be chosen separately (Lagrangian relaxation), so every price gives a bound, and the lowest bound counts.
+- Embedding and head with the job owner process every token.
+
+`serving.planning`, `takeover` and `continuation` compare plans with these predictions, `serving.parallel` fills
+pipelines.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
+from typing import Final
 
 import msgspec
+import numpy as np
 
 from fusionai.primitives.units import format_seconds
+from fusionai.scheduling.kernels.compiled import Floats
+from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of, middle
 from fusionai.scheduling.problem.stage_costs import StageCosts
-from fusionai.scheduling.problem.types import ServingNeeds, StagePlacement
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem, ServingNeeds, StagePlacement
+from fusionai.scheduling.serving.pipeline import block_s, retained_bytes, ring_bytes, stage_bytes, token_bytes
 from fusionai.scheduling.training.prediction import Prediction
 
 
@@ -103,3 +128,259 @@ def _compute_s(stage: StagePlacement, costs: StageCosts, rows: int, wanted: int)
     if end - start == 1:
         return seconds
     return seconds + costs.decode_s(msgspec.structs.replace(stage, blocks=(start, end - 1)), stage.peer, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineLoad:
+    """Load of a pipeline: `sessions` are spread over `passes` in flight, and each gets one token per round."""
+
+    sessions: int
+    passes: int
+    round_s: float
+    owner_busy: float
+    """Fraction of the time in which the job owner's machine computes."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.sessions / self.round_s
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory of a stage in bytes: `fixed` without sessions (including the probe's page), `each` per session."""
+
+    fixed: int
+    each: int
+
+
+def session_tokens(needs: ServingNeeds) -> int:
+    """Cache positions reserved for a session: its share of the wanted cache, in whole pages."""
+    wanted = max(needs.cache_tokens, needs.context_tokens)
+    pages = -(-wanted // (needs.sessions * needs.page_tokens))
+    return min(pages, -(-needs.context_tokens // needs.page_tokens)) * needs.page_tokens
+
+
+def stage_room(problem: Problem, stage: StagePlacement) -> Room:
+    """Memory of a placed stage."""
+    behind = problem.blocks[stage.blocks[1] - problem.blocks[0].block :]
+    return _room(problem.blocks_of(stage), behind, problem.needs)
+
+
+def _room(blocks: Sequence[BlockCost], behind: Sequence[BlockCost], needs: ServingNeeds) -> Room:
+    """Memory of a stage of `blocks`; `behind`: the model's blocks after it."""
+    sent = retained_bytes((*blocks, *behind), len(blocks), needs)
+    probe_only = msgspec.structs.replace(needs, sessions=0)
+    each = session_tokens(needs) * token_bytes(blocks, sent) + ring_bytes(blocks, probe_only)
+    return Room(stage_bytes(blocks, probe_only, sent, needs.page_tokens), each)
+
+
+class LoadedPipeline:
+    """A pipeline of placed `stages`, priced by `costs`."""
+
+    def __init__(self, stages: Sequence[StagePlacement], costs: StageCosts, needs: ServingNeeds) -> None:
+        problem = costs.problem
+        self._owner = problem.owner_id
+        self._peers = [stage.peer for stage in stages]
+        self._bound_by_work: list[tuple[Floats, Floats]] = []
+        fixed: defaultdict[str, int] = defaultdict(int)
+        each: defaultdict[str, int] = defaultdict(int)
+        for stage in stages:
+            blocks = problem.blocks_of(stage)
+            profile = costs.profiles[stage.peer]
+            bandwidth = profile.memory_bandwidth_bytes_per_s * profile.share or inf
+            flops = np.array([block.forward_flops for block in blocks])
+            read = np.array([float(block.parameter_bytes - block.looked_up_bytes) for block in blocks])
+            self._bound_by_work.append((flops / profile.effective_flops_per_s, read / bandwidth))
+            room = stage_room(problem, stage)
+            fixed[stage.peer] += room.fixed
+            each[stage.peer] += room.each
+        self._row_s = [
+            costs.forward_bytes(one) / costs.hop(one.peer, other.peer).bandwidth_bytes_per_s
+            for one, other in pairwise(stages)
+        ]
+        self._latency_s = sum(costs.hop(one.peer, other.peer).latency_s for one, other in pairwise(stages))
+        if self._owner:
+            into, back = costs.hop(self._owner, stages[0].peer), costs.hop(stages[-1].peer, self._owner)
+            self._row_s.append(needs.result_bytes / back.bandwidth_bytes_per_s)
+            self._latency_s += into.latency_s + back.latency_s
+        self.owner_room = Room(fixed.pop(self._owner, 0), each.pop(self._owner, 0))
+        """Memory of the job owner's ends, which all pipelines share."""
+        self.room = min(
+            ((costs.profiles[peer].memory_bytes - fixed[peer]) // each[peer] for peer in fixed if each[peer]),
+            default=None,
+        )
+        """Sessions that the pool's machines have memory for; None: no limit."""
+
+    def round_s(self, rows: int, passes: int) -> tuple[float, float]:
+        """Seconds between two tokens of a session with `rows` sessions per pass, and the fraction of that time in which
+        the owner's machine computes."""
+        busy: defaultdict[str, float] = defaultdict(float)
+        for peer, (flops_s, read_s) in zip(self._peers, self._bound_by_work, strict=True):
+            busy[peer] += float(np.maximum(rows * flops_s, read_s).sum())
+        sent_s = [rows * row_s for row_s in self._row_s]
+        transit_s = sum(busy.values()) + sum(sent_s) + self._latency_s
+        whole_s = max(transit_s, passes * max(*busy.values(), *sent_s, 1e-12))
+        return whole_s, passes * busy.get(self._owner, 0.0) / whole_s
+
+    def at(self, rows: int, passes: int) -> PipelineLoad:
+        whole_s, owner_busy = self.round_s(rows, passes)
+        return PipelineLoad(rows * passes, passes, whole_s, owner_busy)
+
+    def filled(self, most_sessions: int, most_s: float = inf) -> PipelineLoad | None:
+        """The load with the most tokens a second, for at most `most_sessions` sessions with rounds of at most `most_s`;
+        None if not even one session fits."""
+        sessions = most_sessions if self.room is None else min(most_sessions, self.room)
+        best: PipelineLoad | None = None
+        for passes in range(1, min(sessions, 2 * len(self._peers)) + 1):
+            rows = self._most_rows(passes, sessions // passes, most_s)
+            if rows == 0:
+                break
+            load = self.at(rows, passes)
+            if best is None or load.tokens_per_s > best.tokens_per_s * (1 + 1e-9):
+                best = load
+        return best
+
+    def _most_rows(self, passes: int, most: int, most_s: float) -> int:
+        """Most rows, up to `most`, with which a round takes at most `most_s`; found by bisection."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.round_s(middle, passes)[0] <= most_s:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+CELLS: Final = 40
+"""Cells of the grid over the parts of the model that a machine may hold."""
+PRICES: Final = 30
+
+
+def bound_tokens_per_s(problem: Problem, chain_plan: Plan, most_sessions: int, most_s: float) -> float:
+    """Upper bound for pipelines with at most `most_sessions` sessions each and rounds of at most `most_s`.
+    `chain_plan`: plan of the fastest pipeline, whose certificate bounds the shortest round."""
+    needs = problem.needs
+    ends = embedding_and_head_of(problem)
+    first, last = ends.first, len(problem.blocks) - ends.last
+    blocks = middle(problem)
+    usable = {*chain_plan.spares, *(stage.peer for stage in chain_plan.stages if "stage" in stage.roles)}
+    peers = [peer for peer in problem.peers if peer.peer in usable]
+    soonest_s = 1 / chain_plan.certificate.bound_tokens_per_s
+    bounds = [
+        _bound_by_work(peers, blocks, needs, most_sessions),
+        _bound_by_rounds(problem, peers, blocks, needs, most_sessions, soonest_s, most_s),
+        _bound_by_owner(problem, needs, [*problem.blocks[:first], *problem.blocks[last:]], most_sessions),
+    ]
+    # Raised by 1e-9, so that rounding can't put the bound below a speed that pipelines reach.
+    return min(bounds) * (1 + 1e-9)
+
+
+def _bound_by_work(
+    peers: list[PeerProfile], blocks: tuple[BlockCost, ...], needs: ServingNeeds, most_sessions: int
+) -> float:
+    """The bound by work: operations and reading of weights."""
+    speed = np.array([peer.effective_flops_per_s for peer in peers])[:, None]
+    reading = np.array([peer.memory_bandwidth_bytes_per_s * peer.share for peer in peers])[:, None]
+    memory = np.array([float(peer.memory_bytes) for peer in peers])[:, None]
+    rooms = [_room([block], (), needs) for block in blocks]
+    fixed = np.array([float(room.fixed) for room in rooms])
+    each = np.array([float(room.each) for room in rooms])
+    flops = np.array([block.forward_flops for block in blocks])
+    read = np.array([float(block.parameter_bytes - block.looked_up_bytes) for block in blocks])
+    rows = np.where(each > 0, np.floor((memory - fixed) / np.where(each > 0, each, 1.0)), float(most_sessions))
+    rows = np.where(memory >= fixed, np.minimum(rows, most_sessions), 0.0)
+    read_s = np.where(reading > 0, read / np.where(reading > 0, reading, 1.0), 0.0)
+    seconds = np.maximum(np.maximum(flops / speed, read_s / np.maximum(rows, 1.0)), 1e-15)
+    able = rows >= 1
+    if not able.any(axis=0).all():
+        return 0.0
+    typical = np.median(np.where(able, seconds, np.inf), axis=0)
+    best = np.inf
+    for given in (flops, read, seconds.min(axis=0), np.where(np.isfinite(typical), typical, 0.0)):
+        if given.sum() > 0:
+            most = np.where(able, given / seconds, 0.0).max(axis=1)
+            best = min(best, float(most.sum() / given.sum()))
+    return best
+
+
+def _bound_by_rounds(
+    problem: Problem,
+    peers: list[PeerProfile],
+    blocks: tuple[BlockCost, ...],
+    needs: ServingNeeds,
+    most_sessions: int,
+    soonest_s: float,
+    most_s: float,
+) -> float:
+    """The bound by rounds, with the sessions that memory holds."""
+    most_s = max(most_s, soonest_s)
+    # Parts are counted in blocks that keep a cache; the others (a table, a head) count as free.
+    counted = [block for block in blocks if block.cache_token_bytes or block.cache_session_bytes] or list(blocks)
+    count = len(counted)
+    tokens = session_tokens(needs)
+    weights = count * float(min(block.parameter_bytes for block in counted))
+    each = count * float(min(tokens * block.cache_token_bytes + block.cache_session_bytes for block in counted))
+    memory = np.array([float(peer.memory_bytes) for peer in peers])
+    seconds = np.array([count * min(block_s(block, peer) for block in counted) for peer in peers])
+    # A machine holds at least one of the counted blocks, and at most as many as fit beside one session.
+    most_part = np.minimum(1.0, memory / max(weights + each, 1e-9))
+    able = most_part * count >= 1 - 1e-9
+    if not able.any():
+        return 0.0
+    memory, seconds, most_part = memory[able, None], seconds[able, None], most_part[able, None]
+    shares = most_s * np.array([_most_rate(peer, counted) for peer in peers])[able, None]
+    hop_s = _hops(problem, peers, blocks)[able, None]
+    grid = np.linspace(0.0, 1.0, CELLS + 1)[None, :]
+    parts = 1 / count + (most_part - 1 / count) * grid
+    low, high = parts[:, :-1], parts[:, 1:]
+    room = (memory - low * weights) / each if each > 0 else np.full(low.shape, np.inf)
+    held = np.maximum(np.minimum(np.minimum(most_sessions * high, room), shares), 0.0)
+    best = np.inf
+    for cap_s in np.quantile(hop_s, (0.0, 0.2, 1.0)):
+        # The first stage of a pipeline has no hop into it, so every pipeline gets one hop (`cap_s`) back.
+        hops_s = np.minimum(hop_s, cap_s)
+        # Tokens a second of a session, from the chord of 1 / seconds, credited to a machine by its part of the model.
+        worth = 1 / soonest_s + 1 / most_s - (seconds + hops_s / high - cap_s) / (soonest_s * most_s)
+        value = held * np.clip(worth, 0.0, 1 / soonest_s)
+        spare_s = most_s + cap_s - seconds
+        left_s = np.maximum(spare_s * low, spare_s * high) - hops_s
+        for price in (0.0, *np.geomspace(1e-3, 1e2, PRICES)):
+            scaled = price * most_sessions / (soonest_s * most_s)
+            best = min(best, float(np.maximum((value + scaled * left_s).max(axis=1), 0.0).sum()))
+    return best
+
+
+def _most_rate(peer: PeerProfile, blocks: list[BlockCost]) -> float:
+    """Models (all counted blocks) a second that `peer` computes, by arithmetic alone."""
+    return peer.effective_flops_per_s / max(len(blocks) * min(block.forward_flops for block in blocks), 1e-9)
+
+
+def _hops(problem: Problem, peers: list[PeerProfile], blocks: tuple[BlockCost, ...]) -> Floats:
+    """[N]: least seconds of a hop into each peer; 0 for the owner's machine and peers with links of their own."""
+    crossing = min((block.output_bytes for block in blocks[:-1]), default=0)
+    up = max(peer.uplink.bandwidth_bytes_per_s for peer in peers)
+    latency_s = min(peer.uplink.latency_s for peer in peers)
+    special = problem.linked | {problem.owner_id}
+    return np.array(
+        [
+            0.0
+            if peer.peer in special
+            else crossing / min(up, peer.downlink.bandwidth_bytes_per_s) + latency_s + peer.downlink.latency_s
+            for peer in peers
+        ]
+    )
+
+
+def _bound_by_owner(problem: Problem, needs: ServingNeeds, ends: list[BlockCost], most_sessions: int) -> float:
+    owner = problem.owner
+    if owner is None:
+        return float("inf")
+    seconds = sum(block_s(block, owner, most_sessions) for block in ends) / most_sessions
+    down = float(needs.result_bytes)
+    if ends and ends[-1] is problem.blocks[-1]:
+        down = float(problem.blocks[-2].output_bytes)
+    seconds = max(seconds, down / owner.downlink.bandwidth_bytes_per_s)
+    if ends and ends[0] is problem.blocks[0]:
+        seconds = max(seconds, problem.blocks[0].output_bytes / owner.uplink.bandwidth_bytes_per_s)
+    return 1 / max(seconds, 1e-15)

@@ -1,4 +1,4 @@
-"""Chooses how a job continues after it has lost a peer: on a stand-in, on machines of other numerics, or cut anew.
+"""Chooses how a job continues after it has lost a peer, or when the pool offers more machines.
 
 `stand_in` comes first: a machine that computes the same bits takes over at once. If there is none, `otherwise` returns
 the alternative. Either a machine of other numerics takes the lost stage and the cut stays, or the model is cut anew
@@ -6,13 +6,19 @@ over the machines that remain and continues at the newest checkpoint. The cut st
 `FASTER`, or keeps the bits and the state is lost anyway. A job that demands equal bits (`exact`, `refuse`) only gets a
 new cut, over machines that all compute its bits. The caller decides when the grace period begins and ends.
 
-`takeover` places lost stages, `replicated` and `planner` cut anew; `client.pool.replanning` and
-`simulator.replanning` call this module."""
+When machines are back, `widened` finds a wider cut for a training job. A new division of a served model makes every
+stage load again and every session be recomputed. `Regrowth` therefore waits until no session runs and the pool has been
+unchanged for a while, and the plan of `regrown` must be faster by the factor `REGROWN`. After each move the next one
+waits longer, so that a machine that comes and goes causes at most one move per hour.
+
+`takeover` places lost stages, `replicated` and `planner` cut anew; `client` and `simulator` call this module.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import sqrt
 from typing import Final, Literal
 
 import msgspec
@@ -21,6 +27,7 @@ from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, StagePlacement, Standby, TolerantTakeover
+from fusionai.scheduling.serving.prediction import predict_serving, together
 from fusionai.scheduling.standby.assignment import may_stand_by, with_standbys
 from fusionai.scheduling.standby.straggling import GAIN
 from fusionai.scheduling.standby.takeover import WaitingForMachines, handed_over, offered, replaced, with_profiles
@@ -133,7 +140,7 @@ def keeps_bits(before: Plan, after: Plan, problem: Problem) -> bool:
     With the same cut each stage must keep its numerics, with another cut all machines must have equal numerics."""
     if not same_sums(before, after, problem):
         return False
-    if _ranges(before) == _ranges(after):
+    if before.ranges == after.ranges:
         pairs = zip(before.stages, after.stages, strict=True)
         return all(_same_numerics(one, other) for one, other in pairs)
     prints = {stage.fingerprint for one in (before, after) for stage in one.stages if stage.peer != one.feed}
@@ -145,7 +152,7 @@ def recorded(before: Plan, after: Plan, problem: Problem, step: int, tolerance: 
     number of committed steps when it follows `before`; at 0 no result exists that could differ."""
     listed = before.tolerant_takeovers
     if step and not keeps_bits(before, after, problem):
-        same = _ranges(before) == _ranges(after)
+        same = before.ranges == after.ranges
         stages = [
             stage
             for stage in after.stages
@@ -171,10 +178,9 @@ def recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Ot
     if not candidates:
         return Nothing("none of those that remain computes the same bits")
     known = offered(problem, candidates)
-    there = {peer.peer for peer in known.everyone}
     posed = msgspec.structs.replace(
         known,
-        links={key: link for key, link in known.links.items() if there.issuperset(key.split(">"))},
+        links=known.links_among({peer.peer for peer in known.everyone}),
         stages=None,
         spares_wanted=None,
         required=(),
@@ -186,7 +192,7 @@ def recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Ot
         return Nothing(f"those that remain can't hold the model: {error.message.rstrip('.')}")
     if found is None:
         return Nothing("those that remain have no room for the caches that were promised")
-    same = _ranges(plan) == _ranges(found)
+    same = plan.ranges == found.ranges
     kept = {(stage.stage, stage.peer) for stage in plan.stages} if same else set[tuple[int, str]]()
     takers = frozenset(stage.peer for stage in found.stages if (stage.stage, stage.peer) not in kept) - {found.feed}
     return Otherwise(found, exact=keeps_bits(plan, found, problem), recut=not same, takers=takers)
@@ -204,10 +210,9 @@ def _trained(posed: Problem) -> Plan:
 
 def served_with(plan: Plan, posed: Problem) -> Plan | None:
     """A new plan with the sizes of the running job, because its sessions rely on its pages; None if they don't fit."""
-    sizes, needs = plan.serving, posed.serving
+    sizes = plan.serving
     assert sizes is not None, "a serving plan has its sizes"
-    assert needs is not None, "a serving problem has its needs"
-    wanted = msgspec.structs.replace(needs, cache_tokens=(sizes.pages - 1) * sizes.page_tokens)
+    wanted = msgspec.structs.replace(posed.needs, cache_tokens=(sizes.pages - 1) * sizes.page_tokens)
     found = planned(msgspec.structs.replace(posed, serving=wanted))
     assert found.serving is not None, "a serving plan has its sizes"
     if found.serving.pages < sizes.pages:
@@ -285,5 +290,83 @@ def _same_numerics(one: StagePlacement, other: StagePlacement) -> bool:
     return one.fingerprint == other.fingerprint and (one.fingerprint != "" or one.peer == other.peer)
 
 
-def _ranges(plan: Plan) -> tuple[tuple[int, tuple[int, int]], ...]:
-    return tuple((stage.replica, stage.blocks) for stage in plan.stages)
+REGROWN: Final = 1.2
+"""Least predicted gain in speed, as a factor: the geometric mean over one session and over all of them together."""
+IDLE_S: Final = 5.0
+"""How long no session must have run, in seconds: clients that talk back and forth leave gaps of a second or two."""
+STEADY_S: Final = 30.0
+"""How long the same machines must have been there, in seconds: one that has just joined may leave at once."""
+REST_S: Final = 300.0
+"""Pause after a move, in seconds; doubles with each further move."""
+LONGEST_REST_S: Final = 3600.0
+"""Longest pause after a move, in seconds. After a further pause of this length without a move, pauses start at `REST_S`
+again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Regrowth:
+    """Observations of a job and its pool so far. `seen` adds an observation, `moved` a plan change."""
+
+    there: frozenset[str] = frozenset()
+    """Machines that were usable at the last observation."""
+    there_since_s: float = 0.0
+    idle_since_s: float | None = None
+    """Time since which no session has run; None while one runs."""
+    moved_s: float | None = None
+    moves: int = 0
+    """Consecutive moves."""
+
+    def seen(self, now_s: float, *, idle: bool, there: frozenset[str]) -> Regrowth:
+        since_s = (now_s if self.idle_since_s is None else self.idle_since_s) if idle else None
+        if there == self.there:
+            return replace(self, idle_since_s=since_s)
+        return replace(self, idle_since_s=since_s, there=there, there_since_s=now_s)
+
+    def is_due(self, now_s: float) -> bool:
+        """Return whether a new plan may be searched for and switched to now."""
+        if self.idle_since_s is None or now_s - self.idle_since_s < IDLE_S or now_s - self.there_since_s < STEADY_S:
+            return False
+        return self.moved_s is None or now_s - self.moved_s >= self.rest_s
+
+    @property
+    def rest_s(self) -> float:
+        """Pause after the last move, in seconds."""
+        return min(LONGEST_REST_S, REST_S * 2.0 ** min(self.moves - 1, 16))
+
+    def moved(self, now_s: float) -> Regrowth:
+        calm = self.moved_s is not None and now_s - self.moved_s > self.rest_s + LONGEST_REST_S
+        return replace(self, moved_s=now_s, moves=1 if calm else self.moves + 1)
+
+
+def regrown(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Otherwise | None:
+    """Return the plan (version 0) of a served model over all `candidates` if it is faster than `plan` by the factor
+    `REGROWN`, else None. It has as many stages as the problem requests, if such a plan is fast enough. If `plan` itself
+    has another number of stages, any number is allowed."""
+    known = with_profiles(problem, candidates)
+    least = REGROWN * _speed(plan, known)
+    found = _as_asked(plan, known, candidates)
+    if found is None or _speed(found, known) < least:
+        asked = known.stages in (None, sum("stage" in stage.roles for stage in plan.stages))
+        cut = None if asked else recut(plan, problem, candidates)
+        found = cut.plan if isinstance(cut, Otherwise) else None
+    if found is None or _speed(found, known) < least:
+        return None
+    kept = {(stage.blocks, stage.peer) for stage in plan.stages}
+    takers = frozenset(stage.peer for stage in found.stages if (stage.blocks, stage.peer) not in kept) - {found.feed}
+    same = [stage.blocks for stage in plan.stages] == [stage.blocks for stage in found.stages]
+    return Otherwise(found, exact=keeps_bits(plan, found, problem), recut=not same, takers=takers)
+
+
+def _as_asked(plan: Plan, known: Problem, candidates: Sequence[PeerProfile]) -> Plan | None:
+    posed = offered(known, candidates)
+    try:
+        return served_with(plan, posed)
+    except PlanError:
+        return None
+
+
+def _speed(plan: Plan, known: Problem) -> float:
+    """Return tokens per second: the geometric mean of one session's speed and the speed of all sessions together."""
+    costs = StageCosts(known, plan)
+    _, together_per_s = together(plan.stages, costs, known.needs)
+    return sqrt(together_per_s / predict_serving(plan.stages, costs).step_s)

@@ -279,7 +279,6 @@ def _predicted(plan: Plan, costs: StageCosts, stages: tuple[StagePlacement, ...]
     prediction = predict_serving(stages, costs) if plan.task == "serve" else predict(stages, costs)
     tokens = plan.microbatches * costs.problem.microbatch_tokens
     speed = tokens / prediction.step_s
-    bound = max(plan.certificate.bound_tokens_per_s, speed)
     return msgspec.structs.replace(
         plan,
         version=0,
@@ -293,11 +292,10 @@ def _predicted(plan: Plan, costs: StageCosts, stages: tuple[StagePlacement, ...]
         bottleneck=prediction.bottleneck,
         reduction_s=prediction.reduction_s,
         commit_s=prediction.commit_s,
-        certificate=Certificate(
-            method="lost stages taken over, the others kept; bound of the plan before",
-            exact=False,
-            bound_tokens_per_s=bound,
-            optimality_gap=bound / speed - 1,
+        certificate=Certificate.of(
+            "lost stages taken over, the others kept; bound of the plan before",
+            speed,
+            plan.certificate.bound_tokens_per_s,
         ),
     )
 

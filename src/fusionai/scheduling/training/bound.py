@@ -347,7 +347,7 @@ def _tables(pipeline: Pipeline, kinds: list[list[int]], first: Integers) -> Kind
             back_s[number] = gradient[length] / back.bandwidth_bytes_per_s
             latency_s[number] = there.latency_s + back.latency_s
     profiles = [pipeline.peers[peer] for peer in peers]
-    paired = [pipeline.has_own_links(peer) for peer in peers]
+    paired = [pipeline.peers[peer].peer in pipeline.linked for peer in peers]
     plain = [
         pipeline.access_only(peer) or (peer == pipeline.front and not own)
         for peer, own in zip(peers, paired, strict=True)

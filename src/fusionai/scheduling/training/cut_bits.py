@@ -40,7 +40,7 @@ def same_sums(before: Plan, after: Plan, problem: Problem) -> bool:
     same stages."""
     if any(_groups(before, weight) != _groups(after, weight) for weight in problem.shared_weights):
         return False
-    if _ranges(before) == _ranges(after):
+    if before.ranges == after.ranges:
         return before.codecs == after.codecs
     backends = {peer.peer: peer.backend for peer in (*problem.peers, *((problem.owner,) if problem.owner else ()))}
     compiled = {backends.get(stage.peer, "") for plan in (before, after) for stage in plan.stages} & COMPILED_WHOLE
@@ -79,7 +79,3 @@ def _listed(blocks: tuple[int, ...]) -> str:
     distinct = sorted({*blocks})
     shown = ", ".join(map(str, distinct[:4]))
     return shown if len(distinct) <= 4 else f"{shown}, ..."
-
-
-def _ranges(plan: Plan) -> tuple[tuple[int, tuple[int, int]], ...]:
-    return tuple((stage.replica, stage.blocks) for stage in plan.stages)

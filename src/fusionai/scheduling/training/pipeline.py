@@ -12,21 +12,18 @@ of stages that follow.
     update   = the longest time a stage reads and writes files after a step, if its savings keep data in files
 
 Each stage has one of several variants, each a combination of techniques that save memory (`problem.memory_savings`).
-The variant sets the stage's compute, memory and update. `fold` finds the variants that make the step of given stages
-shortest.
+The variant sets the stage's compute, memory and update.
 
-For equal stages the step is M*tau + (P-1)(t_c + t_n + 2a), plus the commit. The microbatches in flight at stage k are
-those that `credits_needed` computes, at most M and at most what memory holds. The data feed's transfers and jitter are
-not modelled.
+The data feed's transfers and jitter are not modelled.
 
-`problem.chain` has the costs of block ranges by variant, and `problem.links` the hops. `search` and `improvement` build
-pipelines with this model."""
+`problem.chain` has the costs of block ranges by variant; `search` builds pipelines with this model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, floor
 from typing import Final, NamedTuple
@@ -37,16 +34,84 @@ from fusionai.scheduling.kernels.training_pipeline import CostTables
 from fusionai.scheduling.problem.chain import Chain, stage_tables
 from fusionai.scheduling.problem.constraints import Pins
 from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of, front_of, tail_chain
-from fusionai.scheduling.problem.links import DirectedLink, hop
-from fusionai.scheduling.problem.memory_savings import savings_choices
-from fusionai.scheduling.problem.types import PeerProfile, Problem
-from fusionai.scheduling.training.machines import HopCosts, MachineCosts, fastest_first
+from fusionai.scheduling.problem.memory_savings import (
+    file_bytes_per_s,
+    flops_per_s,
+    inability,
+    savings_choices,
+    weights_bytes_per_s,
+)
+from fusionai.scheduling.problem.types import DirectedLink, PeerProfile, Problem, hop
 from fusionai.wire.codecs import Codec
 
 
+def fastest_first(peers: Iterable[PeerProfile]) -> list[PeerProfile]:
+    """Return the peers by descending speed, ties by id, whatever order they were listed in."""
+    return sorted(peers, key=lambda p: (-p.effective_flops_per_s, p.peer))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineCosts:
+    """One usable peer, or the job owner's machine, as the pipeline's formulas need it."""
+
+    profile: PeerProfile
+    flops_per_s: float
+    variant_flops_per_s: tuple[float, ...]
+    """FLOP/s by variant."""
+    able: tuple[bool, ...]
+    """Whether the machine's backend supports each variant."""
+    away_bytes_per_s: float
+    """Speed at which offloaded weights are read."""
+    file_bytes_per_s: float
+    up: float
+    """Uplink in bytes/s, without the part that the owner's other stage uses."""
+    down: float
+    memory_bytes: float
+    """Memory left for a pool stage."""
+    commit_s: float
+    """Commit time if the machine holds the first stage."""
+    busy_s: float = 0.0
+    """Seconds per microbatch that the owner's loss stage takes on the same machine."""
+
+    @property
+    def cost_key(self) -> tuple[object, ...]:
+        """Everything that determines the machine's costs if all its transfers use its access link."""
+        return (
+            self.variant_flops_per_s,
+            self.memory_bytes,
+            self.profile.uplink,
+            self.profile.downlink,
+            self.able,
+            self.away_bytes_per_s,
+            self.file_bytes_per_s,
+            self.commit_s,
+        )
+
+
+class HopCosts(NamedTuple):
+    """Transfers of one microbatch over one cut between two machines: activation forward, gradient back."""
+
+    transfer_s: float
+    """Both transfers, without latency."""
+    latency_s: float
+    """Both latencies."""
+    trip_s: float
+    """Transfers and latencies."""
+    longest_s: float
+    """Longest occupancy of a link or of the upstream machine's access link."""
+    wait_s: float
+    """Longest time both transfers wait on shared access links for those of the stage's other neighbour, which are
+    assumed to be as large."""
+    up_s: float
+    """Occupancy of the upstream machine's uplink."""
+    down_s: float
+    head_up_s: float
+    """Occupancy of the downstream machine's uplink."""
+    head_down_s: float
+
+
 class Suffix(NamedTuple):
-    """The stages from block `start` to the end of the pipeline. Of two suffixes with equal other fields, the one with
-    the smaller period, transit, update and link occupancies is better."""
+    """The stages from block `start` to the end of the pipeline."""
 
     start: int
     """Position of the first block."""
@@ -99,20 +164,19 @@ class Pipeline:
         self.variants = savings_choices(problem)
         """Techniques that a stage may combine to fit its memory."""
         self.tables = stage_tables(self.chain, self.variants)
-        self.linked = frozenset(end for key in problem.links for end in key.split(">"))
+        self.linked = problem.linked
         """Peers with links of their own."""
         self._hops: dict[tuple[int, int], DirectedLink] = {}
         self._hop_costs: dict[tuple[int, int, int], HopCosts] = {}
-        self.machines = self._machines()
         self.tail = self._tail()
+        self.machines = self._machines()
         # Python lists: single elements are read faster than from numpy arrays.
         self._resident: list[list[list[float]]] = self.tables.resident_bytes.tolist()
         self._flight: list[list[list[float]]] = self.tables.flight_bytes.tolist()
         self._flops: list[list[list[float]]] = self.tables.flops.tolist()
 
     def extend(self, suffix: Suffix, peer: int, start: int, variant: int) -> Suffix | None:
-        """Return `suffix` with a stage [start, suffix.start) on `peer` before it; None if its memory in this variant
-        does not fit."""
+        """Return `suffix` with a stage [start, suffix.start) on `peer` before it; None if it does not fit."""
         end, machine = suffix.start, self.machines[peer]
         held = self.held(peer, start, end, variant)
         stages = suffix.stages + 1
@@ -139,8 +203,7 @@ class Pipeline:
         )
 
     def longer(self, suffix: Suffix, peer: int, start: int) -> list[Suffix]:
-        """Return `extend` for every variant that may pay off; empty if the peer's memory can't hold the stage in any
-        variant."""
+        """Return `extend` for every variant that may pay off and fits the peer's memory."""
         found: list[Suffix] = []
         needless = 0
         for variant in range(len(self.variants)):
@@ -158,8 +221,8 @@ class Pipeline:
         return min(self.longer(suffix, peer, start), key=self.step_s, default=None)
 
     def fold(self, order: Sequence[int], cuts: Sequence[int]) -> Suffix | None:
-        """Return the pipeline in which `order[k]` holds [cuts[k], cuts[k + 1]), each stage in the variant that is best
-        overall. `cuts` runs from 0 to the chain's length. Returns None if some stage does not fit."""
+        """Return the pipeline in which `order[k]` holds [cuts[k], cuts[k + 1]), with the variants that are best
+        overall; None if some stage does not fit. `cuts` runs from 0 to the chain's length."""
         suffixes = [self.tail]
         for index in range(len(order) - 1, -1, -1):
             grown = [one for suffix in suffixes for one in self.longer(suffix, order[index], cuts[index])]
@@ -184,8 +247,8 @@ class Pipeline:
         return in_file + float(self.tables.trained_bytes[variant, start, end]) / machine.away_bytes_per_s
 
     def held(self, peer: int, start: int, end: int, variant: int) -> int:
-        """Return how many microbatches in flight fit beside the stage's resident bytes, at most M. Negative if the
-        resident bytes alone don't fit, the peer does not support the variant, or a pin forbids the range."""
+        """Return how many microbatches in flight fit beside the stage, at most M. Negative if the stage alone doesn't
+        fit, the peer does not support the variant, or a pin forbids the range."""
         machine = self.machines[peer]
         free = machine.memory_bytes - self._resident[variant][start][end]
         flight = self._flight[variant][start][end]
@@ -197,18 +260,13 @@ class Pipeline:
         """Return the memory of a stage with `in_flight` microbatches in flight."""
         return self._resident[variant][start][end] + in_flight * self._flight[variant][start][end]
 
-    def flight_bytes(self, start: int, end: int, variant: int) -> float:
-        """Return the memory of one microbatch in flight."""
-        return self._flight[variant][start][end]
-
     def least_bytes(self, start: int, end: int, in_flight: int = 1) -> tuple[float, int]:
-        """Return the smallest memory of a stage over all variants, with `in_flight` microbatches in flight, and the
-        variant."""
+        """Return the smallest memory of a stage over all variants, and the variant."""
         return min((self.stage_bytes(start, end, variant, in_flight), variant) for variant in range(len(self.variants)))
 
     def in_flight(self, best: Suffix) -> tuple[int, ...]:
-        """Return the microbatches in flight per stage, first to last, the owner's loss stage included. Each stage gets
-        as many as sustain the closed form's period (see `credits`), at most M and at most what its memory holds."""
+        """Return the microbatches in flight per stage, first to last, the owner's loss stage included: as many as
+        sustain the closed form's period (`credits_needed`), at most M and at most what the memory holds."""
         stages = [*self.pool_stages(best), *([] if self.loss is None else [self.tail])]
         if not best.period_s > 0:
             return tuple(min(stage.held, self.microbatches) for stage in stages)
@@ -237,19 +295,31 @@ class Pipeline:
         return other
 
     def hop_costs(self, upstream: int, downstream: int, cut: int) -> HopCosts:
-        """Return the costs of one microbatch between two machines over `cut`; cached, because searches ask
-        repeatedly."""
+        """Return the costs of one microbatch between two machines over `cut`; cached: searches ask repeatedly."""
         found = self._hop_costs.get((upstream, downstream, cut))
         if found is None:
-            hops = self.hop(upstream, downstream), self.hop(downstream, upstream)
-            machines = self.machines[upstream], self.machines[downstream]
-            sizes = self.chain.forward_bytes[cut], self.chain.gradient_bytes[cut]
-            found = self._hop_costs[upstream, downstream, cut] = HopCosts.of(hops, machines, sizes)
+            forward, backward = self.hop(upstream, downstream), self.hop(downstream, upstream)
+            one, other = self.machines[upstream], self.machines[downstream]
+            forward_bytes, gradient_bytes = self.chain.forward_bytes[cut], self.chain.gradient_bytes[cut]
+            forward_s = forward_bytes / forward.bandwidth_bytes_per_s
+            backward_s = gradient_bytes / backward.bandwidth_bytes_per_s
+            up_s = forward_bytes / one.up if forward.shared else 0.0
+            down_s = gradient_bytes / one.down if backward.shared else 0.0
+            found = self._hop_costs[upstream, downstream, cut] = HopCosts(
+                transfer_s=forward_s + backward_s,
+                latency_s=forward.latency_s + backward.latency_s,
+                trip_s=forward_s + backward_s + forward.latency_s + backward.latency_s,
+                longest_s=max(forward_s, backward_s, up_s, down_s),
+                wait_s=2 * min(forward_s, backward_s) if forward.shared and backward.shared else 0.0,
+                up_s=up_s,
+                down_s=down_s,
+                head_up_s=gradient_bytes / other.up if backward.shared else 0.0,
+                head_down_s=forward_bytes / other.down if forward.shared else 0.0,
+            )
         return found
 
     def hop(self, sender: int, receiver: int) -> DirectedLink:
-        """Return the hop from `sender` to `receiver`; cached on first use, because a large pool needs few of its
-        pairs."""
+        """Return the hop between two machines; cached on first use, because a large pool needs few of its pairs."""
         found = self._hops.get((sender, receiver))
         if found is None:
             one, other = self._everyone[sender], self._everyone[receiver]
@@ -257,8 +327,7 @@ class Pipeline:
         return found
 
     def access_s(self, peer: int, start: int, end: int) -> float:
-        """Return the occupancy, in seconds per microbatch, of the busier direction of the access link by stage [start,
-        end)."""
+        """Return the seconds per microbatch in which stage [start, end) occupies its access link's busier direction."""
         chain = self.chain
         # If the owner has no loss stage, nothing crosses the last cut.
         last = end == chain.length and self.loss is None
@@ -268,21 +337,16 @@ class Pipeline:
 
     def access_only(self, peer: int) -> bool:
         """Return whether every transfer of the peer uses its access link, whichever machine is its neighbour."""
-        return not self.has_own_links(peer) and self.peers[peer].peer != self.owner_id
-
-    def has_own_links(self, peer: int) -> bool:
-        """Return whether the problem names a link between the peer and another machine."""
-        return self.peers[peer].peer in self.linked
-
-    def alike(self, one: int, other: int) -> bool:
-        """Return whether two peers can be exchanged without changing any cost."""
-        if not (self.exchangeable(one) and self.exchangeable(other)):
-            return False
-        return self.machines[one].cost_key == self.machines[other].cost_key
+        return self.peers[peer].peer not in self.linked and self.peers[peer].peer != self.problem.owner_id
 
     def exchangeable(self, peer: int) -> bool:
         """Return whether the peer differs from others in its costs alone: no links of its own, no pins."""
         return self.access_only(peer) and peer not in self.pins.peers
+
+    def alike(self, one: int, other: int) -> bool:
+        """Return whether two peers can be exchanged without changing any cost."""
+        same = self.machines[one].cost_key == self.machines[other].cost_key
+        return same and self.exchangeable(one) and self.exchangeable(other)
 
     def loss_bytes(self, in_flight: int) -> float:
         """Return the memory of the owner's loss stage; its input (usually the logits) is the largest part."""
@@ -294,14 +358,9 @@ class Pipeline:
         cut = self.chain.length
         return loss.in_flight_bytes(0, loss.length) + self.chain.forward_bytes[cut] + self.chain.gradient_bytes[cut]
 
-    @property
-    def owner_id(self) -> str | None:
-        return None if self.problem.owner is None else self.problem.owner.peer
-
     def _access(self) -> tuple[list[float], list[float]]:
-        """Return the uplink and downlink bandwidth of every machine that is left for its own stage. The owner's access
-        link carries the tensors of both model ends. The bandwidth for its first stage is reduced by the share that the
-        last stage uses."""
+        """Return every machine's uplink and downlink bandwidth. The owner's access link carries the tensors of both
+        model ends, so the bandwidth for its first stage is reduced by the share that the last stage uses."""
         up = [profile.uplink.bandwidth_bytes_per_s for profile in self._everyone]
         down = [profile.downlink.bandwidth_bytes_per_s for profile in self._everyone]
         if self.front is not None and self.loss is not None:
@@ -314,30 +373,37 @@ class Pipeline:
         return up, down
 
     def _machines(self) -> list[MachineCosts]:
-        """Return the peers, fastest first, and the owner's machine. The owner's machine may also be a peer, of which
-        the loss stage then takes part of the time and memory."""
+        """Return the peers, fastest first, and the owner's machine, which may also be a peer: then the loss stage takes
+        part of that peer's time and memory."""
         owner = self.problem.owner
         commits_s = [
             0.0 if owner is None else self.hop(index, self.owner).latency_s + self.hop(self.owner, index).latency_s
             for index in range(len(self._everyone))
         ]
         machines = [
-            MachineCosts.of(profile, self.variants, up, down, commit_s)
+            MachineCosts(
+                profile=profile,
+                flops_per_s=profile.effective_flops_per_s,
+                variant_flops_per_s=tuple(flops_per_s(profile, variant) for variant in self.variants),
+                able=tuple(inability(variant, profile) is None for variant in self.variants),
+                away_bytes_per_s=weights_bytes_per_s(profile),
+                file_bytes_per_s=file_bytes_per_s(profile),
+                up=up,
+                down=down,
+                memory_bytes=float(profile.memory_bytes),
+                commit_s=commit_s,
+            )
             for profile, up, down, commit_s in zip(self._everyone, *self._access(), commits_s, strict=True)
         ]
         if self.loss is None or owner is None:
             return machines
-        compute_s, held = self._loss_compute_s(self.loss), self._loss_held(self.loss)
         for index, peer in enumerate(self.peers):
             if peer.peer == owner.peer:
-                kept = held if index == self.front else min(held, LOSS_IN_FLIGHT)
+                kept = self.tail.held if index == self.front else min(self.tail.held, LOSS_IN_FLIGHT)
                 taken_bytes = self.loss_bytes(min(kept, self.microbatches))
                 room_bytes = machines[index].memory_bytes - taken_bytes
-                machines[index] = replace(machines[index], busy_s=compute_s, memory_bytes=room_bytes)
+                machines[index] = replace(machines[index], busy_s=self.tail.compute_s, memory_bytes=room_bytes)
         return machines
-
-    def _loss_compute_s(self, loss: Chain) -> float:
-        return loss.flops(0, loss.length) / self._everyone[self.owner].effective_flops_per_s
 
     def _loss_held(self, loss: Chain) -> int:
         """Return the microbatches in flight for which the owner's loss stage has room."""
@@ -351,7 +417,8 @@ class Pipeline:
         end = self.chain.length
         if self.loss is None:
             return Suffix(end, EMPTY_HEAD, 0, 0.0, 0.0, 0.0, 0.0, 0, 0.0, None)
-        compute_s, held = self._loss_compute_s(self.loss), self._loss_held(self.loss)
+        compute_s = self.loss.flops(0, self.loss.length) / self._everyone[self.owner].effective_flops_per_s
+        held = self._loss_held(self.loss)
         return Suffix(end, self.owner, 1, compute_s, compute_s, 0.0, 0.0, held, compute_s, None)
 
 
@@ -384,8 +451,8 @@ def cost_tables(pipeline: Pipeline, peers: Sequence[int]) -> CostTables:
 
 
 def _unbeaten(suffixes: list[Suffix]) -> list[Suffix]:
-    """Return the suffixes that no other one equals or beats in period, transit and update. All have the same machines
-    and cuts and differ in those three times alone."""
+    """Return the suffixes, of equal machines and cuts, that no other one equals or beats in period, transit and
+    update."""
     kept: list[Suffix] = []
     for one in sorted(suffixes, key=lambda s: (s.period_s, s.transit_s, s.update_s)):
         if not any(other.transit_s <= one.transit_s and other.update_s <= one.update_s for other in kept):
@@ -394,8 +461,7 @@ def _unbeaten(suffixes: list[Suffix]) -> list[Suffix]:
 
 
 TARGET: Final = 0.97
-"""Fraction of the closed form's speed that is aimed at: the idle time this leaves in a period saves credits if delays
-are short."""
+"""Fraction of the closed form's speed that is aimed at: the idle time in a period saves credits if delays are short."""
 SPARE: Final = 1
 """Credits beyond what the timetable needs."""
 _EXACT: Final = 1e-9
@@ -407,20 +473,15 @@ def credits_needed(compute_s: Sequence[float], round_trip_s: Sequence[float], pe
 
     `compute_s`: forward and backward time of each stage; `round_trip_s[k]`: both transfers, latencies and waits between
     stages k and k + 1; `period_s`: period of the closed form, above 0. Stage k gets at least as many credits as there
-    are stages from k on, and as Little's law needs for the closed form's period; a longer round trip never gives fewer.
+    are stages from k on, and as Little's law needs for that period; a longer round trip never gives fewer.
 
-    Little's law alone (round trip / period, + 2) gives too few: a stage that is rarely idle can begin a backward only
-    when its forwards leave room. So a microbatch that comes back a little late waits for the next period, and all
-    stages before it wait too. In a schedule of period T stage k begins the backward of a microbatch
-
-        x_k = x_(k+1) + c_(k+1) + r_k        c: forward and backward of a microbatch, r: round trip between both stages
-
-    after the end of its forward. If the time left before the next forward is too short for the backward
-    (x_k mod T > T - c_k), it begins at the next multiple of T. Then floor(x_k / T) + 1 microbatches are in flight at
-    stage k. With free links that is the number of stages from k on, as in 1F1B; with an r that is small against T, but
-    larger than the idle time, it is twice that number. One credit is added because the stage machine takes the next
-    microbatch that has arrived instead of following a timetable. The last stage needs one: its backward follows its
-    forward at once. Stages that defer weight gradients need fewer, and get the same number.
+    Little's law alone (round trip / period, + 2) gives too few: a microbatch that comes back a little late waits for
+    the next period, and all stages before it wait too. In a schedule of period T stage k begins the backward of a
+    microbatch x_k = x_(k+1) + c_(k+1) + r_k after the end of its forward (c: forward and backward of a microbatch, r:
+    round trip between both stages). If the time left before the next forward is too short for the backward
+    (x_k mod T > T - c_k), it begins at the next multiple of T. Then floor(x_k / T) + 1 microbatches are in flight. One
+    credit is added because the stage machine takes the next microbatch that has arrived instead of following a
+    timetable. The last stage needs one: its backward follows its forward at once.
     """
     slot_s = period_s / TARGET
     needed = [1]

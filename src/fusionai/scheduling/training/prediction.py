@@ -33,7 +33,6 @@ import msgspec
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_seconds, format_speed
 from fusionai.scheduling.problem.chain import Chain
-from fusionai.scheduling.problem.links import hop
 from fusionai.scheduling.problem.memory_savings import (
     MemorySavings,
     flops_per_s,
@@ -43,7 +42,7 @@ from fusionai.scheduling.problem.memory_savings import (
     weights_s,
 )
 from fusionai.scheduling.problem.stage_costs import StageCosts
-from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, RolePlacement, StagePlacement
+from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, RolePlacement, StagePlacement, hop
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ them are improved by simulated annealing, and the bound is the certificate.
 
 If there is no pipeline, `PlanError` names the tightest constraint and what to do about it.
 
-`planner` calls this module; `improvement` and `search` find pipelines, `bound` proves bounds.
+`planner` calls this module; `search` finds pipelines, `bound` proves bounds.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.problem.constraints import PipelineLimits, limits_among
 from fusionai.scheduling.problem.types import PeerProfile, Problem
 from fusionai.scheduling.training.bound import Relaxation
-from fusionai.scheduling.training.improvement import Layout, improve
 from fusionai.scheduling.training.pipeline import Pipeline, Suffix
-from fusionai.scheduling.training.search import GLANCE_BUDGET, MOST_PEERS, ROUNDS, annealed, search
+from fusionai.scheduling.training.search import GLANCE_BUDGET, MOST_PEERS, ROUNDS, Layout, annealed, improve, search
 
 EXACT_PEERS: Final = 12
 """Number of peers up to which the search gets its full budget; with so few it nearly always completes."""
@@ -151,7 +150,11 @@ class _Solving:
         memory = np.array([machine.memory_bytes for machine in machines])
         access = np.array([min(machine.up, machine.down) for machine in machines])
         keys = (-speed, -memory, -np.minimum(speed / np.median(speed), access / np.median(access)), -speed * memory)
-        named = {i for i, one in enumerate(whole.peers) if self.limits.required >> i & 1 or one.peer == whole.owner_id}
+        named = {
+            i
+            for i, one in enumerate(whole.peers)
+            if self.limits.required >> i & 1 or one.peer == whole.problem.owner_id
+        }
         if self.best is not None:
             named |= {stage.head for stage in whole.pool_stages(self.best)}
         found = dict.fromkeys(sorted(named))
@@ -331,7 +334,7 @@ def _division(problem: Problem, pipeline: Pipeline, limits: PipelineLimits, prov
     lent = _lent_bytes(pipeline, limits)
     stages = f"{limits.most} stages" if problem.stages is not None else f"up to {limits.most} stages"
     verdict = "no cut fits" if proven else "no cut was found that fits"
-    own = None if pipeline.front is None else pipeline.owner_id
+    own = None if pipeline.front is None else problem.owner_id
     wished = {block: peer for block, peer in problem.pinned.items() if peer != own}
     if wished:
         pins = ", ".join(f"block {block} to {peer!r}" for block, peer in sorted(wished.items()))

@@ -14,7 +14,7 @@ from fusionai.execution.deployment import Deployment
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import PeerProfile, Plan, ServingNeeds
-from fusionai.scheduling.standby.regrowth import REST_S, STEADY_S
+from fusionai.scheduling.standby.continuation import REST_S, STEADY_S
 from fusionai.serving.engine import ServingEngine
 from fusionai.serving.interface import EngineStatus
 from harness.told_pool import JOB, OWNER, FakeClock, FakePool, member, problem, ticket, working

@@ -20,11 +20,14 @@ from fusionai.scheduling.analysis.cases import (
     LLAMA_8B,
     LLAMA_70B,
     LOCAL_PART,
+    PART,
     TRAINED,
     Comparison,
     boundary_part,
     compare,
     exchange_part,
+    scaled,
+    swings,
     verdict,
 )
 from fusionai.scheduling.analysis.closed_form import GenerationTerms, PipelineTerms
@@ -43,7 +46,6 @@ from fusionai.scheduling.analysis.fleets import (
     train,
     train_in_one_box,
 )
-from fusionai.scheduling.analysis.sensitivity import PART, scaled, swings
 from fusionai.scheduling.planner import plan
 from harness.closed_form_plans import problem_of
 
@@ -87,7 +89,7 @@ def test_attention_counts_for_what_it_computes():
     assert bert.sequence_flops == 2 * 335e6 + 24 * 512 * 1024 * 4
     # Causal: half of 4,096 keys on average. 6.7 % more than the parameters' products.
     assert llama.sequence_flops == 2 * 8.03e9 + 32 * 2048 * 4096 * 4
-    box = train_in_one_box(llama, fleet("H100 SXM", 4), KNOWN)
+    box = train_in_one_box(llama, fleet("H100 SXM", 4), Optimisations(), KNOWN)
     assert isinstance(box, PredictedSpeed)
     # Forward once, backward twice, attention too.
     assert box.tokens_per_s == pytest.approx(4 * 989e12 * KNOWN.reference_training_part / (3 * llama.sequence_flops))
@@ -103,7 +105,7 @@ def trained_ratio(model: str, optimisations: Optimisations, mbit: int, ms: int) 
     shape = next(one for one in TRAINED if one.name == model)
     network = FleetNetwork(bandwidth_bytes_per_s=mbit * analysis_cases.MBIT, latency_s=ms / 1e3)
     ours = train(shape, fleet("RTX 3080", 50), network, optimisations, KNOWN)
-    theirs = train_in_one_box(shape, fleet("H100 SXM", 4), KNOWN)
+    theirs = train_in_one_box(shape, fleet("H100 SXM", 4), Optimisations(), KNOWN)
     assert isinstance(ours, PredictedSpeed)
     assert isinstance(theirs, PredictedSpeed)
     return ours.tokens_per_s / theirs.tokens_per_s

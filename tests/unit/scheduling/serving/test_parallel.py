@@ -12,10 +12,9 @@ from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement, ServingNeeds
-from fusionai.scheduling.serving.load import LoadedPipeline, bound_tokens_per_s, session_tokens
 from fusionai.scheduling.serving.parallel import ServingPipelines, serving_pipelines
 from fusionai.scheduling.serving.planning import serving_plan
-from fusionai.scheduling.serving.prediction import round_trip_s
+from fusionai.scheduling.serving.prediction import LoadedPipeline, bound_tokens_per_s, round_trip_s, session_tokens
 
 POOL = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
 MB = 10**6

@@ -7,7 +7,7 @@ import pytest
 
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem
-from fusionai.scheduling.standby.snapshots import MOST_STEPS, snapshot_interval
+from fusionai.scheduling.standby.assignment import MOST_STEPS, snapshot_interval
 
 MICROBATCHES = 8
 

@@ -11,7 +11,7 @@ from fusionai.backends.state import state_bytes_ratio
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import Link, PeerProfile, Problem
-from fusionai.scheduling.training.replica_groups import (
+from fusionai.scheduling.training.replicated import (
     MOST_TRIES,
     Exchanging,
     among,
@@ -174,7 +174,7 @@ def test_nobody_is_in_two_groups_and_every_group_has_the_planners_plan(made: Pro
 @pytest.mark.slow
 def test_the_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of large pools not every exchange is tried."""
-    from fusionai.scheduling.training import replica_groups
+    from fusionai.scheduling.training import replicated as replica_groups
 
     made = 0
 

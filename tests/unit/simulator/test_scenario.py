@@ -6,8 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from fusionai.simulator.fates import Event, fates
-from fusionai.simulator.scenario import Churn
+from fusionai.simulator.scenario import Churn, Event, fates
 
 DAY_S = 86_400.0
 STORMY = Churn(stay_s=3600, away_s=600, crashes=0.5, silent=0.5, freeze_every_s=1800, freeze_s=20, late=0.3)

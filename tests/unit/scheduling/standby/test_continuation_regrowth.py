@@ -9,7 +9,7 @@ import msgspec
 
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, ServingNeeds
-from fusionai.scheduling.standby.regrowth import (
+from fusionai.scheduling.standby.continuation import (
     GAIN,
     IDLE_S,
     LONGEST_REST_S,
