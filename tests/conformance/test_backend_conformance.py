@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from fusionai.backends.counters import DropoutKey, folds
 from fusionai.backends.interface import Backend, Call, Speeds, StageProgram
 from fusionai.backends.registry import TRAINING, open_backend
+from fusionai.backends.semantics import DropoutKey, folds
 from fusionai.backends.tolerance import numbers
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, InitOp, Node, ParamSpec, Ref, ValueSpec
@@ -501,7 +501,7 @@ def computing(request: pytest.FixtureRequest) -> Backend:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_random_numbers_are_the_documented_function_of_their_counters(computing: Backend, dtype: str) -> None:
-    """By Python's own integers, see `backends.counters`; in every mode."""
+    """By Python's own integers, see `backends.semantics`; in every mode."""
     like = ValueSpec(("b", 3), dtype)
     node = Node(id=11, op="fusion.uniform", args=(Ref("x"),), outputs=("y",))
     graph = validate(

@@ -68,7 +68,7 @@ def test_every_promise_holds_at_every_level(level: str) -> None:
 
 
 FINGERPRINT: Final = (
-    "import torch; from fusionai.backends.torch.probe import fingerprint; torch.set_num_threads(1);"
+    "import torch; from fusionai.backends.torch.backend import fingerprint; torch.set_num_threads(1);"
     "print(torch.backends.cpu.get_cpu_capability(), fingerprint(torch.device('cpu')))"
 )
 

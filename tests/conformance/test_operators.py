@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import Backend, Call
+from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.tolerance import TOLERANCES, difference
 from fusionai.backends.torch.host import DTYPE_NAMES, DTYPES
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN, TorchContext

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import Backend, Call
+from fusionai.backends.semantics import DropoutKey
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.checking.comparison import SameDraws
 from fusionai.capture.checking.self_check import from_host, reference_module

@@ -1,6 +1,6 @@
 """Normalisation and softmax, as torch defines them. 16-bit floats are normalised in float32.
 
-Batch normalisation depends on the mode: outside training it uses the learned statistics. Neighbours: `operators`.
+Batch normalisation depends on the mode: outside training it uses the learned statistics. Neighbours: `tracing`.
 
 Losses: `reduction` is torch's number: 0 none, 1 mean, 2 sum.
 """

@@ -1,44 +1,93 @@
-"""Turns a graph into a function that JAX can trace: its nodes, one after the other, over named values.
+"""Turns a graph into a function that JAX can trace, and lists the operators that it may contain.
 
-Sizes are plain integers during tracing: a compiled program has fixed sizes. Under `bf16`, products take bfloat16 and
-reductions float32, as with torch's autocast. With `recompute`, the nodes of each block form a unit that keeps only its
-inputs and is recomputed in backward. Neighbours: `operators` has the functions, `program` compiles.
+Every operator's name is in `ir.operators.OPERATORS`; a graph can only pick entries of the finished table. Functions
+take the arguments of torch's operators, with sizes as plain integers: a compiled program has fixed sizes. Operators
+that depend on the mode or on counters get the run's `JaxContext` and the node's id first. Under `bf16`, products take
+bfloat16 and reductions float32, as with torch's autocast. With `recompute`, the nodes of each block form a unit that
+keeps only its inputs and is recomputed in backward.
 
 The memory that a stage needs is computed by tracing shapes: every output's size is compared with the graph's
 declaration, and what a microbatch keeps for its backward is what `jax.vjp` keeps, without the parameters, which are
 counted elsewhere. Frozen weights in fewer bits (`ir.stored`) are unpacked inside functions that backward recomputes, so
-that only the packed bytes are kept.
+that only the packed bytes are kept. Neighbours: `program` and `backend` compile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from fusionai.backends.arguments import argument
 from fusionai.backends.binding import (
     IN_BFLOAT16,
     IN_FLOAT32,
     OPERATOR_FAILURES,
+    SIZES,
     describe,
     first_line,
     shape_of,
 )
+from fusionai.backends.jax.arithmetic import ELEMENTWISE, REDUCTIONS
 from fusionai.backends.jax.dtypes import DTYPES, is_floating
-from fusionai.backends.jax.operators import CONTEXTUAL, PLAIN, JaxContext
+from fusionai.backends.jax.norms import LOSSES, NORMS, batch_norm, batch_norm_functional
+from fusionai.backends.jax.products import PRODUCTS, SCANS, attention, dropout, uniform
+from fusionai.backends.jax.shaping import LOOKUPS, SHAPING
+from fusionai.backends.semantics import argument
 from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, Node, ParamSpec
 from fusionai.ir.shapes import evaluate
 from fusionai.ir.stored import group_of, stored_bytes
 from fusionai.primitives.errors import ExecutionError, FusionError
+
+
+@dataclass(frozen=True, slots=True)
+class JaxContext:
+    """Properties of a run. `keys`: node that draws random numbers -> its two folds, uint32 [2]."""
+
+    training: bool
+    keys: Mapping[int, Array]
+
+
+def _attention(
+    context: JaxContext, node: int, q: Array, k: Array, v: Array, *, scale: float, dropout: float = 0.0, **options: Any
+) -> Array:
+    drops = context.training and dropout > 0.0
+    return attention(
+        q, k, v, scale=scale, dropout=dropout if drops else 0.0, key=context.keys[node] if drops else None, **options
+    )
+
+
+def _dropout(context: JaxContext, node: int, x: Array, *, p: float) -> Array:
+    return dropout(x, p, context.keys[node]) if context.training and p > 0.0 else x
+
+
+CONTEXTUAL: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {
+        "fusion.attention": _attention,
+        "fusion.dropout": _dropout,
+        "fusion.in_training": lambda context, _node, trained, otherwise: trained if context.training else otherwise,
+        "fusion.uniform": lambda context, node, x: uniform(x, context.keys[node]),
+        "aten._native_batch_norm_legit_functional.default": (
+            lambda context, _node, *args: batch_norm_functional(context.training, *args)
+        ),
+        "aten.batch_norm.default": lambda context, _node, *args: batch_norm(context.training, *args),
+    }
+)
+"""Operators called as `f(context, node id, *args, **kwargs)`."""
+PLAIN: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {**SIZES, **ELEMENTWISE, **SHAPING, **REDUCTIONS, **PRODUCTS, **NORMS, **LOSSES, **LOOKUPS, **SCANS}
+)
+"""Operators called as `f(*args, **kwargs)`."""
+
 
 Value = jax.Array | int
 

@@ -1,6 +1,6 @@
 """Elementwise operators in ONNX; every name is in `ir.operators`.
 
-Neighbours: `building` casts and names, `sessions` joins the tables.
+Neighbours: `building` casts and names, `program` joins the tables.
 """
 
 from __future__ import annotations

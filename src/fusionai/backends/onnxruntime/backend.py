@@ -4,7 +4,7 @@ A serving stage has one session per part, for any number of rows; if a part's si
 it gets one session for each group size. Only float32 weights are supported.
 
 Importing this module imports ONNX Runtime and onnx; nothing here imports torch or JAX. Neighbours: `program` evaluates
-a stage, `serving.parted` cuts a serving stage's graph and has caches and attention, `sessions` builds and runs.
+a stage, `serving.parted` cuts a serving stage's graph and has caches and attention, `program` builds and runs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,15 @@ from fusionai.backends.measurement import (
     require_threads,
 )
 from fusionai.backends.onnxruntime.building import IR_VERSION, OPSET, ROWS, Size, SizesError
-from fusionai.backends.onnxruntime.program import OnnxStageProgram
-from fusionai.backends.onnxruntime.sessions import OPERATORS, PROVIDERS, Array, Weights, require_operators, session_of
+from fusionai.backends.onnxruntime.program import (
+    OPERATORS,
+    PROVIDERS,
+    Array,
+    OnnxStageProgram,
+    Weights,
+    require_operators,
+    session_of,
+)
 from fusionai.backends.serving.parted import Compute, PartedServing, ProgramPart
 from fusionai.backends.stage_base import FrameworkBackend
 from fusionai.backends.tolerance import numbers

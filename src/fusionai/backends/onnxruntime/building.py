@@ -2,7 +2,7 @@
 
 All sizes are known except at most one: the number of rows of a pass, if a model is built for any number of them
 (`ROWS`). Every value has the dtype that the graph declares, so operands are cast where torch would promote them. Only
-bfloat16, for which ONNX Runtime has few CPU kernels, is kept as float32 rounded to bfloat16. Neighbours: `sessions`
+bfloat16, for which ONNX Runtime has few CPU kernels, is kept as float32 rounded to bfloat16. Neighbours: `program`
 has a function per operator and runs the model.
 """
 
@@ -18,8 +18,8 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from fusionai.backends.arguments import argument
 from fusionai.backends.binding import SIZES, describe
+from fusionai.backends.semantics import argument
 from fusionai.ir.schema import Arg, Graph, Node, Ref
 from fusionai.ir.shapes import evaluate
 from fusionai.primitives.errors import ExecutionError, FusionError

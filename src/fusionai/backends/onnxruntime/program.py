@@ -1,20 +1,30 @@
-"""One evaluating stage on ONNX Runtime: forward passes without gradients.
+"""One evaluating stage on ONNX Runtime: builds a session for each set of sizes and runs forward passes without
+gradients.
 
-A session is built for each set of sizes. Neighbours: `sessions` builds and runs, `stage_base` checks calls.
+The operator table maps names to ONNX builders and resolves no name that it receives. A builder gets the model under
+construction, then the arguments of torch's operator. Losses, and operators whose result sizes depend on the data, are
+not supported. Weights are given to a session by reference, so several sessions share them. Neighbours: `building` makes
+the models, `stage_base` checks calls, `backend` serves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
 
-from fusionai.backends.binding import bind_symbols, check_indices, largest
-from fusionai.backends.counters import DropoutKey
+from fusionai.backends.binding import bind_symbols, check_indices, describe, first_line, largest
 from fusionai.backends.interface import NOTHING_BEGUN, Call
-from fusionai.backends.onnxruntime.semantic import drawing, keys
-from fusionai.backends.onnxruntime.sessions import Array, Weights, require_operators, session_of
+from fusionai.backends.onnxruntime.arithmetic import ARITHMETIC
+from fusionai.backends.onnxruntime.building import Builder, Size, Tensor
+from fusionai.backends.onnxruntime.products import DRAWING, PRODUCTS, SCANS, drawing, keys
+from fusionai.backends.onnxruntime.reductions import REDUCTIONS
+from fusionai.backends.onnxruntime.shaping import SHAPING
+from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.stage_base import StageBase
 from fusionai.backends.state import StateEntry
 from fusionai.backends.tolerance import numbers
@@ -23,6 +33,89 @@ from fusionai.ir.schema import Graph, Node
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import StageOptions
+
+Array = npt.NDArray[Any]
+PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
+"""Device name in FusionAI -> ONNX Runtime's execution providers."""
+
+
+class Weights:
+    """Weights by key, as ONNX Runtime holds them."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._arrays: dict[str, Array] = {}
+
+    def put(self, key: str, values: Array) -> None:
+        self._arrays[key] = np.asarray(values, order="C")  # unlike ascontiguousarray, keeps a scalar's rank 0
+        self._values[key] = ort.OrtValue.ortvalue_from_numpy(self._arrays[key])
+
+    def array(self, key: str) -> Array:
+        return self._arrays[key]
+
+    def value(self, key: str) -> Any:
+        return self._values[key]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(values.nbytes for values in self._arrays.values())
+
+
+def require_operators(nodes: Collection[Node]) -> None:
+    for node in nodes:
+        if node.op not in OPERATORS and not node.op.startswith(("sym.", "aten.sym_size")):
+            raise ExecutionError(f"{describe(node)}: this backend has no operator {node.op}.")
+
+
+def session_of(
+    graph: Graph,
+    nodes: Sequence[Node],
+    *,
+    symbols: Mapping[str, Size],
+    given: Sequence[str],
+    params: Sequence[str],
+    makes: Sequence[str],
+    weights: Weights,
+    device: str,
+    threads: int | None,
+) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
+    """Return `nodes` as a function of the values `given` and the keys of nodes that draw random numbers
+    (`products.keys`). Raises `ExecutionError` if an operator is not supported or ONNX Runtime rejects the model."""
+    built = Builder(graph, symbols)
+    for name in given:
+        built.give(name)
+    held: dict[str, Tensor] = {name: built.give(name) for name in params}
+    for node in nodes:
+        built.add(node, OPERATORS)
+    model = built.model(makes, weights=held, inputs=given)
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    if held:
+        options.add_external_initializers(list(held), [weights.value(graph.params[name].key) for name in held])
+    try:
+        session = ort.InferenceSession(model.SerializeToString(), options, providers=PROVIDERS[device])
+    except Exception as error:  # ONNX Runtime raises its own exceptions, which have no common base
+        raise ExecutionError(f"ONNX Runtime rejects the model: {first_line(error)}") from error
+    used = {one.name for one in session.get_inputs()}
+    names = [f"out:{name}" for name in makes]
+
+    def run(values: Mapping[str, Array]) -> dict[str, Array]:
+        fed = {name: values[name] for name in used}
+        try:
+            found = [np.asarray(one) for one in session.run(names, fed)]
+        except Exception as error:  # as above
+            raise ExecutionError(f"ONNX Runtime failed: {first_line(error)}") from error
+        return dict(zip(makes, found, strict=True))
+
+    return run
+
+
+OPERATORS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {**ARITHMETIC, **SHAPING, **REDUCTIONS, **PRODUCTS, **SCANS, **DRAWING}
+)
+
 
 MOST_SESSIONS: Final = 16
 """Sessions for different sizes that are kept at a time; chosen."""

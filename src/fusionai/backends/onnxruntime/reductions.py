@@ -1,6 +1,6 @@
 """Operators that sum, select, sort and normalise along dimensions, in ONNX.
 
-Neighbours: `building` casts and names, `sessions` joins the tables.
+Neighbours: `building` casts and names, `program` joins the tables.
 """
 
 from __future__ import annotations

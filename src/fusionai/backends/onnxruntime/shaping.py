@@ -1,6 +1,6 @@
 """Operators that rearrange, copy, join and make tensors, in ONNX.
 
-Neighbours: `building` knows sizes, `sessions` joins the tables.
+Neighbours: `building` knows sizes, `program` joins the tables.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from fusionai.backends.arguments import pad_widths, slice_bounds
 from fusionai.backends.onnxruntime.building import ROWS, Builder, DType, Operand, Rows, Size, Tensor
+from fusionai.backends.semantics import pad_widths, slice_bounds
 from fusionai.primitives.errors import ExecutionError
 
 _TO_THE_START: Final = -(2**62)

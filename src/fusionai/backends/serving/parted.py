@@ -22,8 +22,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.backends.arguments import Scores, visible_keys
 from fusionai.backends.binding import check_indices, shape_of, with_rows
+from fusionai.backends.semantics import Scores, visible_keys
 from fusionai.backends.serving.base import ServingBase, array_of
 from fusionai.backends.serving.page_table import LayerShape, RowSpan, first_key, one_by_one
 from fusionai.ir.graph import needed_nodes, reads

@@ -8,7 +8,7 @@ not from the rows computed with it or from where prompt pieces begin and end.
 
 A block of keys and values is copied as float32 into the processor's cache once per sweep of up to about a thousand
 lanes; queries that share a key head share the copy. The kernel reads memory at the addresses it is given: only
-`compiled_attention` calls it, with sizes that it has checked. Neighbours: `row_vectors` has the instructions,
+`paged_attention` calls it, with sizes that it has checked. Neighbours: `row_vectors` has the instructions,
 `row_kernels` the attention of single rows.
 """
 

@@ -1,26 +1,72 @@
-"""Matrix products for operators over blocked matrices, for few or many rows, on one thread or several.
+"""Matrix products over blocked matrices, and how compiled kernels are loaded and shared among threads.
 
-Checks whether compiled products are available and divides columns among threads. A column's sums do not depend on the
-thread that computes them, so any number of threads gives the same bits. If numba is missing or does not know the
-processor, `packed_linear` uses the framework's kernels. Neighbours: `row_products` multiplies, `row_blocks` lays
-matrices out, `packed_linear` rounds them.
+A kernel's columns or heads are divided among threads. A sum does not depend on the thread that computes it, so any
+number of threads gives the same bits. If numba is missing or does not know the processor, `packed_linear` uses the
+framework's kernels.
+
+Peers on one machine start together, and each would otherwise compile the same code for ten seconds of processor time.
+So one process compiles while the others wait, and then read the code from numba's disk cache. Neighbours:
+`row_products` multiplies, `row_blocks` lays matrices out, `packed_linear` rounds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from ctypes import CFUNCTYPE, c_int64
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any, Final
 
+import platformdirs
 import torch
+from filelock import FileLock, Timeout
 from torch.nn.functional import pad
 
-from fusionai.backends.torch.compile_once import kernel_module
 from fusionai.backends.torch.row_blocks import WIDTH, Blocks
 from fusionai.backends.torch.row_code import Factor
+from fusionai.scheduling.kernels.compiled import available
+
+log = logging.getLogger(__name__)
+
+LONGEST_S: Final = 60.0
+"""Longest wait for the lock, in seconds; chosen. Afterwards this process compiles too, because the lock's holder may
+hang."""
+
+
+@cache
+def kernel_module(module: str, what: str) -> Any | None:
+    """Import a module that compiles kernels; None if numba is missing or fails, and then operators compute `what`."""
+    if not available():
+        return None
+    try:
+        with compiled_once(what):
+            return import_module(module)
+    except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and operators serve instead
+        log.warning("compiled %s: unavailable, using slower operators: %s: %s", what, type(error).__name__, error)
+        return None
+
+
+@contextmanager
+def compiled_once(name: str) -> Iterator[None]:
+    """Hold the machine-wide lock `name`, which names the code and all that it depends on. Continue without waiting if
+    the lock can't be had."""
+    lock = None
+    try:
+        lock = FileLock(platformdirs.user_cache_path("fusionai", ensure_exists=True) / f"{name}.lock")
+        lock.acquire(timeout=LONGEST_S)
+    except (OSError, NotImplementedError, Timeout) as problem:
+        log.info("compiling %s without waiting for other processes: %s", name, problem)
+        lock = None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
 
 _SHARED_WORK: Final = 2**20
 """Multiplications from which a product is worth waking several threads; chosen."""

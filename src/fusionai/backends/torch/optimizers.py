@@ -34,15 +34,13 @@ from torch.optim.sgd import sgd
 from fusionai.backends.state import ASIDE, EIGHT_BIT_BLOCK, SCALE, optimizer_slots
 from fusionai.backends.state import EIGHT_BIT_BLOCK as BLOCK
 from fusionai.backends.torch.host import DTYPE_NAMES, DTYPES
-from fusionai.backends.torch.slots import MemorySlots, OptimizerSlots
+from fusionai.backends.torch.slots import WEIGHT, MemorySlots, OptimizerSlots
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.messages import OptimizerSpec
 
 PIECE: Final = 1 << 17
 """Elements of a parameter that are updated at a time if its state is coded or in a file. It is a multiple of the 8-bit
 blocks and of every processor's vectors, and small enough that a piece stays in the processor's cache."""
-WEIGHT: Final = "weight"
-"""Slot of a parameter itself if it is offloaded too."""
 SIGNED: Final = frozenset({"exp_avg"})
 """8-bit slots whose elements may be negative."""
 

@@ -2,7 +2,7 @@
 
 With few rows, starting an operator costs more than running it, so a pass of one token gains from every operator saved.
 Results do not change: only operators that move elements or compute each of them exactly are merged. Nodes that repeat
-another node's computation are dropped too. Neighbours: `serving` runs the result, `serving_weights` stacks the
+another node's computation are dropped too. Neighbours: `serving` runs the result, `serving` stacks the
 matrices.
 """
 

@@ -1,31 +1,224 @@
-"""`fusion.attention` with a cache: each session's new positions attend to all of that session. Chooses the kernels.
+"""`fusion.attention` with a cache: the layout of pages and rings, and each session's new positions attending to all of
+it.
+
+Pages are shared by all sessions; layers with a window have a ring per session. Once per pass, a `PassLayout` is
+computed: the slot of each row, and where each session's keys are. Layers then copy rows in and read a session's keys as
+one tensor, without a copy if its pages are consecutive.
 
 Sessions are computed one after the other, in shapes that depend on that session alone, so their bits do not depend on
-other sessions in the pass. Kernels round differently for one query and for several. So a few positions after others
-are computed as if each came alone, which accepted speculative tokens rely on. Prompts are computed by a compiled kernel
-on CPUs and elsewhere in tiles, which chunks of any length rely on. Arithmetic is float32 whatever the cache's format.
+other sessions in the pass. Kernels round differently for one query and for several. So a few positions after others are
+computed as if each came alone, which accepted speculative tokens rely on. Prompts are computed by a compiled kernel,
+which reads pages and rings directly, on CPUs with numba, and elsewhere in tiles: `TILE_POSITIONS` positions that end at
+a multiple of that, or at the end of the text so far. A tile's queries attend to keys in blocks from the first visible
+key on, with a running maximum and sum (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao
+et al., "FlashAttention", 2022), so the shape of every product follows from the tile alone, and chunks may have any
+length. Arithmetic is float32 whatever the cache's format.
 
-Neighbours: `paged_cache` keeps keys and values, `compiled_attention` has the kernel, `semantic` the
-same operator on dense tensors. Tiles: `TILE_POSITIONS` positions that end at a multiple of that, or at the end of the
-text so far. A tile's queries attend to keys in blocks from the first visible key on, with a running maximum and sum
-(Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022), so the
-shape of every product follows from the tile alone.
+Neighbours: `page_table` assigns pages, `attention_kernels` has the kernel, `semantic` the same operator on dense
+tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from fusionai.backends.arguments import Scores
 from fusionai.backends.interface import TILE_POSITIONS
-from fusionai.backends.serving.page_table import RowSpan, first_key, one_by_one
-from fusionai.backends.torch.compiled_attention import attention_kernels, compiled_attention
-from fusionai.backends.torch.paged_cache import ALIGNMENT_BYTES, LayerCache, PassLayout, cut
+from fusionai.backends.semantics import Scores
+from fusionai.backends.serving.page_table import CACHE_NAMES, LayerShape, RowSpan, first_key, one_by_one
+from fusionai.backends.torch.blocked_linear import in_threads, kernel_module
+from fusionai.backends.torch.host import DTYPES
+from fusionai.backends.torch.row_code import Form
 from fusionai.primitives.errors import ExecutionError
+from fusionai.wire.serving import ServeOptions
+
+ALIGNMENT_BYTES: Final = 64
+"""Cache-line alignment. Matrix kernels may round differently on memory with another alignment."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassLayout:
+    """Destinations of a pass's rows. `slots` [rows]: positions in the pages; `ring_slots`: window -> positions in the
+    rings. `runs`: per span the page ids to gather, None if they are consecutive."""
+
+    spans: tuple[RowSpan, ...]
+    page_tokens: int
+    slots: torch.Tensor | None
+    ring_slots: Mapping[int, torch.Tensor]
+    runs: tuple[torch.Tensor | None, ...]
+
+
+def lay_out(
+    spans: tuple[RowSpan, ...], options: ServeOptions, *, paged: bool, windows: Mapping[int, int], device: torch.device
+) -> PassLayout:
+    size = options.page_tokens
+    slots: list[int] = []
+    runs: list[torch.Tensor | None] = []
+    if paged:
+        for span in spans:
+            slots += [span.pages[position // size] * size + position % size for position in range(span.start, span.end)]
+            consecutive = span.pages == tuple(range(span.pages[0], span.pages[0] + len(span.pages)))
+            runs.append(None if consecutive else torch.tensor(span.pages, device=device))
+    rings = {
+        window: torch.tensor(
+            [span.ring * capacity + at % capacity for span in spans for at in range(span.start, span.end)],
+            device=device,
+        )
+        for window, capacity in windows.items()
+    }
+    return PassLayout(spans, size, torch.tensor(slots, device=device) if paged else None, rings, tuple(runs))
+
+
+class LayerCache:
+    """Keys and values of one attention node."""
+
+    def __init__(self, shape: LayerShape, options: ServeOptions, device: torch.device) -> None:
+        self.shape = shape
+        self.page_tokens = options.page_tokens
+        self.dtype = DTYPES[CACHE_NAMES[options.cache]]
+        self.window = shape.window
+        blocks, per_block = shape.blocks(options)
+        self.capacity = 0 if shape.window is None else per_block
+        widths = (shape.key_width, shape.value_width)
+        # Zeroed, because a hostile caller may have a page read before it was written: it must not show old memory.
+        self._blocks = [
+            torch.zeros((blocks, per_block, shape.heads, width), dtype=self.dtype, device=device) for width in widths
+        ]
+        self._rows = [block.view(blocks * per_block, shape.heads, -1) for block in self._blocks]
+        self._heads_first = [rows.transpose(0, 1)[None] for rows in self._rows]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.untyped_storage().nbytes() for block in self._blocks)
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Addresses of the keys and of the values, both [positions, heads, width]."""
+        keys, values = (rows.data_ptr() for rows in self._rows)
+        return keys, values
+
+    def write(self, layout: PassLayout, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values of the pass, each [1, heads, rows, width]."""
+        slots = layout.slots if self.window is None else layout.ring_slots[self.window]
+        assert slots is not None
+        for rows, new in zip(self._rows, (keys, values), strict=True):
+            given = new[0].transpose(0, 1)
+            rows.index_copy_(0, slots, given if given.dtype == rows.dtype else given.to(rows.dtype))
+
+    def read(self, layout: PassLayout, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (keys, values), float32 [1, heads, positions, width], that span `number` may see."""
+        span = layout.spans[number]
+        if self.window is not None:
+            keys, values = (self._ringed(half, span) for half in self._heads_first)
+        elif (pages := layout.runs[number]) is None:
+            first = span.pages[0] * layout.page_tokens
+            keys, values = (cut(half, first, first + span.end) for half in self._heads_first)
+        else:
+            keys, values = (
+                block.index_select(0, pages).view(-1, *block.shape[2:])[: span.end].transpose(0, 1)[None]
+                for block in self._blocks
+            )
+        return (keys, values) if keys.dtype == torch.float32 else (keys.float(), values.float())
+
+    def _ringed(self, half: torch.Tensor, span: RowSpan) -> torch.Tensor:
+        first = first_key(span.start, self.window)
+        base = span.ring * self.capacity
+        begin, end = first % self.capacity, (span.end - 1) % self.capacity + 1
+        if begin < end:
+            return cut(half, base + begin, base + end)
+        late, early = half[0, :, base + begin : base + self.capacity], half[0, :, base : base + end]
+        return torch.cat([late.transpose(0, 1), early.transpose(0, 1)]).transpose(0, 1)[None]
+
+
+def cut(rows: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """Return positions `first` to `end` of [1, heads, positions, width], aligned in memory as if they were alone."""
+    if first == 0 and end == rows.shape[2]:
+        return rows
+    part = rows.narrow(2, first, end - first)
+    # Positions are contiguous, so all kernels give the same bits if the first one is aligned.
+    if first and part.storage_offset() * part.element_size() % ALIGNMENT_BYTES:
+        part = part[0].transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)[None]
+    return part
+
+
+_FORMS: Final = {torch.float32: Form.FP32, torch.bfloat16: Form.BF16, torch.float16: Form.FP16}
+_LINE_FLOATS: Final = 16
+"""Floats in a cache line."""
+
+
+@cache
+def attention_kernels() -> Any | None:
+    """Return the compiled kernel's module; None if operators compute attention."""
+    return kernel_module("fusionai.backends.torch.attention_kernels", "attention")
+
+
+def attention_scratch_bytes(layers: Sequence[LayerShape], rows: int) -> int:
+    """Return the most scratch bytes that attention of a pass of `rows` needs besides operands and results, for all
+    threads together."""
+    made = attention_kernels()
+    if made is None:
+        return 0
+    floats = (_scratch_floats(made, shape, rows) for shape in layers)
+    return 4 * max(floats, default=0) * torch.get_num_threads()
+
+
+def _scratch_floats(made: Any, shape: LayerShape, rows: int) -> int:
+    groups = shape.query_heads // shape.heads
+    return made.scratch_floats(rows, groups, shape.key_width, shape.value_width, _sweep()) + _LINE_FLOATS
+
+
+def _sweep() -> int:
+    """Return the lanes that share a copied block: fewer with several threads, so that each thread gets some."""
+    return 1024 if torch.get_num_threads() == 1 else 512
+
+
+def compiled_attention(span: RowSpan, cache: LayerCache, q: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """Return the attention of the span's rows, [rows, Hq, Dv]; q is float32 [1, Hq, rows, D], keys and values are in
+    the cache."""
+    made = attention_kernels()
+    assert made is not None
+    shape = cache.shape
+    scale, softcap, sinks = scores
+    _, heads, rows, key_width = q.shape
+    if (heads, rows, key_width) != (shape.query_heads, span.length, shape.key_width) or heads % shape.heads:
+        raise ExecutionError(f"queries {tuple(q.shape)} don't fit {span.length} rows of a cache of {shape}.")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ExecutionError(f"expected sinks of shape ({heads},), got {tuple(sinks.shape)}.")
+    q = q if q.stride(3) == 1 else q.contiguous()
+    out = torch.empty((rows, heads, shape.value_width), dtype=torch.float32)
+    places = made.Place
+    keys, values = cache.addresses
+    task = np.zeros(len(places), dtype=np.int64)
+    task[[places.QUERIES, places.QUERY_POSITION_STEP, places.QUERY_HEAD_STEP]] = (
+        q.data_ptr(), 4 * q.stride(2), 4 * q.stride(1)
+    )  # fmt: skip
+    task[[places.OUT, places.KEYS, places.VALUES, places.FORM]] = out.data_ptr(), keys, values, _FORMS[cache.dtype]
+    task[[places.HEADS, places.SHARED, places.KEY_WIDTH, places.VALUE_WIDTH]] = (
+        heads, shape.heads, key_width, shape.value_width
+    )  # fmt: skip
+    task[[places.START, places.STOP]] = span.start, span.end
+    task[[places.WINDOW, places.CAPACITY, places.RING]] = cache.window or 0, cache.capacity, span.ring
+    task[places.PAGE_TOKENS] = cache.page_tokens
+    table = np.array(span.pages, dtype=np.int64)
+    added = np.zeros(0, np.float32) if sinks is None else sinks.detach().to(torch.float32).contiguous().numpy()
+    task[places.SWEEP] = sweep = _sweep()
+    floats = _scratch_floats(made, shape, rows)
+
+    def share(first: int, end: int) -> None:
+        own = task.copy()
+        own[[places.FIRST, places.END]] = first, end
+        room = np.empty(floats, dtype=np.float32)
+        scratch = room[-room.ctypes.data % (4 * _LINE_FLOATS) // 4 :]
+        made.attend(own, scale, softcap or 0.0, table, added, scratch, scratch.ctypes.data)
+
+    in_threads(share, made.items(span.start, span.end, heads, shape.heads, sweep))
+    return out
 
 
 def cached_attention(

@@ -18,20 +18,17 @@ from typing import Any, Final
 import torch
 
 from fusionai.backends.binding import bind_symbols
-from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import NOTHING_BEGUN, Call
+from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.stage_base import ContextKey, StageBase, check_gradient, key_of
 from fusionai.backends.state import StateEntry, check_entry
 from fusionai.backends.torch.compiled_stage import CompiledStage
-from fusionai.backends.torch.deferral import Left, add_to, deferrable, finish
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
-from fusionai.backends.torch.interpreter import Interpreter
-from fusionai.backends.torch.offloaded_weights import OffloadedWeights
-from fusionai.backends.torch.operators import TorchContext
+from fusionai.backends.torch.interpreter import Interpreter, StoredWeight
+from fusionai.backends.torch.operators import Left, TorchContext, add_to, deferrable, finish
 from fusionai.backends.torch.optimizers import TorchStageOptimizer, parameter_norms, scale_gradients, slot_shapes
 from fusionai.backends.torch.recomputation import RecomputedSegment, free, run_in_segments
-from fusionai.backends.torch.slots import DiskSlots, OptimizerSlots
-from fusionai.backends.torch.stored import StoredWeight
+from fusionai.backends.torch.slots import DiskSlots, OffloadedWeights, OptimizerSlots
 from fusionai.ir.graph import reads
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.primitives.errors import ExecutionError
@@ -250,7 +247,7 @@ class TorchStageProgram(StageBase[_InFlight]):
 
     @property
     def _defers(self) -> bool:
-        """Whether weight gradients are deferred. Not under autocast, whose products differ from those of `deferral`,
+        """Whether weight gradients are deferred. Not under autocast, whose products differ,
         and not with offloaded weights."""
         options = self._options
         return options.weight_lag > 0 and options.precision == "fp32" and not options.offload_weights

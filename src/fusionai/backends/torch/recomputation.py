@@ -7,8 +7,8 @@ its masks are equal too. The method is that of T. Chen et al., "Training deep ne
 (arXiv 1604.06174), with one segment per block instead of the square root of their number. `torch.utils.checkpoint` does
 the same but loads torch's compiler, see `backend.without_compiler`.
 
-Neighbours: `interpreter` has the steps, `program` runs them through this module, `sizes` counts what is kept,
-`offloaded_weights` loads a segment's parameters before it runs.
+Neighbours: `interpreter` has the steps, `program` runs them through this module, `compiled_stage` counts what is kept,
+`slots` loads a segment's parameters before it runs.
 """
 
 from __future__ import annotations

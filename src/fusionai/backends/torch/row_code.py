@@ -1,12 +1,17 @@
-"""The instruction format of row programs, which `row_plan` writes and `row_kernels` runs.
+"""The language of row programs, which `row_plan` writes and `row_kernels` runs: instructions, and views of a row's
+memory.
 
 A line is `LINE` integers. Offsets count float32 elements, from the start of a row's own part of memory or, for operands
-whose row flag is 0, from the start of memory, where the constants are.
+whose row flag is 0, from the start of memory, where the constants are. With one position every size is fixed, so a view
+is an offset with a shape and strides, and a value that nothing reads any more gives its range back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
+from math import prod
 from typing import Final
 
 LINE: Final = 24
@@ -83,3 +88,187 @@ class Field(IntEnum):
     A_STRIDES = 9
     B_STRIDES = 12
     EXTRA = 15
+
+
+LARGEST_CONSTANT: Final = 2**20
+"""Largest number of elements of a parameter that is kept as a constant. Larger ones are lookup tables; chosen."""
+ALIGNMENT_FLOATS: Final = 16
+"""Floats of a cache line, to whose multiples the ranges of values are rounded up."""
+
+
+class Unplanned(Exception):
+    """Raised with the reason why a graph can't be planned and runs operator by operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Elements of memory read as a tensor, in a row's memory or (`fixed`) among the constants. `whole`: the elements
+    are integers."""
+
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    fixed: bool = False
+    whole: bool = False
+
+    @property
+    def dense(self) -> bool:
+        """Whether the elements are contiguous and in order."""
+        own = dense_strides(self.shape)
+        return all(
+            size == 1 or step == wanted for size, step, wanted in zip(self.shape, self.strides, own, strict=True)
+        )
+
+    def moved(self, shape: tuple[int, ...], strides: tuple[int, ...], *, ahead: int = 0) -> View:
+        """Return a view of the same memory with another shape, `ahead` elements further."""
+        return View(self.start + ahead, shape, strides, self.fixed, self.whole)
+
+    def with_dim(self, at: int) -> View:
+        """Return the view with a dimension of one element inserted at `at`."""
+        return self.moved((*self.shape[:at], 1, *self.shape[at:]), (*self.strides[:at], 0, *self.strides[at:]))
+
+    def without_dim(self, at: int, number: int = 0) -> View:
+        """Return element `number` of dimension `at`, without that dimension."""
+        return self.moved(
+            (*self.shape[:at], *self.shape[at + 1 :]),
+            (*self.strides[:at], *self.strides[at + 1 :]),
+            ahead=number * self.strides[at],
+        )
+
+    def ordered(self, dims: Sequence[int]) -> View:
+        return self.moved(tuple(self.shape[at] for at in dims), tuple(self.strides[at] for at in dims))
+
+    def sliced(self, at: int, begin: int, end: int, step: int) -> View:
+        chosen = range(self.shape[at])[begin:end:step]
+        return self.moved(
+            (*self.shape[:at], len(chosen), *self.shape[at + 1 :]),
+            (*self.strides[:at], self.strides[at] * step, *self.strides[at + 1 :]),
+            ahead=chosen.start * self.strides[at],
+        )
+
+    def broadcast(self, shape: tuple[int, ...]) -> View:
+        """Return the view broadcast to a larger shape."""
+        missing = len(shape) - len(self.shape)
+        if missing < 0 or any(own not in (1, size) for own, size in zip(self.shape, shape[missing:], strict=True)):
+            raise Unplanned(f"{self.shape} as {shape}")
+        steps = tuple(0 if own == 1 else step for own, step in zip(self.shape, self.strides, strict=True))
+        return self.moved(shape, (0,) * missing + steps)
+
+    def reshaped(self, shape: tuple[int, ...]) -> View | None:
+        """Return the same elements in another shape; None if they must be copied."""
+        if prod(shape) != prod(self.shape):
+            raise Unplanned(f"{self.shape} as {shape}")
+        runs: list[tuple[int, int]] = []
+        for size, step in zip(self.shape, self.strides, strict=True):
+            if size == 1:
+                continue
+            if runs and runs[-1][1] == size * step:
+                runs[-1] = (runs[-1][0] * size, step)
+            else:
+                runs.append((size, step))
+        strides: list[int] = []
+        left, step = 1, 0
+        for size in shape:
+            if size == 1:
+                strides.append(0)
+                continue
+            if left == 1:
+                left, step = runs.pop(0)
+            if left % size:
+                return None
+            left //= size
+            strides.append(left * step)
+        return self.moved(shape, tuple(strides))
+
+
+@dataclass(slots=True)
+class _Room:
+    """Allocates a row's memory; ranges of values that are no longer read are reused."""
+
+    size: int = 0
+    free: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+    def take(self, floats: int) -> int:
+        floats += -floats % ALIGNMENT_FLOATS
+        for number, (start, length) in enumerate(self.free):
+            if length >= floats:
+                if length == floats:
+                    del self.free[number]
+                else:
+                    self.free[number] = (start + floats, length - floats)
+                return start
+        start = self.size
+        self.size += floats
+        return start
+
+    def give(self, start: int, floats: int) -> None:
+        floats += -floats % ALIGNMENT_FLOATS
+        merged: list[tuple[int, int]] = []
+        for begin, length in sorted([*self.free, (start, floats)]):
+            if merged and sum(merged[-1]) == begin:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((begin, length))
+        self.free = merged
+
+
+class RowMemory:
+    """Values of a plan: the view of each, the ranges of a row's memory, and the constants."""
+
+    def __init__(self) -> None:
+        self.views: dict[str, View] = {}
+        self.constants: dict[int, str | float] = {}
+        """Offset -> parameter or number."""
+        self.fixed = 0
+        """Floats of all constants."""
+        self._known: dict[str | float, View] = {}
+        self._room = _Room()
+        self._owners: dict[str, int] = {}
+        """Value -> offset of the range it refers to, if that is in a row's memory."""
+        self._places: dict[int, int] = {}
+        """Offset -> floats of the range."""
+        self._readers: dict[int, int] = {}
+        """Offset -> number of values that refer to the range and are still to be read."""
+
+    @property
+    def width(self) -> int:
+        """Floats of one row."""
+        return self._room.size
+
+    def own(self, value: str, shape: tuple[int, ...], *, whole: bool = False) -> View:
+        """Allocate memory for a value."""
+        start = self._room.take(prod(shape))
+        self._places[start] = prod(shape)
+        self._readers[start] = 1
+        self._owners[value] = start
+        self.views[value] = View(start, shape, dense_strides(shape), whole=whole)
+        return self.views[value]
+
+    def show(self, value: str, view: View, source: str) -> None:
+        """Record a value that is a view of another's memory."""
+        self.views[value] = view
+        if not view.fixed and source in self._owners:
+            self._owners[value] = self._owners[source]
+            self._readers[self._owners[value]] += 1
+
+    def end(self, value: str) -> None:
+        """Record that nothing reads the value any more."""
+        start = self._owners.pop(value, None)
+        if start is None:
+            return
+        self._readers[start] -= 1
+        if self._readers[start] == 0:
+            self._room.give(start, self._places.pop(start))
+
+    def constant(self, what: str | float, shape: tuple[int, ...] = ()) -> View:
+        if what not in self._known:
+            if prod(shape) > LARGEST_CONSTANT:
+                raise Unplanned(f"{what} is read as a table")
+            self._known[what] = View(self.fixed, shape, dense_strides(shape), fixed=True)
+            self.constants[self.fixed] = what
+            self.fixed += prod(shape)
+        return self._known[what]
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(shape[at + 1 :]) for at in range(len(shape)))

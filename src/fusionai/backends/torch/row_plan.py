@@ -3,7 +3,7 @@
 Decoding computes few rows, and starting an operator then takes longer than its work. With one position every size is
 fixed, so views cost nothing, values reuse memory of values that are no longer needed, and the result is a list of
 numbers that one compiled call runs. A graph with any operator unknown to this module gets no plan and runs operator by
-operator. Neighbours: `row_memory` allocates, `row_code` defines the lines, `row_program` fills in addresses and runs
+operator. Neighbours: `row_code` allocates, `row_code` defines the lines, `row_program` fills in addresses and runs
 the plan.
 """
 
@@ -18,8 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionai.backends.torch.packed_graph import ProductWeight
-from fusionai.backends.torch.row_code import LINE, Field, Op
-from fusionai.backends.torch.row_memory import ALIGNMENT_FLOATS, RowMemory, Unplanned, View, dense_strides
+from fusionai.backends.torch.row_code import (
+    ALIGNMENT_FLOATS,
+    LINE,
+    Field,
+    Op,
+    RowMemory,
+    Unplanned,
+    View,
+    dense_strides,
+)
 from fusionai.ir.graph import SYMINT, needed_nodes, reads
 from fusionai.ir.schema import Arg, DTypeArg, FloatArg, Graph, ListArg, Node, Ref
 from fusionai.ir.serving import BATCH, POSITIONS, SEQUENCE

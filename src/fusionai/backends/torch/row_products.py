@@ -25,7 +25,7 @@ from numba import cfunc, njit
 from numba.core import cgutils, config
 
 from fusionai.backends.torch import row_blocks, row_code
-from fusionai.backends.torch.compile_once import compiled_once
+from fusionai.backends.torch.blocked_linear import compiled_once
 from fusionai.backends.torch.row_blocks import GROUPS, block_bytes
 from fusionai.backends.torch.row_code import Factor, Form
 from fusionai.backends.torch.row_vectors import (

@@ -16,13 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fusionai.backends.torch.blocked_linear import kernels
-from fusionai.backends.torch.compile_once import kernel_module
+from fusionai.backends.torch.blocked_linear import kernel_module, kernels
 from fusionai.backends.torch.packed_graph import PackedParameter, ProductWeight
-from fusionai.backends.torch.paged_cache import LayerCache
+from fusionai.backends.torch.paged_attention import LayerCache
 from fusionai.backends.torch.row_blocks import Blocks
-from fusionai.backends.torch.row_code import Field, Form
-from fusionai.backends.torch.row_memory import Unplanned
+from fusionai.backends.torch.row_code import Field, Form, Unplanned
 from fusionai.backends.torch.row_plan import RowPlan, plan_rows
 from fusionai.ir.schema import Graph
 from fusionai.wire.serving import ServeOptions

@@ -4,7 +4,7 @@ If torch's fused kernel can express the request, the calls are those of transfor
 same order and on the same layouts, so forward and backward are equal bit for bit. Soft capping, sinks and dropout use
 the explicit formula of transformers' eager attention. Neighbours: `operators` maps the operator's name to this module.
 
-The other semantic operators: dropout and random numbers are pure functions of counters (`backends.counters` folds the
+The other semantic operators: dropout and random numbers are pure functions of counters (`backends.semantics` folds the
 keys, the part that depends on the element is here). `fusion.expert_linear` applies an expert's weight to each row.
 `fusion.linear_scan` and `fusion.linear_attention` are the recurrences of state-space and linear-attention models;
 `capture.tracing.recurrence` says which models' layers they stand for. The order of products and sums is fixed here.
@@ -20,8 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
-from fusionai.backends.arguments import visible_keys
-from fusionai.backends.counters import FIRST_MULTIPLIER, SECOND_MULTIPLIER, UNIFORM_BITS, DropoutKey, folds
+from fusionai.backends.semantics import (
+    FIRST_MULTIPLIER,
+    SECOND_MULTIPLIER,
+    UNIFORM_BITS,
+    DropoutKey,
+    folds,
+    visible_keys,
+)
 from fusionai.backends.torch.host import DTYPE_NAMES
 
 MAX_GROUPED_HEAD_DIM = 256
@@ -44,7 +50,7 @@ def attention(
     node: int,
 ) -> torch.Tensor:
     """Return [B, Hq, S, Dv] for q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv]. `scale`, `softcap`, `sinks`,
-    `causal`, `window`: see `arguments.Scores`. `key_mask` [B, T]: non-zero where a key may be seen. `dropout`:
+    `causal`, `window`: see `semantics.Scores`. `key_mask` [B, T]: non-zero where a key may be seen. `dropout`:
     probability of dropping a weight, 0.0 outside training."""
     if softcap is not None or sinks is not None or dropout > 0.0:
         mask = _visible(q, k, causal=causal, window=window, key_mask=key_mask)

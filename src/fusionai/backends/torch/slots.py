@@ -1,12 +1,16 @@
-"""Storage of optimizer state and offloaded weights between uses: in device memory, in a file, or in host memory.
+"""Storage of optimizer state and of offloaded weights between uses: in device memory, in a file, or in host memory.
 
 From a file, a step reads and writes state piece by piece, so it never needs more memory than one piece. It uses plain
 reads and writes, not a mapping: mapped pages count towards the process's memory, and a limit on its address space would
 limit the file. The file has no name, so the system removes it with the process. A step does not wait for the disk; the
 system writes the pages when it chooses. The design is ZeRO-Infinity's NVMe offload (S. Rajbhandari et al., 2021, arXiv
-2104.07857) for one stage, without overlap.
+2104.07857) for one stage, without overlap, because that would need two segments' weights in memory.
 
-Neighbours: `optimizers` computes with it, `offloaded_weights` reads blocks from it, `program` chooses the storage.
+Only the weights of one segment are in memory at a time. A parameter remains one tensor, so that autograd sums into its
+`.grad` as usual; between uses its storage is empty, as in fully sharded training (Y. Zhao et al., 2023, arXiv
+2304.11277). With recomputed activations, autograd keeps only numbers, and the weights are loaded again with the
+segment. Neighbours: `optimizers` computes with the state, `recomputation` says when a segment is entered, `program`
+chooses the storage.
 """
 
 from __future__ import annotations
@@ -17,18 +21,22 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO, Final, Protocol, cast
 
 import torch
 
+from fusionai.backends.state import StateEntry
 from fusionai.backends.torch.host import DTYPES
+from fusionai.backends.torch.recomputation import RecomputedSegment
 from fusionai.primitives.environment import scratch_directory
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import tensor_bytes
 from fusionai.primitives.units import format_bytes
 
+WEIGHT: Final = "weight"
+"""Slot of a parameter itself if it is offloaded too."""
 Layout = Mapping[tuple[str, str], tuple[str, tuple[int, ...]]]
 """(key, slot) -> (dtype, shape)."""
 
@@ -221,3 +229,87 @@ def _filled(file: IO[bytes], into: memoryview) -> int:
             break
         done += got
     return done
+
+
+EMPTIED: Final = frozenset({"cpu", "cuda"})
+"""Devices on which torch can empty and refill a tensor's storage."""
+
+
+class OffloadedWeights:
+    """The offloaded parameters of `entries` (which have a shape and no slot), by key."""
+
+    def __init__(self, entries: Mapping[str, StateEntry], directory: Path | None, device: torch.device) -> None:
+        """`directory`: see `DiskSlots`. Raises `ExecutionError` on a device that can't offload weights, or on a disk
+        that is too small."""
+        if device.type not in EMPTIED:
+            raise ExecutionError(
+                f"weights can't be offloaded on {device.type}: torch can't empty a tensor's storage there.",
+                hint='Set offload_weights = "never" in the recipe, or let machines with a CPU or CUDA run the job.',
+            )
+        layout = {(key, WEIGHT): (entry.dtype, entry.shape) for key, entry in entries.items()}
+        self.shelf: Shelf = (
+            DiskSlots(layout, directory, device, "weights") if device.type == "cpu" else HostSlots(device)
+        )
+        self._entries = dict(entries)
+        self._device = device
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._there: frozenset[str] = frozenset()
+
+    @property
+    def keys(self) -> Collection[str]:
+        return self._entries.keys()
+
+    def tensor(self, key: str, *, trainable: bool) -> torch.Tensor:
+        """Return the parameter, empty until a segment that reads it is entered."""
+        entry = self._entries[key]
+        made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=self._device)
+        made.untyped_storage().resize_(0)
+        self._tensors[key] = made.requires_grad_(trainable)
+        return made
+
+    def enter(self, part: RecomputedSegment, *, cast_once: bool = False) -> None:
+        """Load the weights of `part` and empty all others. `cast_once`: also drop autocast's copies of earlier
+        weights."""
+        if cast_once:
+            torch.clear_autocast_cache()
+        if part.weights == self._there:
+            return
+        self._empty(self._there - part.weights)
+        for key in sorted(part.weights - self._there):
+            entry = self._entries[key]
+            storage = self._tensors[key].untyped_storage()
+            storage.resize_(entry.nbytes)
+            if entry.nbytes:
+                self.shelf.fill(key, WEIGHT, _bytes_of(storage, self._device))
+        self._there = part.weights
+
+    def leave(self) -> None:
+        """Empty all weights: called before they get other values."""
+        self._empty(self._there)
+
+    def write(self, key: str, value: torch.Tensor) -> None:
+        self.leave()
+        self.shelf.write(key, WEIGHT, value)
+
+    def read(self, key: str) -> torch.Tensor:
+        """Return a copy of a weight that was written."""
+        found = self.shelf.read(key, WEIGHT)
+        assert found is not None, "the program asks for no value that is not set"
+        return found
+
+    def bytes_of(self, keys: Collection[str]) -> int:
+        return sum(self._entries[key].nbytes for key in keys)
+
+    @property
+    def present_bytes(self) -> int:
+        return self.bytes_of(self._there)
+
+    def _empty(self, keys: frozenset[str]) -> None:
+        for key in keys:
+            self._tensors[key].untyped_storage().resize_(0)
+        self._there -= keys
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    """Return the storage as flat uint8, outside autograd."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -21,7 +21,7 @@ import torch
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusionai.backends.counters import DropoutKey
+from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.torch.semantic import scaled_mask, uniform
 from fusionai.capture.tasks import TaskModule
 from fusionai.capture.tracing.draws import IN_PLACE, draws, leaky_by_chance

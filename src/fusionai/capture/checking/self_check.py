@@ -19,8 +19,8 @@ import psutil
 import torch
 from torch import nn
 
-from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import Call, StageProgram
+from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured
 from fusionai.capture.checking.comparison import (

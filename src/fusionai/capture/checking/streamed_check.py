@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fusionai.backends.counters import DropoutKey
+from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.torch.interpreter import compile_graph
 from fusionai.backends.torch.operators import TorchContext
 from fusionai.capture.capture import Captured

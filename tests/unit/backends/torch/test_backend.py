@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fusionai.backends.torch.backend import TorchBackend
+from fusionai.backends.torch.backend import TorchBackend, fingerprint
 from fusionai.backends.torch.optimizers import parameter_norms, scale_gradients
-from fusionai.backends.torch.probe import fingerprint
 from fusionai.primitives.errors import UsageError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusionai.backends.counters import DropoutKey
+from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.torch.interpreter import compile_graph
 from fusionai.backends.torch.operators import TorchContext
 from fusionai.backends.torch.packed_siblings import Joined, join_siblings

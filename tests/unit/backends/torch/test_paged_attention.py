@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusionai.backends.arguments import Scores
 from fusionai.backends.interface import TILE_POSITIONS
+from fusionai.backends.semantics import Scores
 from fusionai.backends.serving.page_table import RowSpan, first_key
 from fusionai.backends.torch.paged_attention import BLOCK_KEYS, tiled_attention, tiles
 

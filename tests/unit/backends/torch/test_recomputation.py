@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import Call
+from fusionai.backends.semantics import DropoutKey
+from fusionai.backends.torch.compiled_stage import META, input_shapes, measure
 from fusionai.backends.torch.interpreter import compile_graph
 from fusionai.backends.torch.operators import TorchContext
 from fusionai.backends.torch.recomputation import segments
-from fusionai.backends.torch.sizes import META, input_shapes, measure
 from fusionai.ir.schema import Graph, ListArg, ValueSpec
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.messages import OptimizerSpec

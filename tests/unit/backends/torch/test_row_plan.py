@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.backends.torch.packed_graph import products
-from fusionai.backends.torch.row_code import LINE, Field, Op
-from fusionai.backends.torch.row_memory import Unplanned, _Room
+from fusionai.backends.torch.row_code import LINE, Field, Op, Unplanned, _Room
 from fusionai.backends.torch.row_plan import RowPlan, plan_rows
 from fusionai.ir.schema import Arg, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
 from harness.examples import examples

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusionai.backends.counters import DropoutKey
+from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.torch.semantic import attention, scaled_mask
 
 KEY = DropoutKey(seed=1, step=2, microbatch=3)

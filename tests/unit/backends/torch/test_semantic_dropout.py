@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import Call
+from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.torch import semantic as module
 from fusionai.backends.torch.semantic import dropout, scaled_mask
 from fusionai.wire.messages import OptimizerSpec

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._sympy.functions import FloorDiv, Max, Mod
 
-from fusionai.backends.counters import DropoutKey
+from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.torch.semantic import attention as backend_attention
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.checking.check import check

@@ -10,8 +10,8 @@ from pathlib import Path
 import platformdirs
 import pytest
 
-from fusionai.backends.torch import compile_once
-from fusionai.backends.torch.compile_once import compiled_once
+from fusionai.backends.torch import blocked_linear
+from fusionai.backends.torch.blocked_linear import compiled_once
 from fusionai.primitives.environment import inherited
 
 PRODUCTS = """
@@ -37,7 +37,7 @@ def test_processes_that_begin_together_compile_once(tmp_path: Path) -> None:
 
 
 def test_who_waits_too_long_compiles_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(compile_once, "LONGEST_S", 0.0)
+    monkeypatch.setattr(blocked_linear, "LONGEST_S", 0.0)
     with caplog.at_level(logging.INFO), compiled_once("a test"), compiled_once("a test"):
         pass
     assert "without waiting" in caplog.text

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from fusionai.backends.torch import probe
+from fusionai.backends.torch import backend
 
 CPU = torch.device("cpu")
 
@@ -28,19 +28,19 @@ class Machine:
 
 def test_a_single_thread_is_timed_by_what_it_computes(monkeypatch: pytest.MonkeyPatch):
     machine = Machine(monkeypatch, held_up=3.5, threads=1)
-    assert probe.calls_per_s(machine.call, CPU) == pytest.approx(100)
-    assert machine.computed_s == pytest.approx(0.01 + probe.MEASURE_S, abs=0.02)
+    assert backend.calls_per_s(machine.call, CPU) == pytest.approx(100)
+    assert machine.computed_s == pytest.approx(0.01 + backend.MEASURE_S, abs=0.02)
 
 
 def test_several_threads_and_other_devices_are_timed_by_the_clock(monkeypatch: pytest.MonkeyPatch):
     machine = Machine(monkeypatch, held_up=3.5, threads=4)
-    assert probe.calls_per_s(machine.call, CPU) == pytest.approx(100 / 3.5)
+    assert backend.calls_per_s(machine.call, CPU) == pytest.approx(100 / 3.5)
     machine = Machine(monkeypatch, held_up=2.0, threads=1)
-    monkeypatch.setattr(probe, "_synchronise", lambda device: None)
-    assert probe.calls_per_s(machine.call, torch.device("cuda")) == pytest.approx(50)
+    monkeypatch.setattr(backend, "_synchronise", lambda device: None)
+    assert backend.calls_per_s(machine.call, torch.device("cuda")) == pytest.approx(50)
 
 
 def test_a_machine_that_hardly_computes_is_not_measured_for_ever(monkeypatch: pytest.MonkeyPatch):
     machine = Machine(monkeypatch, held_up=100.0, threads=1)
-    assert probe.calls_per_s(machine.call, CPU) == pytest.approx(100)
-    assert machine.computed_s <= 0.01 + probe.LONGEST_MEASURE_S / 100 + 0.01
+    assert backend.calls_per_s(machine.call, CPU) == pytest.approx(100)
+    assert machine.computed_s <= 0.01 + backend.LONGEST_MEASURE_S / 100 + 0.01

@@ -11,13 +11,12 @@ import torch
 
 pytest.importorskip("numba", reason="attention of prompts is machine code, made by numba")
 
-from fusionai.backends.arguments import Scores
 from fusionai.backends.interface import TILE_POSITIONS
+from fusionai.backends.semantics import Scores
 from fusionai.backends.serving.page_table import LayerShape, RowSpan
-from fusionai.backends.torch import compiled_attention as wrapper
+from fusionai.backends.torch import paged_attention as wrapper
 from fusionai.backends.torch.attention_kernels import KEYS, WIDE
-from fusionai.backends.torch.compiled_attention import attention_scratch_bytes, compiled_attention
-from fusionai.backends.torch.paged_cache import LayerCache, lay_out
+from fusionai.backends.torch.paged_attention import LayerCache, attention_scratch_bytes, compiled_attention, lay_out
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.serving import CacheFormat, ServeOptions
 from harness.levels import LEVELS, run_as

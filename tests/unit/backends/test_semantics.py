@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fusionai.backends.arguments import adaptive_windows, by_name, conv_pads, pad_widths, slice_bounds
+from fusionai.backends.semantics import adaptive_windows, by_name, conv_pads, pad_widths, slice_bounds
 
 
 @pytest.mark.parametrize("start", [None, 0, 2, 7, 99, -1, -3, -99])

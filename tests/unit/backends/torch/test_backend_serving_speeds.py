@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
-from fusionai.backends.torch import probe as serving_pace
-from fusionai.backends.torch.probe import (
+from fusionai.backends.torch import backend as serving_pace
+from fusionai.backends.torch.backend import (
     ATTENDED,
     GROUPS,
     HEAD_WIDTH,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from fusionai.backends.torch.interpreter import PackedReading, StoredWeight
 from fusionai.backends.torch.operators import PLAIN
-from fusionai.backends.torch.stored import PackedReading, StoredWeight
 from fusionai.ir.schema import Node, ParamSpec, Ref, Stored
 from fusionai.ir.stored import pack_stored
 from fusionai.primitives.errors import ExecutionError

@@ -11,10 +11,9 @@ import torch
 from fusionai.backends.interface import Call
 from fusionai.backends.stage_base import block_weights, movable_weights
 from fusionai.backends.state import StateEntry
-from fusionai.backends.torch.offloaded_weights import OffloadedWeights
 from fusionai.backends.torch.optimizers import WEIGHT
 from fusionai.backends.torch.recomputation import RecomputedSegment
-from fusionai.backends.torch.slots import DiskSlots, HostSlots
+from fusionai.backends.torch.slots import DiskSlots, HostSlots, OffloadedWeights
 from fusionai.ir.schema import ListArg
 from fusionai.primitives.errors import ExecutionError
 
