@@ -12,7 +12,9 @@ import torch
 from msgspec import structs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusionai.backends.interface import FEW_POSITIONS, TILE_POSITIONS, Call, ServingBackend, ServingProgram
+from fusionai.backends.interface import Backend, Call
+from fusionai.backends.serving.base import ServingProgram
+from fusionai.backends.serving.page_table import FEW_POSITIONS, TILE_POSITIONS
 from fusionai.backends.torch import serving
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.packed_linear import pack
@@ -112,7 +114,7 @@ def weights(graph: Graph) -> dict[str, HostTensor]:
     }
 
 
-def opened(kind: str) -> ServingBackend:
+def opened(kind: str) -> Backend:
     if kind == "torch":
         return TorchBackend("cpu")
     if kind == "onnxruntime":

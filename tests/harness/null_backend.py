@@ -10,8 +10,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusionai.backends.binding import bind_symbols, largest
-from fusionai.backends.interface import NOTHING_BEGUN, Call, DeviceReport, Speeds, WorksIn
-from fusionai.backends.stage_base import StageBase, check_gradient, key_of
+from fusionai.backends.interface import (
+    NOTHING_BEGUN,
+    Call,
+    DeviceReport,
+    Speeds,
+    StageProgram,
+    WorksIn,
+    check_gradient,
+    key_of,
+)
 from fusionai.backends.state import StateEntry, check_entry
 from fusionai.ir.cost import block_costs
 from fusionai.ir.graph import needed_nodes, reads
@@ -74,7 +82,7 @@ class NullBackend:
         return float(total), float(min(np.float32(1.0), np.float32(max_norm) / (total + np.float32(1e-6))))
 
 
-class NullStageProgram(StageBase[dict[str, int]]):
+class NullStageProgram(StageProgram):
     """Implements `backends.interface.StageProgram` without arithmetic. Every value is zero, every norm 1.0. Holds
     imported state, no zeros."""
 

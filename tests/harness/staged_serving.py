@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fusionai.backends.interface import Backend, ServingBackend
+from fusionai.backends.interface import Backend
 from fusionai.backends.serving.cacheless import WholeServing
 from fusionai.capture.capture import Captured
 from fusionai.capture.checking.check import require_causal
@@ -47,7 +47,7 @@ class Pipeline:
         self.programs = [
             WholeServing(stage, options=options, backend=backend, memory_limit_bytes=None)
             if options.whole
-            else cast("ServingBackend", backend).serve(stage, options=options)
+            else cast("Backend", backend).serve(stage, options=options)
             for stage, backend in zip(self.stages, itertools.cycle(backends), strict=False)
         ]
 

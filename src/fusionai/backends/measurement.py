@@ -29,12 +29,12 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.backends.interface import Call, Speeds, StageProgram
+from fusionai.backends.interface import Backend, Call, Speeds
 from fusionai.ir.cost import block_costs
 from fusionai.ir.schema import Arg, Dim, Graph, InitOp, ListArg, Node, ParamSpec, Ref, ValueSpec
 from fusionai.ir.validate import validate
@@ -71,18 +71,12 @@ class Sample:
     took_s: float
 
 
-class _Trains(Protocol):
-    device: str
-
-    def load(self, graph: Graph, *, grad_inputs: Sequence[str], options: StageOptions) -> StageProgram: ...
-
-
-def with_pace(speeds: Speeds, backend: _Trains, seconds: Seconds) -> Speeds:
+def with_pace(speeds: Speeds, backend: Backend, seconds: Seconds) -> Speeds:
     """Return `speeds` with the pace of the backend's device, or with None if the pace can't be measured."""
     return replace(speeds, pace=measured_pace(backend, seconds))
 
 
-def measured_pace(backend: _Trains, seconds: Seconds) -> TrainingSpeed | None:
+def measured_pace(backend: Backend, seconds: Seconds) -> TrainingSpeed | None:
     """Return the measured pace of the backend's device. `seconds` returns the measured run time of one call of its
     argument. Returns None if the measurement makes no sense, for example because other work disturbed it: a large block
     took no longer than a small one."""
@@ -128,7 +122,7 @@ def fitted(samples: Sequence[Sample]) -> TrainingSpeed | None:
 class _Run:
     """A loaded block. A call runs one microbatch forward and backward."""
 
-    def __init__(self, backend: _Trains, width: int, tokens: int, rows: int) -> None:
+    def __init__(self, backend: Backend, width: int, tokens: int, rows: int) -> None:
         graph = block_graph(width, tokens, rows)
         (cost,) = block_costs(graph, {}, training=True)
         self.flops = cost.forward_flops + cost.backward_flops

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fusionai.backends.interface import ServingBackend, ServingProgram
+from fusionai.backends.interface import Backend
+from fusionai.backends.serving.base import ServingProgram
 from fusionai.coordination.serving.pages import Match, Pages
 from fusionai.execution.compute import ComputeThread, Timed
 from fusionai.ir.schema import Graph
@@ -46,7 +47,7 @@ class LoadedDraft:
 
 
 def load_draft(
-    backend: ServingBackend,
+    backend: Backend,
     graph: Graph,
     weights: ModelWeights,
     options: ServeOptions,

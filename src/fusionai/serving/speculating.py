@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from fusionai.backends.interface import FEW_POSITIONS
+from fusionai.backends.serving.page_table import FEW_POSITIONS
 from fusionai.serving.interface import Sampling
 from fusionai.serving.proposing import Acceptance, Guesses, PassTimes, Proposer, best_count
 

@@ -78,10 +78,6 @@ def _softplus(x: Array, beta: Scalar = 1, threshold: Scalar = 20) -> Array:
     return jnp.where(scaled > threshold, x, jnp.log1p(jnp.exp(jnp.minimum(scaled, threshold))) / beta)
 
 
-def _gelu(x: Array, approximate: str = "none") -> Array:
-    return jax.nn.gelu(x, approximate=approximate == "tanh")
-
-
 def _elu(x: Array, alpha: Scalar = 1, scale: Scalar = 1, input_scale: Scalar = 1) -> Array:
     negative = jnp.where(x > 0, 0.0, x).astype(x.dtype)
     return jnp.where(x > 0, x * scale, jnp.expm1(negative * input_scale) * (alpha * scale)).astype(x.dtype)
@@ -92,18 +88,10 @@ def _where(condition: Array, a: Operand, b: Operand) -> Array:
     return jnp.where(condition, left, right)
 
 
-def _masked_fill(x: Array, mask: Array, value: Operand) -> Array:
-    return jnp.where(mask, jnp.asarray(value, x.dtype), x)
-
-
 def _prelu(x: Array, weight: Array) -> Array:
     if x.ndim > 1:
         weight = weight.reshape((1, -1, *(1,) * (x.ndim - 2)))
     return jnp.where(x > 0, x, weight * x)
-
-
-def _lerp(a: Array, b: Array, weight: Scalar) -> Array:
-    return a + weight * (b - a) if abs(weight) < 0.5 else b - (b - a) * (1 - weight)
 
 
 def _lerp_by(a: Array, b: Array, weight: Array) -> Array:
@@ -113,10 +101,6 @@ def _lerp_by(a: Array, b: Array, weight: Array) -> Array:
 def _glu(x: Array, dim: int = -1) -> Array:
     kept, gate = jnp.split(x, 2, dim)
     return kept * jax.nn.sigmoid(gate)
-
-
-def _celu(x: Array, alpha: Scalar = 1) -> Array:
-    return _elu(x, alpha, 1, 1 / alpha)
 
 
 def _logit(x: Array, eps: float | None = None) -> Array:
@@ -191,7 +175,7 @@ _WITH_SCALARS: Final[dict[str, Callable[..., Any]]] = {
     "mul": _mul,
     "div": _div,
     "fmod": _fmod,
-    "masked_fill": _masked_fill,
+    "masked_fill": lambda x, mask, value: jnp.where(mask, jnp.asarray(value, x.dtype), x),
     "eq": _pairwise(jnp.equal),
     "ne": _pairwise(jnp.not_equal),
     "lt": _pairwise(jnp.less),
@@ -214,7 +198,7 @@ ELEMENTWISE: Final[dict[str, Callable[..., Any]]] = {
     "aten.atan2.default": _pairwise(jnp.arctan2),
     "aten.rsub.Scalar": lambda x, other, alpha=1: _sub(other, x, alpha),
     "aten.neg.default": jnp.negative,
-    "aten.gelu.default": _gelu,
+    "aten.gelu.default": lambda x, approximate="none": jax.nn.gelu(x, approximate=approximate == "tanh"),
     "aten.silu.default": jax.nn.silu,
     "aten.softplus.default": _softplus,
     "aten.mish.default": lambda x: x * jnp.tanh(_softplus(x)),
@@ -226,7 +210,7 @@ ELEMENTWISE: Final[dict[str, Callable[..., Any]]] = {
     "aten.hardtanh.default": lambda x, low=-1, high=1: _clamp(x, low, high),
     "aten.relu6.default": lambda x: _clamp(x, 0, 6),
     "aten.prelu.default": _prelu,
-    "aten.lerp.Scalar": _lerp,
+    "aten.lerp.Scalar": lambda a, b, weight: a + weight * (b - a) if abs(weight) < 0.5 else b - (b - a) * (1 - weight),
     "aten.lerp.Tensor": _lerp_by,
     "aten.erfc.default": _unary(jax.scipy.special.erfc),
     "aten.erfinv.default": _unary(jax.scipy.special.erfinv),
@@ -239,7 +223,7 @@ ELEMENTWISE: Final[dict[str, Callable[..., Any]]] = {
     "aten.lgamma.default": _unary(jax.scipy.special.gammaln),
     "aten.logit.default": _logit,
     "aten.nan_to_num.default": _nan_to_num,
-    "aten.celu.default": _celu,
+    "aten.celu.default": lambda x, alpha=1: _elu(x, alpha, 1, 1 / alpha),
     "aten.threshold.default": lambda x, threshold, value: jnp.where(x > threshold, x, jnp.asarray(value, x.dtype)),
     "aten.glu.default": _glu,
     "aten.addcmul.default": lambda x, a, b, value=1: x + value * (a * b),

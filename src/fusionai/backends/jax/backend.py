@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from fusionai.backends.binding import with_rows
-from fusionai.backends.interface import DeviceReport, Speeds
+from fusionai.backends.interface import Backend, DeviceReport, Speeds
 from fusionai.backends.jax.dtypes import DTYPES, Device, is_floating, to_jax
 from fusionai.backends.jax.program import JaxStageProgram
 from fusionai.backends.jax.tracing import CONTEXTUAL, PLAIN, JaxContext, Value, abstract, footprint_bytes, program_of
@@ -33,7 +33,6 @@ from fusionai.backends.measurement import (
 )
 from fusionai.backends.serving.base import largest_pass
 from fusionai.backends.serving.parted import Array, Compute, PartedServing, ProgramPart
-from fusionai.backends.stage_base import FrameworkBackend
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.serving import BATCH
@@ -48,7 +47,7 @@ _CONTEXT: Final = JaxContext(training=False, keys={})
 
 
 class JaxServingProgram(PartedServing):
-    """Implements `backends.interface.ServingProgram`."""
+    """A serving stage whose parts JAX compiles."""
 
     def __init__(self, graph: Graph, *, options: ServeOptions, device: Device, memory_limit_bytes: int | None) -> None:
         super().__init__(graph, options)
@@ -154,8 +153,8 @@ _KINDS = {"cpu": "cpu", "cuda": "gpu"}
 """Device name in FusionAI -> device name in JAX."""
 
 
-class JaxBackend(FrameworkBackend):
-    """Implements `backends.interface.Backend`. `threads` limits this process's threads; it has an effect only before
+class JaxBackend(Backend):
+    """JAX on one device. `threads` limits this process's threads; it has an effect only before
     JAX is first used."""
 
     name = "jax"

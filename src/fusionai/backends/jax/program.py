@@ -12,7 +12,7 @@ into a function and checks its memory beforehand, `backends.state` names slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -23,11 +23,10 @@ import numpy as np
 from jax import Array
 
 from fusionai.backends.binding import bind_symbols, check_indices, largest
-from fusionai.backends.interface import NOTHING_BEGUN, Call
+from fusionai.backends.interface import NOTHING_BEGUN, Call, Entries, StageProgram, Tensors, check_gradient, key_of
 from fusionai.backends.jax.dtypes import DTYPES, Device, is_floating, to_host, to_jax
 from fusionai.backends.jax.tracing import JaxContext, Program, Value, footprint_bytes, program_of
 from fusionai.backends.semantics import DropoutKey, folds
-from fusionai.backends.stage_base import StageBase, check_gradient, key_of
 from fusionai.backends.state import OWN_FLOAT32, StateEntry, check_entry, optimizer_slots
 from fusionai.ir.graph import reads
 from fusionai.ir.operators import OPERATORS
@@ -171,8 +170,8 @@ class _Compiled:
     """Nodes that draw dropout masks or random numbers."""
 
 
-class JaxStageProgram(StageBase[_InFlight]):
-    """Implements `backends.interface.StageProgram`."""
+class JaxStageProgram(StageProgram):
+    """A stage that trains or evaluates."""
 
     def __init__(
         self,
@@ -213,10 +212,7 @@ class JaxStageProgram(StageBase[_InFlight]):
 
     # ------------------------------------------------------------------------------------------------------ running
 
-    def forward(
-        self, call: Call, inputs: Mapping[str, HostTensor], wanted: Sequence[str] | None = None
-    ) -> dict[str, HostTensor]:
-        """See `StageProgram.forward`."""
+    def forward(self, call: Call, inputs: Tensors, wanted: Sequence[str] | None = None) -> dict[str, HostTensor]:
         training = call.mode == "train"
         names = self._begin(call, wanted)
         program = self._program(names, training)
@@ -240,10 +236,8 @@ class JaxStageProgram(StageBase[_InFlight]):
             self._tensors[buffer] = value
         return {name: to_host(value) for name, value in {**floats, **rest}.items()}
 
-    def backward(
-        self, call: Call, gradients: Mapping[str, HostTensor], begun: Mapping[str, HostTensor] = NOTHING_BEGUN
-    ) -> dict[str, HostTensor]:
-        """See `StageProgram.backward`. An input that the named outputs do not depend on is absent from the result. The
+    def backward(self, call: Call, gradients: Tensors, begun: Tensors = NOTHING_BEGUN) -> dict[str, HostTensor]:
+        """An input that the named outputs do not depend on is absent from the result. The
         compiled backward sums this stage's own uses; the contributions in `begun` are added to that sum."""
         held = self._take(call, gradients, begun)
         roots: Arrays = {}
@@ -293,7 +287,7 @@ class JaxStageProgram(StageBase[_InFlight]):
     def export_gradients(self, keys: Sequence[str]) -> list[tuple[str, HostTensor]]:
         return [(key, to_host(self._sums[key])) for key in keys if self._known(key) in self._sums]
 
-    def import_gradients(self, entries: Iterable[tuple[str, HostTensor]], *, add: bool) -> None:
+    def import_gradients(self, entries: Entries, *, add: bool) -> None:
         for key, tensor in entries:
             check_entry(self._entries, f"model/{self._known(key)}", tensor)
             value = to_jax(tensor, self._device)
@@ -369,9 +363,7 @@ class JaxStageProgram(StageBase[_InFlight]):
             )
         return program
 
-    def _of_sizes(
-        self, program: Program, names: frozenset[str], training: bool, inputs: Mapping[str, HostTensor]
-    ) -> _Compiled:
+    def _of_sizes(self, program: Program, names: frozenset[str], training: bool, inputs: Tensors) -> _Compiled:
         """Return the program compiled for these sizes. Checks of sizes run while it is traced."""
         sizes = {name: int(to_jax(inputs[name], self._device)) for name in program.inputs if self._is_size(name)}
         shapes = tuple((name, inputs[name].shape, inputs[name].dtype) for name in program.inputs)

@@ -50,17 +50,9 @@ def _squeeze(x: Array, dims: int | Ints | None = None) -> Array:
     return jnp.squeeze(x, single)
 
 
-def _unsqueeze(x: Array, dim: int) -> Array:
-    return jnp.expand_dims(x, dim)
-
-
 def _slice(x: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Array:
     first, last = slice_bounds(x.shape[dim], start, end)
     return lax.slice_in_dim(x, first, last, step, _axis(x, dim))
-
-
-def _select(x: Array, dim: int, index: int) -> Array:
-    return lax.index_in_dim(x, _within(x, dim, index), _axis(x, dim), keepdims=False)
 
 
 def _within(x: Array, dim: int, index: int) -> int:
@@ -93,10 +85,6 @@ def _split_sizes(x: Array, sizes: Ints, dim: int = 0) -> list[Array]:
 def _split(x: Array, size: int, dim: int = 0) -> list[Array]:
     total = x.shape[dim]
     return _split_sizes(x, [min(size, total - start) for start in range(0, total, size)] or [0], dim)
-
-
-def _chunk(x: Array, chunks: int, dim: int = 0) -> list[Array]:
-    return _split(x, max(1, -(-x.shape[dim] // chunks)), dim)
 
 
 def _unbind(x: Array, dim: int = 0) -> list[Array]:
@@ -254,9 +242,9 @@ SHAPING: Final[dict[str, Callable[..., Any]]] = {
     "aten.transpose.int": lambda x, one, other: jnp.swapaxes(x, one, other) if x.ndim else x,
     "aten.permute.default": lambda x, dims: jnp.transpose(x, tuple(dims)),
     "aten.t.default": lambda x: x.T,
-    "aten.unsqueeze.default": _unsqueeze,
+    "aten.unsqueeze.default": lambda x, dim: jnp.expand_dims(x, dim),
     "aten.slice.Tensor": _slice,
-    "aten.select.int": _select,
+    "aten.select.int": lambda x, dim, index: lax.index_in_dim(x, _within(x, dim, index), _axis(x, dim), keepdims=False),
     "aten.narrow.default": _narrow,
     "aten.diagonal.default": lambda x, offset=0, dim1=0, dim2=1: jnp.diagonal(x, offset, dim1, dim2),
     "aten.expand.default": _expand,
@@ -265,7 +253,7 @@ SHAPING: Final[dict[str, Callable[..., Any]]] = {
     "aten.detach.default": lax.stop_gradient,
     "aten.split.Tensor": _split,
     "aten.split_with_sizes.default": _split_sizes,
-    "aten.chunk.default": _chunk,
+    "aten.chunk.default": lambda x, chunks, dim=0: _split(x, max(1, -(-x.shape[dim] // chunks)), dim),
     "aten.unbind.int": _unbind,
     "aten._to_copy.default": lambda x, **options: _cast(x, options.get("dtype")),
     "aten.to.dtype": _cast,
@@ -386,10 +374,6 @@ def _index_add(x: Array, dim: int, indices: Array, source: Array, alpha: Scalar 
     return x.at[_rows(x, dim, indices)].add(source if alpha == 1 else source * alpha)
 
 
-def _index_copy(x: Array, dim: int, indices: Array, source: Array) -> Array:
-    return x.at[_rows(x, dim, indices)].set(source)
-
-
 def _index_fill(x: Array, dim: int, indices: Array, value: Scalar) -> Array:
     return x.at[_rows(x, dim, indices)].set(jnp.asarray(value, x.dtype))
 
@@ -456,7 +440,7 @@ LOOKUPS: Final[dict[str, Callable[..., Any]]] = {
     "aten.scatter.src": _scatter_from,
     "aten.scatter_add.default": _scatter_add,
     "aten.index_add.default": _index_add,
-    "aten.index_copy.default": _index_copy,
+    "aten.index_copy.default": lambda x, dim, indices, source: x.at[_rows(x, dim, indices)].set(source),
     "aten.index_fill.int_Scalar": _index_fill,
     "aten.index_put.default": _index_put,
     "fusion.embedding_bag": _embedding_bag,

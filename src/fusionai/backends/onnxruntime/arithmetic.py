@@ -82,10 +82,6 @@ def _rounded(kind: str) -> Callable[..., Tensor]:
     return lambda b, x: b.op(kind, [x]) if x.dtype in _FLOATS else x
 
 
-def _rsqrt(b: Builder, x: Tensor) -> Tensor:
-    return b.op("Reciprocal", [b.op("Sqrt", [b.cast(x, b.out.dtype)])])
-
-
 def _log1p(b: Builder, x: Tensor) -> Tensor:
     wide = Tensor("", "float64", b.out.shape)
     one = b.op("Add", [b.cast(x, "float64"), b.number(1.0, "float64")], like=wide)
@@ -96,14 +92,6 @@ def _expm1(b: Builder, x: Tensor) -> Tensor:
     wide = Tensor("", "float64", b.out.shape)
     power = b.op("Exp", [b.cast(x, "float64")], like=wide)
     return b.op("Sub", [power, b.number(1.0, "float64")], like=wide)
-
-
-def _gelu(b: Builder, x: Tensor, approximate: str = "none") -> Tensor:
-    return b.op("Gelu", [x], approximate=approximate)
-
-
-def _silu(b: Builder, x: Tensor) -> Tensor:
-    return b.op("Mul", [x, b.op("Sigmoid", [x])])
 
 
 def _softplus(b: Builder, x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
@@ -184,10 +172,6 @@ def _bitwise(kind: str) -> Callable[..., Tensor]:
     return run
 
 
-def _bitwise_not(b: Builder, x: Tensor) -> Tensor:
-    return b.op("Not" if x.dtype == "bool" else "BitwiseNot", [x])
-
-
 def _bounded(low: float, high: float) -> Callable[..., Tensor]:
     return lambda b, x: _clamp(b, x, low, high)
 
@@ -209,10 +193,6 @@ def _threshold(b: Builder, x: Tensor, threshold: float, value: float) -> Tensor:
     return b.op("Where", [above, x, b.cast(value, x.dtype)])
 
 
-def _lerp_by(b: Builder, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    return b.op("Add", [x, b.op("Mul", [weight, b.op("Sub", [y, x])])])
-
-
 def _third(kind: str) -> Callable[..., Tensor]:
     """Return an operator for x + value * (y `kind` z)."""
     return lambda b, x, y, z, value=1: _add(b, x, _pair(kind)(b, y, z), value)
@@ -221,10 +201,6 @@ def _third(kind: str) -> Callable[..., Tensor]:
 def _of_base(kind: str, factor: float) -> Callable[..., Tensor]:
     """Return a function of base e with its result scaled by `factor`."""
     return lambda b, x: _as_tensor(b, _scaled(b, b.op(kind, [b.cast(x, b.out.dtype)]), factor))
-
-
-def _log_sigmoid(b: Builder, x: Tensor) -> Tensor:
-    return b.op("Neg", [b.op("Softplus", [b.op("Neg", [x])])])
 
 
 _UNARY: Final = (
@@ -260,9 +236,9 @@ ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
     "aten.square.default": lambda b, x: b.op("Mul", [x, x]),
     "aten.log1p.default": _log1p,
     "aten.expm1.default": _expm1,
-    "aten.rsqrt.default": _rsqrt,
-    "aten.gelu.default": _gelu,
-    "aten.silu.default": _silu,
+    "aten.rsqrt.default": lambda b, x: b.op("Reciprocal", [b.op("Sqrt", [b.cast(x, b.out.dtype)])]),
+    "aten.gelu.default": lambda b, x, approximate="none": b.op("Gelu", [x], approximate=approximate),
+    "aten.silu.default": lambda b, x: b.op("Mul", [x, b.op("Sigmoid", [x])]),
     "aten.softplus.default": _softplus,
     "aten.mish.default": lambda b, x: b.op("Mul", [x, b.op("Tanh", [_softplus(b, x)])]),
     "aten.hardswish.default": lambda b, x: b.op("Mul", [x, _hard(b, x)]),
@@ -275,7 +251,7 @@ ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
     "aten.minimum.default": _pair("Min"),
     "aten.prelu.default": _prelu,
     "aten.lerp.Scalar": _lerp,
-    "aten.log_sigmoid.default": _log_sigmoid,
+    "aten.log_sigmoid.default": lambda b, x: b.op("Neg", [b.op("Softplus", [b.op("Neg", [x])])]),
     "aten.log2.default": _of_base("Log", 1 / math.log(2)),
     "aten.log10.default": _of_base("Log", 1 / math.log(10)),
     "aten.exp2.default": lambda b, x: b.op("Pow", [b.number(2.0, b.out.dtype), b.cast(x, b.out.dtype)]),
@@ -286,7 +262,7 @@ ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
     "aten.glu.default": _glu,
     "aten.addcmul.default": _third("Mul"),
     "aten.addcdiv.default": _third("Div"),
-    "aten.lerp.Tensor": _lerp_by,
+    "aten.lerp.Tensor": lambda b, x, y, weight: b.op("Add", [x, b.op("Mul", [weight, b.op("Sub", [y, x])])]),
     "aten.trunc.default": lambda b, x: _truncated(b, x) if x.dtype in _FLOATS else x,
     "aten.frac.default": lambda b, x: b.op("Sub", [x, _truncated(b, x)]),
     "aten.sgn.default": lambda b, x: b.op("Sign", [x]),
@@ -297,7 +273,7 @@ ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
     "aten.bitwise_and.Tensor": _bitwise("And"),
     "aten.bitwise_or.Tensor": _bitwise("Or"),
     "aten.bitwise_xor.Tensor": _bitwise("Xor"),
-    "aten.bitwise_not.default": _bitwise_not,
+    "aten.bitwise_not.default": lambda b, x: b.op("Not" if x.dtype == "bool" else "BitwiseNot", [x]),
     "aten.__and__.Tensor": _bitwise("And"),
     "aten.__or__.Tensor": _bitwise("Or"),
     "aten.floor.default": _rounded("Floor"),

@@ -19,7 +19,7 @@ import psutil
 from onnx import TensorProto, helper
 
 from fusionai.backends.binding import SIZES
-from fusionai.backends.interface import DeviceReport, Speeds
+from fusionai.backends.interface import Backend, DeviceReport, Speeds
 from fusionai.backends.measurement import (
     arithmetic,
     calls_per_s,
@@ -39,7 +39,6 @@ from fusionai.backends.onnxruntime.program import (
     session_of,
 )
 from fusionai.backends.serving.parted import Compute, PartedServing, ProgramPart
-from fusionai.backends.stage_base import FrameworkBackend
 from fusionai.backends.tolerance import numbers
 from fusionai.ir.operators import OPERATORS as ALLOWED
 from fusionai.ir.schema import Graph, ParamSpec
@@ -52,8 +51,8 @@ SIZE: Final = 512
 """Rows and columns of the measured matrix product; chosen."""
 
 
-class OnnxBackend(FrameworkBackend):
-    """Implements `backends.interface.Backend` and `backends.interface.ServingBackend`. `threads` limits the threads of
+class OnnxBackend(Backend):
+    """ONNX Runtime on one device. `threads` limits the threads of
     a session."""
 
     name = "onnxruntime"
@@ -137,16 +136,10 @@ FORMATS: Final = ("fp32",)
 
 
 class OnnxServingProgram(PartedServing):
-    """Implements `backends.interface.ServingProgram`."""
+    """A serving stage whose parts are ONNX sessions."""
 
     def __init__(
-        self,
-        graph: Graph,
-        *,
-        options: ServeOptions,
-        device: str,
-        threads: int | None,
-        memory_limit_bytes: int | None,
+        self, graph: Graph, *, options: ServeOptions, device: str, threads: int | None, memory_limit_bytes: int | None
     ) -> None:
         super().__init__(graph, options)
         require_operators(graph.nodes)

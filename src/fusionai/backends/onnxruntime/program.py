@@ -9,7 +9,7 @@ the models, `stage_base` checks calls, `backend` serves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -18,14 +18,13 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from fusionai.backends.binding import bind_symbols, check_indices, describe, first_line, largest
-from fusionai.backends.interface import NOTHING_BEGUN, Call
+from fusionai.backends.interface import NOTHING_BEGUN, Call, Entries, StageProgram, Tensors
 from fusionai.backends.onnxruntime.arithmetic import ARITHMETIC
 from fusionai.backends.onnxruntime.building import Builder, Size, Tensor
 from fusionai.backends.onnxruntime.products import DRAWING, PRODUCTS, SCANS, drawing, keys
 from fusionai.backends.onnxruntime.reductions import REDUCTIONS
 from fusionai.backends.onnxruntime.shaping import SHAPING
 from fusionai.backends.semantics import DropoutKey
-from fusionai.backends.stage_base import StageBase
 from fusionai.backends.state import StateEntry
 from fusionai.backends.tolerance import numbers
 from fusionai.ir.graph import needed_nodes, reads
@@ -123,8 +122,8 @@ NO_TRAINING: Final = "ONNX Runtime computes forward passes only: this backend ca
 _HINT: Final = "Let machines with backend torch or jax train."
 
 
-class OnnxStageProgram(StageBase[None]):
-    """Implements `backends.interface.StageProgram` without training: its training methods raise `ExecutionError`."""
+class OnnxStageProgram(StageProgram):
+    """A stage that evaluates; its training methods raise `ExecutionError`."""
 
     def __init__(
         self,
@@ -149,9 +148,7 @@ class OnnxStageProgram(StageBase[None]):
         time."""
         self._sessions: dict[object, Callable[[Mapping[str, Array]], dict[str, Array]]] = {}
 
-    def forward(
-        self, call: Call, inputs: Mapping[str, HostTensor], wanted: Sequence[str] | None = None
-    ) -> dict[str, HostTensor]:
+    def forward(self, call: Call, inputs: Tensors, wanted: Sequence[str] | None = None) -> dict[str, HostTensor]:
         if call.mode == "train":
             raise ExecutionError(NO_TRAINING, hint=_HINT)
         names = self._begin(call, wanted)
@@ -180,9 +177,7 @@ class OnnxStageProgram(StageBase[None]):
         values = {name: self._graph.outputs[name] for name in names}
         return {name: _host(self._graph.values[value].dtype, found[value]) for name, value in values.items()}
 
-    def backward(
-        self, call: Call, gradients: Mapping[str, HostTensor], begun: Mapping[str, HostTensor] = NOTHING_BEGUN
-    ) -> dict[str, HostTensor]:
+    def backward(self, call: Call, gradients: Tensors, begun: Tensors = NOTHING_BEGUN) -> dict[str, HostTensor]:
         del call, gradients, begun
         raise ExecutionError(NO_TRAINING, hint=_HINT)
 
@@ -198,7 +193,7 @@ class OnnxStageProgram(StageBase[None]):
             self._require_trainable(key)
         return []
 
-    def import_gradients(self, entries: Iterable[tuple[str, HostTensor]], *, add: bool) -> None:
+    def import_gradients(self, entries: Entries, *, add: bool) -> None:
         del entries, add
         raise ExecutionError(NO_TRAINING, hint=_HINT)
 

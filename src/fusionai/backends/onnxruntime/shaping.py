@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fusionai.backends.onnxruntime.building import ROWS, Builder, DType, Operand, Rows, Size, Tensor
+from fusionai.backends.onnxruntime.building import ROWS, Builder, Operand, Rows, Size, Tensor
 from fusionai.backends.semantics import pad_widths, slice_bounds
 from fusionai.primitives.errors import ExecutionError
 
@@ -71,10 +71,6 @@ def _split(b: Builder, x: Tensor, *_: Any, **__: Any) -> list[Tensor]:
         pieces.append(b.slice(x, at, first, first + piece.size(at)))
         first += piece.size(at)
     return pieces
-
-
-def _unbind(b: Builder, x: Tensor, dim: int = 0) -> list[Tensor]:
-    return [_select(b, x, dim, index) for index in range(x.size(dim))]
 
 
 def _cast(b: Builder, x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -199,10 +195,6 @@ def _filled_with(place: int) -> Callable[..., Tensor]:
     return lambda b, *args, **_: _filled(b, args[place])
 
 
-def _counted(b: Builder, end: Operand | Rows, _dtype: DType | None = None, **__: Any) -> Tensor:
-    return _arange(b, 0, end)
-
-
 SHAPING: Final[dict[str, Callable[..., Any]]] = {
     **{f"aten.{name}.default": _same for name in ("alias", "clone", "contiguous", "detach", "lift_fresh_copy")},
     **{f"aten.{name}": _known for name in ("flatten.using_ints", "unflatten.int")},
@@ -225,7 +217,7 @@ SHAPING: Final[dict[str, Callable[..., Any]]] = {
     "aten.broadcast_tensors.default": lambda b, tensors: [
         b.expand(x, out.shape) for x, out in zip(tensors, b.outs, strict=True)
     ],
-    "aten.unbind.int": _unbind,
+    "aten.unbind.int": lambda b, x, dim=0: [_select(b, x, dim, index) for index in range(x.size(dim))],
     "aten.flip.default": _flip,
     "aten.roll.default": _roll,
     "aten.select_scatter.default": _select_scatter,
@@ -234,7 +226,7 @@ SHAPING: Final[dict[str, Callable[..., Any]]] = {
     "aten.new_full.default": _filled_with(2),
     "aten.full_like.default": _filled_with(1),
     "aten.scalar_tensor.default": lambda b, value, *_, **__: b.cast(value, b.out.dtype),
-    "aten.arange.default": _counted,
+    "aten.arange.default": lambda b, end, _dtype=None, **__: _arange(b, 0, end),
     "aten.arange.start": _arange,
     "aten.arange.start_step": _arange,
     "aten.diff.default": _diff,

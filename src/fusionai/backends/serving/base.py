@@ -1,14 +1,17 @@
-"""Framework-free base of serving programs: checks passes, keeps sessions and rows. Computes nothing.
+"""The interface of a stage that serves, and its framework-free part: checks passes, keeps sessions. Computes nothing.
 
-A pass is checked as a whole before anything changes or is allocated, with the same error messages on every backend.
-Neighbours: `page_table` keeps the sessions and sizes the caches, `backends.torch.serving` and
-the other backends' programs compute.
+A stage is paged memory and a program. The caller says which session has which pages and what is dropped
+(`coordination.serving.driver` decides it for the whole pipeline). Tokens of many sessions are packed along the sequence
+of one call, with batch size 1. Positions follow from the segments. A pass is checked as a whole before anything changes
+or is allocated, with the same error messages on every backend. Neighbours: `page_table` keeps the sessions and sizes
+the caches, `backends.torch.serving` and the other backends' programs compute.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,8 +27,31 @@ from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.wire.serving import Segment, ServeOptions
 
 
-class ServingBase(ABC):
-    """Framework-independent part of `backends.interface.ServingProgram`."""
+@dataclass(frozen=True, slots=True)
+class CheckedPass:
+    """One pass of packed sessions. `spans` is empty if the stage keeps nothing. `inputs`: all that the graph reads.
+    `wanted`: graph output meanings. `rows`: the positions whose results are wanted; None: all `positions`."""
+
+    spans: tuple[RowSpan, ...]
+    inputs: Mapping[str, HostTensor]
+    wanted: frozenset[str]
+    rows: Sequence[int] | None
+    positions: int
+
+    @property
+    def chosen(self) -> list[int]:
+        return list(range(self.positions) if self.rows is None else self.rows)
+
+
+class ServingProgram(ABC):
+    """One loaded stage with its weights and caches.
+
+    `fusion.attention` nodes append their keys and values to the cache of each segment's session and attend to all
+    positions of that session up to each position. Layers with a window keep one ring per session, as long as the window
+    plus a pass; other layers are paged by the session's page table. The bits of a session's rows do not depend on what
+    else is in the pass, nor on whether up to `FEW_POSITIONS` positions after the session's first pass come together or
+    one by one.
+    """
 
     def __init__(self, graph: Graph, options: ServeOptions, *, whole: bool = False) -> None:
         """`whole`: the stage keeps its inputs instead of keys and values. Raises `ExecutionError` on an attention that
@@ -50,10 +76,13 @@ class ServingBase(ABC):
 
     @property
     def missing(self) -> tuple[str, ...]:
+        """Keys of weights that were not imported yet, sorted."""
         return tuple(sorted(self._waiting))
 
     def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
-        """See `ServingProgram.import_weights`."""
+        """Load weights, keyed by `ParamSpec.key`, in any order, each once, with the dtypes of the model's files. Each
+        weight is converted, packed or quantised in turn, and its source is released. Raises `ExecutionError` on an
+        unknown key, a wrong shape, or a dtype that can't be converted."""
         for key, tensor in entries:
             if key not in self._specs:
                 raise ExecutionError(f"the stage has no weight {key!r}{nearest(key, self._specs)}.")
@@ -68,19 +97,17 @@ class ServingBase(ABC):
         """Convert a weight that fits `spec` to the form in which it is kept."""
 
     @abstractmethod
-    def allocate(self) -> None: ...
+    def allocate(self) -> None:
+        """Allocate the caches. A standby stage has none until it is promoted. A second call does nothing."""
+
+    @property
+    @abstractmethod
+    def resident_bytes(self) -> int:
+        """Bytes of the weights as they are kept, and of the caches."""
 
     @abstractmethod
-    def _computed(
-        self,
-        spans: tuple[RowSpan, ...],
-        fed: Mapping[str, HostTensor],
-        wanted: frozenset[str],
-        rows: Sequence[int] | None,
-        positions: int,
-    ) -> dict[str, HostTensor]:
-        """Compute a pass that was checked and return the `wanted` values. `spans` is empty if the stage has no
-        attention."""
+    def _computed(self, work: CheckedPass) -> dict[str, HostTensor]:
+        """Return the wanted values of a pass."""
 
     def run(
         self,
@@ -90,21 +117,27 @@ class ServingBase(ABC):
         wanted: Sequence[str],
         rows: Sequence[int] | None = None,
     ) -> dict[str, HostTensor]:
-        """See `ServingProgram.run`."""
+        """Return the values `wanted` (graph output meanings) for the packed positions of `segments`.
+
+        `inputs`: the graph's inputs except `position_ids`, with shapes [1, positions, ...]. `rows`: return only these
+        positions of each result. A graph without attention keeps nothing and takes any rows; `segments` may be empty
+        then. Sizes are checked before anything is allocated. Raises `ExecutionError` if a segment starts beyond the
+        cached positions, if its pages do not suffice or do not exist, or if more sessions need a ring than there are
+        rings.
+        """
         names = frozenset(wanted)
         fed = self._checked_inputs(segments, inputs, self._needed(names))
         positions = self._positions(segments, fed)
         if rows is not None and any(not 0 <= row < positions for row in rows):
             raise ExecutionError(f"the pass has {positions} positions, but rows up to {max(rows)} are requested.")
         self.allocate()
-        spans: tuple[RowSpan, ...] = ()
-        if self._keeps:
-            spans = self._table.place(segments)
-        results = self._computed(spans, fed, names, rows, positions)
+        spans = self._table.place(segments) if self._keeps else ()
+        results = self._computed(CheckedPass(spans, fed, names, rows, positions))
         self._table.computed(spans)
         return results
 
     def forget(self, sessions: Iterable[int]) -> None:
+        """Drop the page tables and rings of these sessions; unknown ones are ignored."""
         self._table.forget(sessions)
 
     def forget_all(self) -> None:
@@ -112,6 +145,7 @@ class ServingBase(ABC):
 
     @property
     def cached(self) -> dict[int, int]:
+        """Session -> number of cached positions."""
         return self._table.cached
 
     # -------------------------------------------------------------------------------------------------------- checks

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from fusionai.backends.binding import shape_of, with_rows
 from fusionai.backends.interface import Backend, Call
-from fusionai.backends.serving.base import ServingBase
+from fusionai.backends.serving.base import CheckedPass, ServingProgram
 from fusionai.backends.serving.page_table import RowSpan
 from fusionai.backends.tolerance import numbers
 from fusionai.ir.schema import Graph, ParamSpec
@@ -40,8 +40,8 @@ _FORMAT: Final = "fp32"
 Bytes = npt.NDArray[np.uint8]
 
 
-class WholeServing(ServingBase):
-    """Implements `backends.interface.ServingProgram`."""
+class WholeServing(ServingProgram):
+    """A serving stage that computes whole texts with the evaluating program of any backend."""
 
     def __init__(
         self, graph: Graph, *, options: ServeOptions, backend: Backend, memory_limit_bytes: int | None
@@ -82,18 +82,11 @@ class WholeServing(ServingBase):
             size = (self._options.pages, self._options.page_tokens)
             self._pages = {name: np.zeros((*size, self._row_bytes(name)), np.uint8) for name in self._rows}
 
-    def _computed(
-        self,
-        spans: tuple[RowSpan, ...],
-        fed: Mapping[str, HostTensor],
-        wanted: frozenset[str],
-        rows: Sequence[int] | None,
-        positions: int,
-    ) -> dict[str, HostTensor]:
-        chosen = range(positions) if rows is None else rows
+    def _computed(self, work: CheckedPass) -> dict[str, HostTensor]:
+        chosen, wanted = work.chosen, work.wanted
         made: dict[str, list[Bytes]] = {name: [] for name in wanted}
-        for span in spans:
-            self._keep(span, fed)
+        for span in work.spans:
+            self._keep(span, work.inputs)
             own = [row - span.first for row in chosen if 0 <= row - span.first < span.length]
             if own and wanted:
                 for name, tensor in self._whole(span, wanted).items():

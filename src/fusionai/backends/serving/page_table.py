@@ -13,11 +13,16 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Final
 
-from fusionai.backends.interface import FEW_POSITIONS
 from fusionai.ir.schema import Graph, Node, Ref
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 from fusionai.wire.serving import CacheFormat, Segment, ServeOptions
+
+FEW_POSITIONS: Final = 16
+"""Up to this many positions of a session, after earlier ones, give the same bits together as one by one. Chosen."""
+TILE_POSITIONS: Final = 32
+"""Positions of a prompt whose attention is computed together, in tiles that end at multiples of this. Prompt pieces
+that also end at such multiples give the same bits whatever their lengths."""
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from fusionai.backends.binding import check_indices, shape_of, with_rows
 from fusionai.backends.semantics import Scores, visible_keys
-from fusionai.backends.serving.base import ServingBase, array_of
+from fusionai.backends.serving.base import CheckedPass, ServingProgram, array_of
 from fusionai.backends.serving.page_table import LayerShape, RowSpan, first_key, one_by_one
 from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.schema import Graph, Node, Ref
@@ -184,8 +184,8 @@ class ProgramPart:
     attention: Node | None
 
 
-class PartedServing(ServingBase):
-    """Implements `backends.interface.ServingProgram` except for importing weights and compiling parts."""
+class PartedServing(ServingProgram):
+    """A serving stage in parts. A backend imports weights and compiles parts."""
 
     def __init__(self, graph: Graph, options: ServeOptions) -> None:
         super().__init__(graph, options)
@@ -212,17 +212,10 @@ class PartedServing(ServingBase):
 
     # ------------------------------------------------------------------------------------------------------ computing
 
-    def _computed(
-        self,
-        spans: tuple[RowSpan, ...],
-        fed: Mapping[str, HostTensor],
-        wanted: frozenset[str],
-        rows: Sequence[int] | None,
-        positions: int,
-    ) -> dict[str, HostTensor]:
-        check_indices(self._graph, self._graph.nodes, fed)
-        values: dict[str, Array] = {name: array_of(tensor) for name, tensor in fed.items()}
-        chosen = list(range(positions)) if rows is None else list(rows)
+    def _computed(self, work: CheckedPass) -> dict[str, HostTensor]:
+        spans, wanted, chosen = work.spans, work.wanted, work.chosen
+        check_indices(self._graph, self._graph.nodes, work.inputs)
+        values: dict[str, Array] = {name: array_of(tensor) for name, tensor in work.inputs.items()}
         *before, last = self._parts_of(wanted)
         for number, part in enumerate(before):
             assert part.attention is not None, "parts are cut there"

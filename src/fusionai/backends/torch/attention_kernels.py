@@ -23,7 +23,7 @@ from llvmlite import ir
 from numba import njit
 from numba.core import cgutils
 
-from fusionai.backends.interface import TILE_POSITIONS
+from fusionai.backends.serving.page_table import TILE_POSITIONS
 from fusionai.backends.torch import row_code
 from fusionai.backends.torch.row_code import Form
 from fusionai.backends.torch.row_vectors import (

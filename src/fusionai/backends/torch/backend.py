@@ -31,8 +31,9 @@ import torch
 import torch._decomp
 import torch._refs
 import torch._refs.nn.functional
+from torch import Tensor
 
-from fusionai.backends.interface import DeviceReport, Speeds
+from fusionai.backends.interface import Backend, DeviceReport, Speeds
 from fusionai.backends.measurement import (
     MEASURE_S,
     arithmetic,
@@ -45,7 +46,6 @@ from fusionai.backends.measurement import (
 )
 from fusionai.backends.semantics import Scores
 from fusionai.backends.serving.page_table import LayerShape, RowSpan
-from fusionai.backends.stage_base import FrameworkBackend
 from fusionai.backends.torch.blocked_linear import blocked_product, kernels
 from fusionai.backends.torch.host import to_host
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN
@@ -139,11 +139,11 @@ def fingerprint(device: torch.device) -> str:
     return hashed(described, (to_host(tensor).data for tensor in _probe_computation(device)))
 
 
-def _probe_computation(device: torch.device) -> list[torch.Tensor]:
+def _probe_computation(device: torch.device) -> list[Tensor]:
     """Compute matrix products of several shapes, softmax, exp, attention and their gradients, on inputs made from
     integers."""
 
-    def pattern(*shape: int) -> torch.Tensor:
+    def pattern(*shape: int) -> Tensor:
         return torch.tensor(probe_pattern(*shape), device=device, requires_grad=True)
 
     x, first, second = pattern(3, 67, 96), pattern(160, 96), pattern(96, 160)
@@ -240,7 +240,7 @@ def measured_attention(device: torch.device, calls_per_s: _CallsPerS) -> float:
     q = torch.randn(shape, generator=generator).to(device)
     k, v = q[:, :shared].clone(), q[:, -shared:].clone()
 
-    def attend() -> torch.Tensor:
+    def attend() -> Tensor:
         return cached_attention(layout, cache, q, k, v, Scores(HEAD_WIDTH**-0.5))
 
     seen = PROMPT_ROWS * (start + (PROMPT_ROWS + 1) / 2)
@@ -259,8 +259,8 @@ def _repeated(packed: PackedLinear) -> PackedLinear:
     return replace(packed, product=blocked_product(long), nbytes=data.nbytes, blocks=long)
 
 
-class TorchBackend(FrameworkBackend):
-    """Implements `backends.interface.Backend` and `backends.interface.ServingBackend`. `threads` limits torch's threads
+class TorchBackend(Backend):
+    """PyTorch on one device. `threads` limits torch's threads
     in this process; None leaves them."""
 
     name = "torch"

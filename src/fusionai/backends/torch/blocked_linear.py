@@ -24,6 +24,7 @@ from typing import Any, Final
 import platformdirs
 import torch
 from filelock import FileLock, Timeout
+from torch import Tensor
 from torch.nn.functional import pad
 
 from fusionai.backends.torch.row_blocks import WIDTH, Blocks
@@ -97,7 +98,7 @@ def scratch_bytes() -> int:
     return 0 if known is None else known.scratch_bytes * torch.get_num_threads()
 
 
-def blocked_product(blocks: Blocks) -> Callable[[torch.Tensor], torch.Tensor]:
+def blocked_product(blocks: Blocks) -> Callable[[Tensor], Tensor]:
     """Return a function [rows, in] -> float32 [rows, out]. A row's bits never depend on other rows, so no trial run is
     needed."""
     known = kernels()
@@ -108,7 +109,7 @@ def blocked_product(blocks: Blocks) -> Callable[[torch.Tensor], torch.Tensor]:
     count, columns, many = blocks.count, blocks.columns, blocks.data.shape[0]
     padded = WIDTH * many
 
-    def product(x: torch.Tensor) -> torch.Tensor:
+    def product(x: Tensor) -> Tensor:
         x = pad(x.to(torch.bfloat16), (0, count % 2)) if kind is Factor.HALVES else x.to(torch.float32)
         x = x.contiguous()
         rows, step = x.shape[0], x.shape[1] * x.element_size()

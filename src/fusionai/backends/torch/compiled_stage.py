@@ -16,10 +16,11 @@ from math import prod
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from fusionai.backends.binding import IN_BFLOAT16, OPERATOR_FAILURES, first_line, largest, shape_of
+from fusionai.backends.interface import movable_weights
 from fusionai.backends.semantics import DropoutKey
-from fusionai.backends.stage_base import movable_weights
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.interpreter import EMBEDDING, Interpreter, PackedReading, Step, compile_graph, describe
 from fusionai.backends.torch.operators import TorchContext
@@ -98,11 +99,7 @@ class _Meter:
     """Counts the distinct storages of live registers: views share theirs."""
 
     def __init__(
-        self,
-        graph: Graph,
-        interpreter: Interpreter,
-        symbols: Mapping[str, int],
-        limit_bytes: int | None,
+        self, graph: Graph, interpreter: Interpreter, symbols: Mapping[str, int], limit_bytes: int | None
     ) -> None:
         self.graph = graph
         self.registers = interpreter.values
@@ -122,7 +119,7 @@ class _Meter:
     def hold_inputs(self, registers: list[object]) -> None:
         for name, register in self.registers.items():
             value = registers[register]
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, Tensor):
                 continue
             if register in self.parameter_registers:
                 storage = value.untyped_storage()
@@ -133,12 +130,12 @@ class _Meter:
     def after(self, step: Step, registers: list[object]) -> None:
         for name in step.node.outputs:
             value = registers[self.registers[name]]
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 self._compare(step, name, value)
                 self._hold(value, describe(step.node))
         for register in step.dead:
             value = registers[register]
-            if isinstance(value, torch.Tensor) and register not in self.parameter_registers:
+            if isinstance(value, Tensor) and register not in self.parameter_registers:
                 self._release(value)
             registers[register] = None
 
@@ -148,7 +145,7 @@ class _Meter:
         self._leave()
         for register in part.entering:
             value = registers[register]
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 storage = value.untyped_storage()
                 if storage._cdata not in self.parameters:
                     self.entered[storage._cdata] = storage
@@ -165,14 +162,14 @@ class _Meter:
         self.saved.clear()
         self.saved_bytes = 0
 
-    def save(self, tensor: torch.Tensor) -> None:
+    def save(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata in self.parameters or storage._cdata in self.saved:
             return
         self.saved[storage._cdata] = storage
         self.saved_bytes += storage.nbytes()
 
-    def _hold(self, value: torch.Tensor, what: str) -> None:
+    def _hold(self, value: Tensor, what: str) -> None:
         storage = value.untyped_storage()
         address = storage._cdata
         if address in self.parameters:
@@ -191,7 +188,7 @@ class _Meter:
                 )
         self.users[address] += 1
 
-    def _release(self, value: torch.Tensor) -> None:
+    def _release(self, value: Tensor) -> None:
         storage = value.untyped_storage()
         address = storage._cdata
         if address not in self.users:
@@ -202,7 +199,7 @@ class _Meter:
             self.live_bytes -= storage.nbytes()
             del self.held[address]
 
-    def _compare(self, step: Step, name: str, value: torch.Tensor) -> None:
+    def _compare(self, step: Step, name: str, value: Tensor) -> None:
         spec = self.graph.values.get(name)
         if spec is None:
             raise ExecutionError(f"{describe(step.node)}: its result {name!r} is not declared in the graph.")
@@ -221,7 +218,7 @@ class _Meter:
 
 def _input(
     graph: Graph, name: str, shape: tuple[int, ...], context: TorchContext, grad_inputs: frozenset[str]
-) -> torch.Tensor | int:
+) -> Tensor | int:
     dtype = graph.values[name].dtype
     if dtype == "symint":
         return 1
@@ -229,14 +226,14 @@ def _input(
     return torch.empty(shape, dtype=DTYPES[dtype], device=META, requires_grad=differentiable)
 
 
-def _param(graph: Graph, name: str, context: TorchContext) -> torch.Tensor:
+def _param(graph: Graph, name: str, context: TorchContext) -> Tensor:
     spec = graph.params[name]
     return torch.empty(
         spec.shape, dtype=DTYPES[spec.dtype], device=META, requires_grad=context.training and spec.trainable
     )
 
 
-def _never(_saved: None) -> torch.Tensor:
+def _never(_saved: None) -> Tensor:
     raise AssertionError("nothing runs backward without memory")
 
 

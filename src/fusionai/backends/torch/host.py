@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor, layout_fits
@@ -32,7 +33,7 @@ ALIGNMENT_BYTES: Final = 64
 """Alignment of torch's CPU allocator."""
 
 
-def to_torch(tensor: HostTensor, device: torch.device, *, own: bool = False) -> torch.Tensor:
+def to_torch(tensor: HostTensor, device: torch.device, *, own: bool = False) -> Tensor:
     """Return a torch tensor with these bytes. With `own` the result never shares memory with `tensor`. Without `own` it
     may share memory: the caller must keep the bytes unchanged as long as the result lives."""
     if tensor.layout:
@@ -51,7 +52,7 @@ def to_torch(tensor: HostTensor, device: torch.device, *, own: bool = False) -> 
     return shared.view(dtype).reshape(tensor.shape).to(device)
 
 
-def to_host(value: torch.Tensor | int, *, own: bool = False, laid_out: bool = False) -> HostTensor:
+def to_host(value: Tensor | int, *, own: bool = False, laid_out: bool = False) -> HostTensor:
     """Return the bytes of a tensor; a size computed in the graph becomes an int64 of shape (). With `own` the bytes are
     a copy. With `laid_out`, strides and offset are included if the tensor was not C-contiguous and aligned."""
     if isinstance(value, int):
@@ -73,7 +74,7 @@ def to_host(value: torch.Tensor | int, *, own: bool = False, laid_out: bool = Fa
     return host_tensor(name, shape, flat.view(torch.uint8).numpy().data, layout)
 
 
-def _layout(value: torch.Tensor) -> tuple[int, ...]:
+def _layout(value: Tensor) -> tuple[int, ...]:
     """Return strides and offset, or () for a plain layout. Kernels order sums by strides and alignment, so the next
     stage needs the layout that a single process would have."""
     offset = value.data_ptr() % ALIGNMENT_BYTES // value.element_size() if value.device.type == "cpu" else 0
@@ -83,7 +84,7 @@ def _layout(value: torch.Tensor) -> tuple[int, ...]:
     return layout if layout_fits(tuple(value.shape), layout) else _without_gaps(value)
 
 
-def _without_gaps(value: torch.Tensor) -> tuple[int, ...]:
+def _without_gaps(value: Tensor) -> tuple[int, ...]:
     """Return strides with the same order of dimensions and no gaps between elements, and offset 0."""
     strides = [0] * value.dim()
     extent = 1
@@ -94,7 +95,7 @@ def _without_gaps(value: torch.Tensor) -> tuple[int, ...]:
     return (*strides, 0)
 
 
-def _laid_out(value: torch.Tensor, layout: tuple[int, ...]) -> torch.Tensor:
+def _laid_out(value: Tensor, layout: tuple[int, ...]) -> Tensor:
     """Return the same numbers with these strides, beginning at this offset from an aligned address."""
     *strides, offset = layout
     extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, strides, strict=True))
@@ -104,5 +105,5 @@ def _laid_out(value: torch.Tensor, layout: tuple[int, ...]) -> torch.Tensor:
     return made
 
 
-def _fill(target: torch.Tensor, data: memoryview) -> None:
+def _fill(target: Tensor, data: memoryview) -> None:
     target.numpy().data[:] = data

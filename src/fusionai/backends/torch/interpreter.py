@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fusionai.backends import binding
 from fusionai.backends.binding import IN_BFLOAT16, IN_FLOAT32, OPERATOR_FAILURES, first_line
@@ -58,25 +59,25 @@ EMBEDDING: Final = "aten.embedding.default"
 class StoredWeight:
     """A packed weight. `data`: flat uint8 in the layout of `ir.stored`. `shape`: shape of the float32 tensor."""
 
-    def __init__(self, data: torch.Tensor, spec: ParamSpec) -> None:
+    def __init__(self, data: Tensor, spec: ParamSpec) -> None:
         self.data = data
         self.shape = tuple(spec.shape)
         self._form: Stored = spec.stored
         self._columns = spec.shape[-1]
         self._rows = prod(spec.shape[:-1])
 
-    def open(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def open(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the whole weight, unpacked in float32 and converted to `dtype`."""
         return self._floats(None).view(self.shape).to(dtype)
 
-    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+    def rows(self, numbers: Tensor) -> Tensor:
         """Return these rows of a matrix: float32 [*numbers.shape, columns]."""
         return self._floats(numbers.reshape(-1)).view(*numbers.shape, self._columns)
 
-    def _floats(self, rows: torch.Tensor | None) -> torch.Tensor:
+    def _floats(self, rows: Tensor | None) -> Tensor:
         count, columns = self._rows * self._columns, self._columns
 
-        def taken(part: torch.Tensor) -> torch.Tensor:
+        def taken(part: Tensor) -> Tensor:
             return part if rows is None else part.index_select(0, rows)
 
         match self._form:
@@ -117,7 +118,7 @@ AS_THEY_ARE: Final = PackedReading()
 """No packed weights."""
 
 
-def _looked_up(table: StoredWeight | torch.Tensor, indices: torch.Tensor, *_rest: Any, **_named: Any) -> torch.Tensor:
+def _looked_up(table: StoredWeight | Tensor, indices: Tensor, *_rest: Any, **_named: Any) -> Tensor:
     """Look up rows. A lookup's options concern only its gradient, and a frozen table has none. When sizes are measured,
     the table is a plain tensor."""
     return table.rows(indices) if isinstance(table, StoredWeight) else F.embedding(indices, table)
@@ -145,7 +146,7 @@ def _opened(
     if not weights or again or not torch.is_grad_enabled():
         return compute(*args, **options)
 
-    def pack(saved: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def pack(saved: Tensor) -> Callable[[], Tensor]:
         weight = weights.get(saved.untyped_storage().data_ptr())
         if weight is None:
             kept = saved.detach()
@@ -195,7 +196,7 @@ class Interpreter:
 
     def run(
         self, context: TorchContext, inputs: Mapping[str, Any], params: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return (outputs by meaning, new buffer values by key). `inputs` and `params` are keyed by value name and may
         contain more than needed. A parameter is a tensor or whatever the kernels of its readers accept. Raises
         `ExecutionError` naming the node that failed."""
@@ -231,7 +232,7 @@ class Interpreter:
         registers[_CONTEXT] = context
         return registers
 
-    def results(self, registers: Registers) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def results(self, registers: Registers) -> tuple[dict[str, Any], dict[str, Tensor]]:
         outputs = {meaning: registers[register] for meaning, register in self.outputs.items()}
         return outputs, {key: registers[register] for key, register in self.writes.items()}
 
@@ -379,7 +380,7 @@ class _Builder:
         return len(self.template) - 1
 
 
-def _linear(context: TorchContext, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _linear(context: TorchContext, x: Tensor, weight: Tensor) -> Tensor:
     return deferrable_linear(context.left, x, weight)
 
 
@@ -430,9 +431,7 @@ def _call(
 
 
 def _store(
-    call: Callable[[Registers], Any],
-    targets: list[int],
-    lists: list[tuple[int, Callable[[Registers], list[Any]]]],
+    call: Callable[[Registers], Any], targets: list[int], lists: list[tuple[int, Callable[[Registers], list[Any]]]]
 ) -> Instruction:
     if len(targets) == 1:
         target = targets[0]
@@ -462,7 +461,7 @@ def _store(
 
 def _in_float32(compute: Callable[..., Any]) -> Callable[..., Any]:
     def widen(value: Any) -> Any:
-        return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+        return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
     return lambda *args, **kwargs: compute(
         *[widen(value) for value in args], **{name: widen(value) for name, value in kwargs.items()}

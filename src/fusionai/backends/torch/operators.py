@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fusionai.backends.binding import SIZES
 from fusionai.backends.semantics import DropoutKey
@@ -39,10 +40,10 @@ class Lagging:
     """A deferred weight gradient: the layer's input and the gradient of its output. `begun`: sum of the contributions
     of other stages, which is added first."""
 
-    weight: torch.Tensor
-    x: torch.Tensor
-    gradient: torch.Tensor
-    begun: torch.Tensor | None = None
+    weight: Tensor
+    x: Tensor
+    gradient: Tensor
+    begun: Tensor | None = None
 
 
 Left = list[Lagging]
@@ -63,7 +64,7 @@ def deferrable(graph: Graph, kept: Collection[str] = ()) -> frozenset[int]:
     return frozenset(found)
 
 
-def deferrable_linear(left: Left | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def deferrable_linear(left: Left | None, x: Tensor, weight: Tensor) -> Tensor:
     """Return `F.linear(x, weight)`. If `left` is a list, backward appends the weight's part to it instead of computing
     it."""
     if left is None or not torch.is_grad_enabled() or x.numel() == 0:
@@ -81,7 +82,7 @@ def finish(left: Left) -> None:
     left.clear()
 
 
-def add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+def add_to(parameter: Tensor, gradient: Tensor) -> None:
     """Add one microbatch's gradient to the parameter's sum, as autograd does."""
     if parameter.grad is None:
         parameter.grad = gradient
@@ -91,7 +92,7 @@ def add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 class _DeferredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, left: Left) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, left: Left) -> Tensor:
         ctx.save_for_backward(x)
         # The weight itself, not a saved tensor: unpacking a saved tensor may give another object, whose `.grad` is
         # never read.
@@ -101,7 +102,7 @@ class _DeferredLinear(torch.autograd.Function):
         return _rows(x).mm(weight.t()).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
         (gradient,) = gradients
         (x,) = ctx.saved_tensors
         weight = ctx.weight
@@ -111,7 +112,7 @@ class _DeferredLinear(torch.autograd.Function):
         return _rows(gradient).mm(weight).view(x.shape), None, None
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
@@ -125,45 +126,34 @@ class TorchContext:
     """List to which linear layers append deferred weight gradients; None: backward computes them."""
 
 
-def _zeros_for_empty(size: list[int], **options: Any) -> torch.Tensor:
+def _zeros_for_empty(size: list[int], **options: Any) -> Tensor:
     # Uninitialised memory could show a graph what this process held before.
     options.pop("memory_format", None)
     return torch.ops.aten.zeros.default(size, **options)
 
 
-def _zeros_like_for_empty(x: torch.Tensor, **options: Any) -> torch.Tensor:
-    return torch.ops.aten.zeros_like.default(x, **options)
-
-
 def _attention(
-    context: TorchContext,
-    node: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    dropout: float = 0.0,
-    **options: Any,
-) -> torch.Tensor:
+    context: TorchContext, node: int, q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, **options: Any
+) -> Tensor:
     return attention(q, k, v, dropout=dropout if context.training else 0.0, key=context.key, node=node, **options)
 
 
-def _dropout(context: TorchContext, node: int, x: torch.Tensor, *, p: float) -> torch.Tensor:
+def _dropout(context: TorchContext, node: int, x: Tensor, *, p: float) -> Tensor:
     return dropout(x, p, context.key, node) if context.training and p > 0.0 else x
 
 
 def _batch_norm_functional(
     context: TorchContext,
     _node: int,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor,
-    variance: torch.Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
     training: bool,
     momentum: float,
     eps: float,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Return (y, saved mean, saved inverse deviation, new running mean, new running variance); the last two are
     unchanged outside training."""
     if context.training and training:
@@ -179,16 +169,16 @@ def _batch_norm_functional(
 def _batch_norm(
     context: TorchContext,
     _node: int,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    variance: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
     training: bool,
     momentum: float,
     eps: float,
     cudnn_enabled: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     if training and context.training and mean is not None:
         raise ExecutionError(
             "aten.batch_norm.default would change its running statistics in place.",
@@ -199,16 +189,16 @@ def _batch_norm(
 
 
 def _embedding_bag(
-    weight: torch.Tensor,
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
     *,
     mode: int,
-    weights: torch.Tensor | None = None,
+    weights: Tensor | None = None,
     by_frequency: bool = False,
     last_offset: bool = False,
     padding: int = -1,
-) -> torch.Tensor:
+) -> Tensor:
     """Return sums (mode 0), means (1) or maxima (2) of bags of rows: indices [n], `offsets` [bags] with each bag's
     first index."""
     return torch.ops.aten._embedding_bag.default(
@@ -218,7 +208,7 @@ def _embedding_bag(
 
 _OWN: Final[Mapping[str, Callable[..., Any]]] = {
     "aten.empty.memory_format": _zeros_for_empty,
-    "aten.empty_like.default": _zeros_like_for_empty,
+    "aten.empty_like.default": lambda x, **options: torch.ops.aten.zeros_like.default(x, **options),
     "fusion.embedding_bag": _embedding_bag,
     "fusion.expert_linear": expert_linear,
     "fusion.linear_attention": linear_attention,
@@ -274,34 +264,19 @@ PLAIN: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(_resolve())
 """Operators called as `f(*args, **kwargs)`."""
 
 
-Lookup = tuple[torch.Tensor, int, int, int | None]
+Lookup = tuple[Tensor, int, int, int | None]
 """Indices, first allowed index, end of the allowed range (exclusive), and one more index that is allowed (or None)."""
 
 
-def _embedding_lookups(weight: torch.Tensor, indices: torch.Tensor, *_: Any, **__: Any) -> list[Lookup]:
-    return [(indices, 0, weight.shape[0], None)]
+def _rows_of(table: Tensor, indices: Tensor, *_: Any, **__: Any) -> list[Lookup]:
+    return [(indices, 0, table.shape[0], None)]
 
 
-def _dim_lookups(x: torch.Tensor, dim: int, indices: torch.Tensor, *_: Any, **__: Any) -> list[Lookup]:
+def _along(x: Tensor, dim: int, indices: Tensor, *_: Any, **__: Any) -> list[Lookup]:
     return [(indices, 0, x.shape[dim] if x.dim() else 1, None)]
 
 
-def _either_way_lookups(x: torch.Tensor, dim: int, indices: torch.Tensor, *_: Any) -> list[Lookup]:
-    size = x.shape[dim] if x.dim() else 1
-    return [(indices, -size, size, None)]
-
-
-def _bag_lookups(
-    weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, *_: Any, **__: Any
-) -> list[Lookup]:
-    return [(indices, 0, weight.shape[0], None), (offsets, 0, indices.shape[0] + 1, None)]
-
-
-def _unpool_lookups(x: torch.Tensor, indices: torch.Tensor, output_size: list[int]) -> list[Lookup]:  # noqa: ARG001
-    return [(indices, 0, prod(output_size), None)]
-
-
-def _index_lookups(x: torch.Tensor, indices: list[torch.Tensor | None], *_: Any) -> list[Lookup]:
+def _from_either_end(x: Tensor, indices: list[Tensor | None], *_: Any) -> list[Lookup]:
     return [
         (index, -size, size, None)
         for index, size in zip(indices, x.shape, strict=False)
@@ -310,48 +285,32 @@ def _index_lookups(x: torch.Tensor, indices: list[torch.Tensor | None], *_: Any)
 
 
 def _class_lookups(
-    x: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,  # noqa: ARG001 — the operators' own argument order
-    reduction: int = 1,  # noqa: ARG001
-    ignore_index: int = -100,
-    *_: Any,
-    **__: Any,
+    x: Tensor, target: Tensor, _weight: Any = None, _reduction: int = 1, ignore_index: int = -100, *_: Any, **__: Any
 ) -> list[Lookup]:
     if target.is_floating_point():
         return []
     return [(target, 0, x.shape[1 if x.dim() > 1 else 0], ignore_index)]
 
 
-def _expert_lookups(
-    x: torch.Tensor,  # noqa: ARG001 - the operator's own argument order
-    weight: torch.Tensor,
-    experts: torch.Tensor,
-    **_: Any,
-) -> list[Lookup]:
-    return [(experts, 0, weight.shape[0], None)]
-
-
 LOOKUPS: Final[Mapping[str, Callable[..., list[Lookup]]]] = MappingProxyType(
     {
-        "fusion.expert_linear": _expert_lookups,
-        "aten.embedding.default": _embedding_lookups,
-        "aten.index_select.default": _dim_lookups,
-        "aten.gather.default": _dim_lookups,
-        "aten.scatter.value": _dim_lookups,
-        "aten.scatter.src": _dim_lookups,
-        "aten.scatter_add.default": _dim_lookups,
-        "aten.scatter_reduce.two": _dim_lookups,
-        "aten.index_add.default": _dim_lookups,
-        "aten.index_copy.default": _dim_lookups,
-        "aten.index_fill.int_Scalar": _either_way_lookups,
-        "aten.index_put.default": _index_lookups,
-        "aten.max_unpool2d.default": _unpool_lookups,
-        "fusion.embedding_bag": _bag_lookups,
-        "aten.index.Tensor": _index_lookups,
-        "aten.nll_loss_forward.default": _class_lookups,
-        "aten.nll_loss.default": _class_lookups,
-        "aten.nll_loss_nd.default": _class_lookups,
+        "aten.embedding.default": _rows_of,
+        "fusion.expert_linear": lambda _x, weight, experts, **_: _rows_of(weight, experts),
+        "fusion.embedding_bag": lambda weight, indices, offsets, **_: [
+            *_rows_of(weight, indices),
+            (offsets, 0, indices.shape[0] + 1, None),
+        ],
+        **{
+            f"aten.{name}.default": _along
+            for name in ("index_select", "gather", "scatter_add", "index_add", "index_copy")
+        },
+        **dict.fromkeys(("aten.scatter.value", "aten.scatter.src", "aten.scatter_reduce.two"), _along),
+        "aten.index_fill.int_Scalar": lambda x, dim, indices, *_: [
+            (indices, -size, size, None) for size in (x.shape[dim] if x.dim() else 1,)
+        ],
+        **dict.fromkeys(("aten.index.Tensor", "aten.index_put.default"), _from_either_end),
+        "aten.max_unpool2d.default": lambda _x, indices, output_size: [(indices, 0, prod(output_size), None)],
+        **{f"aten.{name}.default": _class_lookups for name in ("nll_loss_forward", "nll_loss", "nll_loss_nd")},
         "aten.cross_entropy_loss.default": _class_lookups,
     }
 )

@@ -28,6 +28,7 @@ from functools import cache
 from typing import Final
 
 import torch
+from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
@@ -53,7 +54,7 @@ class TorchStageOptimizer:
     def __init__(
         self,
         spec: OptimizerSpec,
-        parameters: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, Tensor],
         slots: OptimizerSlots | None = None,
         weights: OptimizerSlots | None = None,
     ) -> None:
@@ -65,7 +66,7 @@ class TorchStageOptimizer:
         """Whether a parameter's state may be updated in one call, because it is in memory."""
         self._weights = weights
         self._slots: OptimizerSlots = MemorySlots() if slots is None else slots
-        self._counters: dict[str, torch.Tensor] = {}
+        self._counters: dict[str, Tensor] = {}
         """Key -> steps taken, on the host as in torch."""
 
     def slots(self, key: str) -> tuple[str, ...]:
@@ -126,15 +127,15 @@ class TorchStageOptimizer:
 
     def _advance(
         self,
-        parameters: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        state: Sequence[Mapping[str, torch.Tensor]],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        state: Sequence[Mapping[str, Tensor]],
         weight_decay: float,
         learning_rate: float,
     ) -> None:
         spec = self._spec
 
-        def slot(name: str) -> list[torch.Tensor]:
+        def slot(name: str) -> list[Tensor]:
             return [one[name] for one in state if name in one]
 
         match spec.kind:
@@ -155,7 +156,7 @@ class TorchStageOptimizer:
                     maximize=False,
                 )
             case "sgd":
-                buffers: list[torch.Tensor | None] = [one.get("momentum_buffer") for one in state]
+                buffers: list[Tensor | None] = [one.get("momentum_buffer") for one in state]
                 sgd(
                     parameters,
                     gradients,
@@ -175,12 +176,12 @@ class TorchStageOptimizer:
         self._slots.clear()
         self._counters.clear()
 
-    def read(self, key: str, slot: str) -> torch.Tensor:
+    def read(self, key: str, slot: str) -> Tensor:
         """Return a slot, or its value before the first step if it is empty."""
         held = self._counters.get(key) if slot == "step" else self._slots.read(key, slot)
         return self.empty_slot(key, slot) if held is None else held
 
-    def empty_slot(self, key: str, slot: str) -> torch.Tensor:
+    def empty_slot(self, key: str, slot: str) -> Tensor:
         dtype, shape = self._shapes[key][slot]
         if slot == "step":
             return torch.zeros((), dtype=torch.float32)
@@ -190,7 +191,7 @@ class TorchStageOptimizer:
             initial = zero_code(signed=slot in SIGNED)
         return torch.full(shape, initial, dtype=DTYPES[dtype], device=self._parameters[key].device)
 
-    def write(self, key: str, slot: str, value: torch.Tensor) -> None:
+    def write(self, key: str, slot: str, value: Tensor) -> None:
         """Overwrite a slot with a tensor that nothing else references."""
         if slot == "step":
             self._counters[key] = value.cpu()
@@ -215,14 +216,14 @@ class TorchStageOptimizer:
     def _coded(self, key: str) -> bool:
         return any(slot.endswith(SCALE) for slot in self._shapes[key])
 
-    def _piece(self, key: str, slot: str, start: int, stop: int) -> torch.Tensor:
+    def _piece(self, key: str, slot: str, start: int, stop: int) -> Tensor:
         found = self._slots.piece(key, slot, start, stop)
         if slot + SCALE not in self._shapes[key]:
             return found
         scales = self._slots.piece(key, slot + SCALE, start // EIGHT_BIT_BLOCK, -(-stop // EIGHT_BIT_BLOCK))
         return decode(found, scales, signed=slot in SIGNED)
 
-    def _keep(self, key: str, slot: str, start: int, value: torch.Tensor) -> None:
+    def _keep(self, key: str, slot: str, start: int, value: Tensor) -> None:
         if slot + SCALE not in self._shapes[key]:
             self._slots.keep(key, slot, start, value)
             return
@@ -232,7 +233,7 @@ class TorchStageOptimizer:
 
 
 def slot_shapes(
-    spec: OptimizerSpec, parameters: Mapping[str, torch.Tensor]
+    spec: OptimizerSpec, parameters: Mapping[str, Tensor]
 ) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
     """Return key -> slot -> (dtype, shape)."""
     return {
@@ -241,7 +242,7 @@ def slot_shapes(
     }
 
 
-def _groups(spec: OptimizerSpec, parameters: Mapping[str, torch.Tensor]) -> list[tuple[list[str], float]]:
+def _groups(spec: OptimizerSpec, parameters: Mapping[str, Tensor]) -> list[tuple[list[str], float]]:
     """Return (keys, weight decay) per group: matrices decay; norms and biases decay only with `decay_vectors`."""
     decaying = [key for key, parameter in parameters.items() if spec.decay_vectors or parameter.dim() >= 2]
     others = [key for key in parameters if key not in set(decaying)]
@@ -265,9 +266,7 @@ def _check(spec: OptimizerSpec) -> None:
             raise ValueError(f"{name} can't be {value}")
 
 
-def make_optimizer(
-    spec: OptimizerSpec, parameters: list[torch.Tensor], learning_rate: float = 0.0
-) -> torch.optim.Optimizer:
+def make_optimizer(spec: OptimizerSpec, parameters: list[Tensor], learning_rate: float = 0.0) -> torch.optim.Optimizer:
     """Return torch's AdamW or SGD with its defaults for the device, for the plain training that stages are compared
     with. Raises `ValueError` for state in 8 bits, which torch does not have."""
     if spec.state_bits != 32:
@@ -291,7 +290,7 @@ def clip_scale(norms: Sequence[float], max_norm: float, device: torch.device) ->
     return total.item(), scale.item()
 
 
-def parameter_norms(gradients: Sequence[torch.Tensor]) -> list[float]:
+def parameter_norms(gradients: Sequence[Tensor]) -> list[float]:
     """Return the Euclidean norm of each tensor, exactly as `torch.nn.utils.clip_grad_norm_` computes it."""
     if not gradients:
         return []
@@ -304,7 +303,7 @@ def parameter_norms(gradients: Sequence[torch.Tensor]) -> list[float]:
     return [norm.item() for norm in norms]
 
 
-def scale_gradients(gradients: Sequence[torch.Tensor], scale: float) -> None:
+def scale_gradients(gradients: Sequence[Tensor], scale: float) -> None:
     """Multiply the gradients in place as `torch.nn.utils.clip_grad_norm_` does."""
     factor = torch.tensor(scale, dtype=torch.float32, device=gradients[0].device)
     if gradients[0].device.type in ("cpu", "cuda"):
@@ -323,7 +322,7 @@ _CELLS: Final = 1 << 16
 codes."""
 
 
-def encode(values: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Return (codes uint8 [n], scales float32 [ceil(n / BLOCK)]) of float32 [n]."""
     count = values.numel()
     blocks = -(-count // BLOCK)
@@ -338,7 +337,7 @@ def encode(values: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.T
     return codes[:count], scales
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
+def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """Return the float32 [n] that `encode` coded."""
     values = _levels(signed, codes.device).index_select(0, codes.to(torch.int32))
     return values.mul_(scales.repeat_interleave(BLOCK)[: codes.numel()])
@@ -350,7 +349,7 @@ def zero_code(*, signed: bool) -> int:
 
 
 @cache
-def _levels(signed: bool, device: torch.device) -> torch.Tensor:
+def _levels(signed: bool, device: torch.device) -> Tensor:
     """Return the 256 values in ascending order."""
     found = [0.0, 1.0]
     for decade in range(_DECADES):
@@ -364,7 +363,7 @@ def _levels(signed: bool, device: torch.device) -> torch.Tensor:
 
 
 @cache
-def _cells(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _cells(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return, for each upper half of a float32 in the order of signed integers, its lower code and the threshold above
     which the next code applies."""
     levels = _levels(signed, torch.device("cpu"))

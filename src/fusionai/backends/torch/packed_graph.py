@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.operators import LOOKUPS, PLAIN, with_index_checks
@@ -66,7 +67,7 @@ its own."""
 class PackedParameter:
     """A parameter in memory: `plain` for readers that are not products, `packed` for each product (by node id)."""
 
-    plain: torch.Tensor | None
+    plain: Tensor | None
     packed: Mapping[int, PackedLinear]
 
 
@@ -145,12 +146,12 @@ def kernels(graph: Graph, uses: Mapping[int, ProductWeight], tables: frozenset[s
     return found
 
 
-def whole_blocks(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def whole_blocks(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return an elementwise `compute` that is called on whole blocks of contiguous elements only."""
     one_thread = torch.get_num_threads() == 1
 
-    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-        given = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        given = [arg for arg in args if isinstance(arg, Tensor)]
         if any(x.device.type != "cpu" or not x.is_floating_point() for x in given):
             return compute(*args, **kwargs)
         shape = given[0].shape
@@ -169,18 +170,18 @@ def whole_blocks(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     return run
 
 
-def gated(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def gated(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return `glu` computed elementwise on its two halves, in whole blocks."""
     in_blocks = whole_blocks(lambda values, gates: compute(torch.cat([values, gates]), 0))
     return lambda x, dim=-1: in_blocks(*x.chunk(2, dim))
 
 
-def one_by_one(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def one_by_one(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a product of two batches of matrices that is computed item by item. The number of items depends on all
     rows of a pass (mixtures of experts gather a matrix for every row), and libraries may choose kernels by that number.
     Here every call has the sizes of one item."""
 
-    def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def run(a: Tensor, b: Tensor) -> Tensor:
         # A single product per sum has only one order. Other devices are excluded, because each call would cost a wait.
         if a.dim() != 3 or b.dim() != 3 or a.shape[2] == 1 or a.shape[0] == 0 or a.device.type != "cpu":
             return compute(a, b)
@@ -191,15 +192,15 @@ def one_by_one(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return run
 
 
-def _padded(flat: torch.Tensor) -> torch.Tensor:
+def _padded(flat: Tensor) -> Tensor:
     missing = -flat.numel() % _BLOCK
     return torch.cat([flat, flat.new_ones(missing)]) if missing else flat.contiguous()
 
 
-def _with(args: Sequence[Any], tensors: Iterable[torch.Tensor]) -> list[Any]:
+def _with(args: Sequence[Any], tensors: Iterable[Tensor]) -> list[Any]:
     """Return `args` with their tensors replaced, in order, by `tensors`."""
     others = iter(tensors)
-    return [next(others) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    return [next(others) if isinstance(arg, Tensor) else arg for arg in args]
 
 
 def _use(node: Node) -> ProductWeight | None:
@@ -215,7 +216,7 @@ def _use(node: Node) -> ProductWeight | None:
             return None
 
 
-def _product(node: Node) -> Callable[..., torch.Tensor]:
+def _product(node: Node) -> Callable[..., Tensor]:
     """Return a function called like the node's operator, with the weight as `PackedParameter`; the packed product
     contains the bias."""
     identity = node.id
@@ -224,10 +225,10 @@ def _product(node: Node) -> Callable[..., torch.Tensor]:
     return lambda x, weight, _bias=None: weight.packed[identity](x)
 
 
-def _lookup(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+def _lookup(dtype: torch.dtype) -> Callable[..., Tensor]:
     compute = with_index_checks(_EMBEDDING, PLAIN[_EMBEDDING])
 
-    def run(table: PackedParameter, indices: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(table: PackedParameter, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return compute(table.plain, indices, *args, **kwargs).to(dtype)
 
     return run

@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from fusionai.backends.torch.blocked_linear import blocked_product
@@ -66,12 +67,12 @@ class PackedLinear:
     matrix, if it is stored in blocks."""
 
     product: Product
-    bias: torch.Tensor | None
+    bias: Tensor | None
     nbytes: int
     counts: Counts | None = None
     blocks: Blocks | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Return [..., out] in x's dtype for x [..., in]."""
         flat = x.reshape(-1, x.shape[-1])
         y = self.product(flat) if self.counts is None else in_steady_calls(self.product, self.counts, flat)
@@ -82,8 +83,8 @@ class PackedLinear:
 
 
 def pack(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
     form: WeightFormat,
     key: str,
     *,
@@ -103,7 +104,7 @@ def pack(
     kind, product, nbytes = _on_cpu(weight, form, key)
     shape = (weight.shape[0], weight.shape[1])
 
-    def trial() -> tuple[Product, torch.Tensor]:
+    def trial() -> tuple[Product, Tensor]:
         if weight.numel() > _TRIED_INSTEAD:
             return product, _as_read(weight, form)
         stand_in = torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -141,14 +142,14 @@ def int4_group(rows: int, columns: int) -> int | None:
     return next((group for group in INT4_GROUPS if columns % group == 0), None) if rows % 16 == 0 else None
 
 
-def quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return (int8 [out, in], bfloat16 scale per row [out]). Values are rounded against the bfloat16 scale that is
     kept."""
     scales = (weight.abs().amax(dim=1) / 127.0).clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
     return (weight / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
-def quantise_groups(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Return (int32 [out, in] of 0..15, bfloat16 [in / group, out, 2] of scale and middle). A value is (level - 8) *
     scale + middle."""
     grouped = weight.reshape(weight.shape[0], -1, group)
@@ -160,7 +161,7 @@ def quantise_groups(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, tor
     return levels, torch.stack([scale, middle], dim=2).transpose(0, 1).contiguous()
 
 
-def _on_cpu(weight: torch.Tensor, form: WeightFormat, key: str) -> tuple[str, Product, int]:
+def _on_cpu(weight: Tensor, form: WeightFormat, key: str) -> tuple[str, Product, int]:
     """Return (kernel's name, product, bytes)."""
     match form:
         case "fp32" | "bf16":
@@ -195,7 +196,7 @@ def _on_cpu(weight: torch.Tensor, form: WeightFormat, key: str) -> tuple[str, Pr
             return "int4pack", lambda x: compute(x.to(torch.bfloat16), quarter, group, scales_and_middles), nbytes
 
 
-def _as_read(weight: torch.Tensor, form: WeightFormat) -> torch.Tensor:
+def _as_read(weight: Tensor, form: WeightFormat) -> Tensor:
     """Return the matrix whose values the product multiplies by, in float32, without a row's scale."""
     match form:
         case "fp32":
@@ -208,7 +209,7 @@ def _as_read(weight: torch.Tensor, form: WeightFormat) -> torch.Tensor:
             return weight.to(torch.bfloat16).to(torch.float32)
 
 
-def _onednn(weight: torch.Tensor, dtype: torch.dtype) -> tuple[str, Product, int]:
+def _onednn(weight: Tensor, dtype: torch.dtype) -> tuple[str, Product, int]:
     if not _onednn_works(dtype):
         return _plain(weight, dtype)
     # No hint of the number of rows: the layout for one row is slower at every number of rows.
@@ -228,7 +229,7 @@ def _factor(rows: int, columns: int, form: WeightFormat) -> Factor:
     return Factor.INT8 if group is None else GROUPS[group]
 
 
-def _in_blocks(weight: torch.Tensor, form: WeightFormat, key: str, pages: WidePages | None) -> Blocks:
+def _in_blocks(weight: Tensor, form: WeightFormat, key: str, pages: WidePages | None) -> Blocks:
     if form in _FLOATS:
         if form == "fp16":
             _check_float16(weight, key)
@@ -247,12 +248,12 @@ def _in_blocks(weight: torch.Tensor, form: WeightFormat, key: str, pages: WidePa
     return Blocks(factor, rows, columns, data)
 
 
-def _plain(weight: torch.Tensor, dtype: torch.dtype) -> tuple[str, Product, int]:
+def _plain(weight: Tensor, dtype: torch.dtype) -> tuple[str, Product, int]:
     kept = weight.to(dtype)
     return f"plain {dtype}", lambda x: linear(x.to(dtype), kept), kept.nbytes
 
 
-def _on_accelerator(weight: torch.Tensor, form: WeightFormat, key: str) -> tuple[Product, int]:
+def _on_accelerator(weight: Tensor, form: WeightFormat, key: str) -> tuple[Product, int]:
     """Return (product, bytes) on another device: it multiplies in the wanted dtype and keeps four bits as eight."""
     if form in _FLOATS:
         if form == "fp16":
@@ -263,7 +264,7 @@ def _on_accelerator(weight: torch.Tensor, form: WeightFormat, key: str) -> tuple
     return lambda x: linear(x, levels.to(x.dtype)) * scales.to(x.dtype), levels.nbytes + scales.nbytes
 
 
-def _check_float16(weight: torch.Tensor, key: str) -> None:
+def _check_float16(weight: Tensor, key: str) -> None:
     largest = float(weight.abs().amax()) if weight.numel() else 0.0
     if not largest <= FLOAT16_LARGEST:
         raise ExecutionError(
@@ -295,18 +296,18 @@ def _fbgemm_works() -> bool:
     return _close(got, linear(x, weight.half().float()))
 
 
-def _trial() -> tuple[torch.Tensor, torch.Tensor]:
+def _trial() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return torch.randn((48, 32), generator=generator), torch.randn((3, 32), generator=generator)
 
 
-def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+def _close(got: Tensor, expected: Tensor) -> bool:
     scale = float(expected.abs().amax())
     tolerance = _PROBE_TOLERANCE if got.dtype == torch.float32 else 2e-2
     return float((got.float() - expected.float()).abs().amax()) <= tolerance * scale
 
 
-Product = Callable[[torch.Tensor], torch.Tensor]
+Product = Callable[[Tensor], Tensor]
 """Maps [rows, in] to [rows, out] in the product's own dtype."""
 Counts = tuple[int, ...]
 """Numbers of rows, ascending. Calls with these numbers of rows give a row the same bits at every place."""
@@ -324,7 +325,7 @@ _KNOWN: Final[dict[Hashable, Counts]] = {}
 """(kind, shape, threads) -> numbers of rows that passed."""
 
 
-def steady_counts(kind: str, shape: tuple[int, int], make: Callable[[], tuple[Product, torch.Tensor]]) -> Counts:
+def steady_counts(kind: str, shape: tuple[int, int], make: Callable[[], tuple[Product, Tensor]]) -> Counts:
     """Return the numbers of rows for products of one `kind` with matrices of `shape` [out, in]. `make` returns such a
     product, and the matrix in float32 as the product reads it (integer levels if quantised). It is called only if the
     answer is not known yet."""
@@ -336,7 +337,7 @@ def steady_counts(kind: str, shape: tuple[int, int], make: Callable[[], tuple[Pr
     return known
 
 
-def in_steady_calls(product: Product, counts: Counts, x: torch.Tensor) -> torch.Tensor:
+def in_steady_calls(product: Product, counts: Counts, x: Tensor) -> Tensor:
     """Return `product` of x [rows, in], computed in calls of `counts` rows."""
     rows, most = x.shape[0], counts[-1]
     whole = rows - rows % most
@@ -349,10 +350,10 @@ def in_steady_calls(product: Product, counts: Counts, x: torch.Tensor) -> torch.
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def tried(product: Product, matrix: torch.Tensor) -> Counts:
+def tried(product: Product, matrix: Tensor) -> Counts:
     """Return the numbers of rows that agree with the largest one that passes. One row always passes."""
     x = trial_rows(matrix)
-    by_bits: list[tuple[torch.Tensor, list[int]]] = []
+    by_bits: list[tuple[Tensor, list[int]]] = []
     for count in TRIED if matrix.numel() <= LARGE_ELEMENTS else TRIED_OF_LARGE:
         made = _steady(product, x, count)
         if made is None:
@@ -366,7 +367,7 @@ def tried(product: Product, matrix: torch.Tensor) -> Counts:
     return tuple(max((counts for _, counts in by_bits), key=lambda counts: counts[-1]))
 
 
-def trial_rows(matrix: torch.Tensor) -> torch.Tensor:
+def trial_rows(matrix: Tensor) -> Tensor:
     """Return x [8, in] for a matrix [out, in]. Each of the first four has an exactly zero product with one row of the
     matrix."""
     generator = torch.Generator().manual_seed(1)
@@ -381,7 +382,7 @@ def trial_rows(matrix: torch.Tensor) -> torch.Tensor:
     return x.to(matrix.device)
 
 
-def _steady(product: Product, x: torch.Tensor, count: int) -> torch.Tensor | None:
+def _steady(product: Product, x: Tensor, count: int) -> Tensor | None:
     """Return the results for the rows x in calls of `count` rows; None if they depend on a row's place or its
     neighbours."""
     # Tried at every place and with every neighbour: a row among copies of itself, and among different rows. Calls of
@@ -399,7 +400,7 @@ def _calls(count: int) -> list[range]:
     return [range(first, first + count) for first in range(0, _ROWS, count)]
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
+def aligned(x: Tensor) -> Tensor:
     """Return x at an aligned address and contiguous, like fresh memory: libraries may also choose kernels by address
     and strides."""
     begins = x.is_contiguous() and x.data_ptr() % _ALIGNMENT_BYTES == 0

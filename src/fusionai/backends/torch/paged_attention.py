@@ -27,11 +27,11 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fusionai.backends.interface import TILE_POSITIONS
 from fusionai.backends.semantics import Scores
-from fusionai.backends.serving.page_table import CACHE_NAMES, LayerShape, RowSpan, first_key, one_by_one
+from fusionai.backends.serving.page_table import CACHE_NAMES, TILE_POSITIONS, LayerShape, RowSpan, first_key, one_by_one
 from fusionai.backends.torch.blocked_linear import in_threads, kernel_module
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.row_code import Form
@@ -49,9 +49,9 @@ class PassLayout:
 
     spans: tuple[RowSpan, ...]
     page_tokens: int
-    slots: torch.Tensor | None
-    ring_slots: Mapping[int, torch.Tensor]
-    runs: tuple[torch.Tensor | None, ...]
+    slots: Tensor | None
+    ring_slots: Mapping[int, Tensor]
+    runs: tuple[Tensor | None, ...]
 
 
 def lay_out(
@@ -59,7 +59,7 @@ def lay_out(
 ) -> PassLayout:
     size = options.page_tokens
     slots: list[int] = []
-    runs: list[torch.Tensor | None] = []
+    runs: list[Tensor | None] = []
     if paged:
         for span in spans:
             slots += [span.pages[position // size] * size + position % size for position in range(span.start, span.end)]
@@ -103,7 +103,7 @@ class LayerCache:
         keys, values = (rows.data_ptr() for rows in self._rows)
         return keys, values
 
-    def write(self, layout: PassLayout, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, layout: PassLayout, keys: Tensor, values: Tensor) -> None:
         """Store keys and values of the pass, each [1, heads, rows, width]."""
         slots = layout.slots if self.window is None else layout.ring_slots[self.window]
         assert slots is not None
@@ -111,7 +111,7 @@ class LayerCache:
             given = new[0].transpose(0, 1)
             rows.index_copy_(0, slots, given if given.dtype == rows.dtype else given.to(rows.dtype))
 
-    def read(self, layout: PassLayout, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layout: PassLayout, number: int) -> tuple[Tensor, Tensor]:
         """Return (keys, values), float32 [1, heads, positions, width], that span `number` may see."""
         span = layout.spans[number]
         if self.window is not None:
@@ -126,7 +126,7 @@ class LayerCache:
             )
         return (keys, values) if keys.dtype == torch.float32 else (keys.float(), values.float())
 
-    def _ringed(self, half: torch.Tensor, span: RowSpan) -> torch.Tensor:
+    def _ringed(self, half: Tensor, span: RowSpan) -> Tensor:
         first = first_key(span.start, self.window)
         base = span.ring * self.capacity
         begin, end = first % self.capacity, (span.end - 1) % self.capacity + 1
@@ -136,7 +136,7 @@ class LayerCache:
         return torch.cat([late.transpose(0, 1), early.transpose(0, 1)]).transpose(0, 1)[None]
 
 
-def cut(rows: torch.Tensor, first: int, end: int) -> torch.Tensor:
+def cut(rows: Tensor, first: int, end: int) -> Tensor:
     """Return positions `first` to `end` of [1, heads, positions, width], aligned in memory as if they were alone."""
     if first == 0 and end == rows.shape[2]:
         return rows
@@ -178,7 +178,7 @@ def _sweep() -> int:
     return 1024 if torch.get_num_threads() == 1 else 512
 
 
-def compiled_attention(span: RowSpan, cache: LayerCache, q: torch.Tensor, scores: Scores) -> torch.Tensor:
+def compiled_attention(span: RowSpan, cache: LayerCache, q: Tensor, scores: Scores) -> Tensor:
     """Return the attention of the span's rows, [rows, Hq, Dv]; q is float32 [1, Hq, rows, D], keys and values are in
     the cache."""
     made = attention_kernels()
@@ -221,9 +221,7 @@ def compiled_attention(span: RowSpan, cache: LayerCache, q: torch.Tensor, scores
     return out
 
 
-def cached_attention(
-    layout: PassLayout, cache: LayerCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
-) -> torch.Tensor:
+def cached_attention(layout: PassLayout, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     """Write the pass's k and v to the cache and return the attention's output [1, Hq, T, Dv]. q [1, Hq, T, D], k [1,
     Hkv, T, D], v [1, Hkv, T, Dv]."""
     if q.shape[0] != 1:
@@ -232,7 +230,7 @@ def cached_attention(
     wanted, q = q.dtype, q if q.dtype == torch.float32 else q.float()
     singles = _singles(q, k.shape[1]) if any(one_by_one(span) for span in layout.spans) else ()
     compiled = q.device.type == "cpu" and attention_kernels() is not None
-    parts: list[torch.Tensor] = []
+    parts: list[Tensor] = []
     for number, span in enumerate(layout.spans):
         if compiled and not one_by_one(span):
             queries = q[:, :, span.first : span.first + span.length]
@@ -254,7 +252,7 @@ def cached_attention(
     return joined if joined.dtype == wanted else joined.to(wanted)
 
 
-def _singles(q: torch.Tensor, shared: int) -> tuple[torch.Tensor, ...]:
+def _singles(q: Tensor, shared: int) -> tuple[Tensor, ...]:
     """Return the queries of each position: [1, Hkv, queries that share a key head, D]."""
     _, heads, positions, width = q.shape
     rows = q.transpose(1, 2).reshape(positions, 1, shared, heads // shared, width)
@@ -264,7 +262,7 @@ def _singles(q: torch.Tensor, shared: int) -> tuple[torch.Tensor, ...]:
     return rows.unbind(0)
 
 
-def _single(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> torch.Tensor:
+def _single(q: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
     """Return [1, Hq, Dv] of one position that sees all of `keys`."""
     _, shared, groups, width = q.shape
     if scores.softcap is None and scores.sinks is None:
@@ -276,7 +274,7 @@ def _single(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: S
     return out.reshape(1, shared * groups, -1)
 
 
-def _explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
+def _explicit(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     """Compute the explicit formula of transformers' eager attention."""
     scale, softcap, sinks = scores
     _, heads, queries, width = q.shape
@@ -309,12 +307,12 @@ def tiles(span: RowSpan) -> Iterator[tuple[int, int]]:
 
 
 def tiled_attention(
-    span: RowSpan, window: int | None, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
-) -> torch.Tensor:
+    span: RowSpan, window: int | None, q: Tensor, keys: Tensor, values: Tensor, scores: Scores
+) -> Tensor:
     """Return [1, Hq, rows, Dv] for q [1, Hq, rows, D] of the span and keys, values [1, Hkv, positions, D or Dv] from
     the first visible position on, all float32."""
     offset = first_key(span.start, window)
-    parts: list[torch.Tensor] = []
+    parts: list[Tensor] = []
     for start, end in tiles(span):
         first = first_key(start, window)
         seen = cut(keys, first - offset, end - offset), cut(values, first - offset, end - offset)
@@ -324,14 +322,8 @@ def tiled_attention(
 
 
 def _tile(
-    q: torch.Tensor,
-    start: int,
-    first: int,
-    window: int | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scores: Scores,
-) -> torch.Tensor:
+    q: Tensor, start: int, first: int, window: int | None, keys: Tensor, values: Tensor, scores: Scores
+) -> Tensor:
     """Return [Hq, rows, Dv] for q [Hq, rows, D] at positions from `start` on, and keys and values from position `first`
     on."""
     scale, softcap, sinks = scores
@@ -368,9 +360,7 @@ def _tile(
     return mixed.div_(total).reshape(heads, rows, -1)
 
 
-def _hidden(
-    start: int, rows: int, begin: int, end: int, window: int | None, device: torch.device
-) -> torch.Tensor | None:
+def _hidden(start: int, rows: int, begin: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
     """Return bool [rows, keys] for keys `begin` to `end`, True where hidden; None if every row sees every key."""
     if end - 1 <= start and (window is None or begin > start + rows - 1 - window):
         return None

@@ -8,7 +8,7 @@ measures it, `optimizers` updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +16,20 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from fusionai.backends.binding import bind_symbols
-from fusionai.backends.interface import NOTHING_BEGUN, Call
+from fusionai.backends.interface import (
+    NOTHING_BEGUN,
+    Call,
+    ContextKey,
+    Entries,
+    StageProgram,
+    Tensors,
+    check_gradient,
+    key_of,
+)
 from fusionai.backends.semantics import DropoutKey
-from fusionai.backends.stage_base import ContextKey, StageBase, check_gradient, key_of
 from fusionai.backends.state import StateEntry, check_entry
 from fusionai.backends.torch.compiled_stage import CompiledStage
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
@@ -43,10 +52,10 @@ MAX_CHECKED_SHAPES: Final = 64
 class _InFlight:
     """A microbatch between forward and backward: outputs that carry gradients, and inputs that receive them."""
 
-    outputs: dict[str, torch.Tensor]
-    entered: dict[str, torch.Tensor]
+    outputs: dict[str, Tensor]
+    entered: dict[str, Tensor]
     """Inputs as the graph reads them."""
-    gradients: dict[str, torch.Tensor]
+    gradients: dict[str, Tensor]
     """Gradients of the inputs, filled by backward."""
     left: Left | None
 
@@ -56,18 +65,18 @@ class _Entry(torch.autograd.Function):
     would give the gradient other strides, and autocast would cast a leaf only once for all its readers."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, name: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(ctx: Any, value: Tensor, name: str, gradients: dict[str, Tensor]) -> Tensor:
         ctx.name, ctx.gradients = name, gradients
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
         (ctx.gradients[ctx.name],) = gradients
         return None, None, None
 
 
-class TorchStageProgram(StageBase[_InFlight]):
-    """Implements `backends.interface.StageProgram`."""
+class TorchStageProgram(StageProgram):
+    """A stage that trains or evaluates."""
 
     def __init__(
         self,
@@ -106,7 +115,7 @@ class TorchStageProgram(StageBase[_InFlight]):
         self._tensors = {key: self._empty(key, spec) for key, spec in self._specs.items()}
         self._trainable = {key: self._tensors[key] for key, spec in self._specs.items() if spec.trainable}
         self._parameter_storages = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()} - {0}
-        self._committed: dict[str, torch.Tensor] = {}
+        self._committed: dict[str, Tensor] = {}
         """Buffers rewritten since the last apply: their values at that apply."""
         self._lagging: dict[ContextKey, Left] = {}
         """Deferred weight gradients of microbatches whose backward has run."""
@@ -122,7 +131,7 @@ class TorchStageProgram(StageBase[_InFlight]):
             except ValueError as error:
                 raise ExecutionError(f"invalid optimizer settings: {error}.") from error
 
-    def _empty(self, key: str, spec: ParamSpec) -> torch.Tensor:
+    def _empty(self, key: str, spec: ParamSpec) -> Tensor:
         if self._away is not None and key in self._away.keys:
             return self._away.tensor(key, trainable=spec.trainable)
         entry = self._entries[f"model/{key}"]
@@ -139,10 +148,8 @@ class TorchStageProgram(StageBase[_InFlight]):
 
     # ------------------------------------------------------------------------------------------------------ running
 
-    def forward(
-        self, call: Call, inputs: Mapping[str, HostTensor], wanted: Sequence[str] | None = None
-    ) -> dict[str, HostTensor]:
-        """See `StageProgram.forward`. The bytes of `inputs` must not change until `backward`."""
+    def forward(self, call: Call, inputs: Tensors, wanted: Sequence[str] | None = None) -> dict[str, HostTensor]:
+        """The bytes of `inputs` must not change until `backward`."""
         training = call.mode == "train"
         names = self._begin(call, wanted)
         interpreter = self._compiled.interpreter(names, training, self._device)
@@ -151,9 +158,9 @@ class TorchStageProgram(StageBase[_InFlight]):
         left: Left | None = [] if training and self._defers else None
         context = TorchContext(training, DropoutKey(self._options.seed, call.step, call.microbatch), left)
         self._check_sizes(names, context, inputs, symbols)
-        entered: dict[str, torch.Tensor] = {}
-        gradients: dict[str, torch.Tensor] = {}
-        values: dict[str, torch.Tensor | int] = {}
+        entered: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
+        values: dict[str, Tensor | int] = {}
         for name in interpreter.inputs:
             value = to_torch(inputs[name], self._device)
             if self._graph.values[name].dtype == "symint":
@@ -182,13 +189,11 @@ class TorchStageProgram(StageBase[_InFlight]):
             name: to_host(value, own=self._is_parameter(value), laid_out=training) for name, value in outputs.items()
         }
 
-    def backward(
-        self, call: Call, gradients: Mapping[str, HostTensor], begun: Mapping[str, HostTensor] = NOTHING_BEGUN
-    ) -> dict[str, HostTensor]:
-        """See `StageProgram.backward`. An input that the named outputs do not depend on is absent from the result."""
+    def backward(self, call: Call, gradients: Tensors, begun: Tensors = NOTHING_BEGUN) -> dict[str, HostTensor]:
+        """An input that the named outputs do not depend on is absent from the result."""
         held = self._take(call, gradients, begun)
-        roots: list[torch.Tensor] = []
-        root_gradients: list[torch.Tensor] = []
+        roots: list[Tensor] = []
+        root_gradients: list[Tensor] = []
         for name, gradient in gradients.items():
             output = held.outputs.get(name)
             if output is None:
@@ -198,7 +203,7 @@ class TorchStageProgram(StageBase[_InFlight]):
             root_gradients.append(to_torch(gradient, self._device))
         # Autograd adds root gradients before it runs anything, so sums continue from the contributions in `begun`.
         passed: dict[str, HostTensor] = {}
-        later: list[tuple[torch.Tensor, torch.Tensor]] = []
+        later: list[tuple[Tensor, Tensor]] = []
         for name, gradient in begun.items():
             key = self._trained_values.get(name)
             root = held.entered.get(name) if key is None else self._parameter(key)
@@ -281,7 +286,7 @@ class TorchStageProgram(StageBase[_InFlight]):
                 exported.append((key, to_host(gradient, own=True)))
         return exported
 
-    def import_gradients(self, entries: Iterable[tuple[str, HostTensor]], *, add: bool) -> None:
+    def import_gradients(self, entries: Entries, *, add: bool) -> None:
         for key, tensor in entries:
             parameter = self._parameter(key)
             check_entry(self._entries, f"model/{key}", tensor)
@@ -339,7 +344,7 @@ class TorchStageProgram(StageBase[_InFlight]):
         self._require_room_in_flight(needed_bytes, microbatches, limit_bytes)
 
     def _check_sizes(
-        self, names: frozenset[str], context: TorchContext, inputs: Mapping[str, HostTensor], symbols: Mapping[str, int]
+        self, names: frozenset[str], context: TorchContext, inputs: Tensors, symbols: Mapping[str, int]
     ) -> None:
         """Run sizes not seen before without memory first: a value may grow where a symbol shrinks."""
         shapes = {name: tensor.shape for name, tensor in inputs.items()}
@@ -370,11 +375,11 @@ class TorchStageProgram(StageBase[_InFlight]):
 
     # ----------------------------------------------------------------------------------------------------- details
 
-    def _given(self, spec: ParamSpec) -> torch.Tensor | StoredWeight:
+    def _given(self, spec: ParamSpec) -> Tensor | StoredWeight:
         tensor = self._tensors[spec.key]
         return StoredWeight(tensor, spec) if spec.stored else tensor
 
-    def _parameter(self, key: str) -> torch.Tensor:
+    def _parameter(self, key: str) -> Tensor:
         self._require_trainable(key)
         return self._trainable[key]
 
@@ -404,8 +409,8 @@ class TorchStageProgram(StageBase[_InFlight]):
         for parameter in self._trainable.values():
             parameter.grad = None
 
-    def _is_parameter(self, value: torch.Tensor | int) -> bool:
-        return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._parameter_storages
+    def _is_parameter(self, value: Tensor | int) -> bool:
+        return isinstance(value, Tensor) and value.untyped_storage().data_ptr() in self._parameter_storages
 
 
 def _precision(half_floats: bool, device_type: str) -> AbstractContextManager[object]:
@@ -414,5 +419,5 @@ def _precision(half_floats: bool, device_type: str) -> AbstractContextManager[ob
     return torch.autocast(device_type, torch.bfloat16) if half_floats else nullcontext()
 
 
-def _carries_gradient(value: torch.Tensor | int) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+def _carries_gradient(value: Tensor | int) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from fusionai.backends.torch.interpreter import Interpreter
 from fusionai.backends.torch.operators import TorchContext
@@ -69,7 +70,7 @@ def run_in_segments(
     params: Mapping[str, Any],
     precision: Callable[[], AbstractContextManager[object]],
     enter: Callable[[RecomputedSegment], None] = free,
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Run like `Interpreter.run`, keeping only the values that enter each of `parts` for backward.
 
     `precision`: the context the caller runs this in; entered again when a segment is recomputed. `enter`: called
@@ -118,13 +119,13 @@ class _Kept:
         self._again = again
         self._enter = enter
         self._count = 0
-        self._made: dict[int, torch.Tensor] = {}
+        self._made: dict[int, Tensor] = {}
 
-    def pack(self, _saved: torch.Tensor) -> int:
+    def pack(self, _saved: Tensor) -> int:
         self._count += 1
         return self._count - 1
 
-    def unpack(self, number: int) -> torch.Tensor:
+    def unpack(self, number: int) -> Tensor:
         # Needed even if the tensor exists: it may be a parameter that was replaced by another segment's.
         self._enter()
         if number not in self._made:
@@ -132,10 +133,10 @@ class _Kept:
         # Handed over, so that it lives only as long as backward needs it.
         return self._made.pop(number)
 
-    def _make(self) -> dict[int, torch.Tensor]:
-        made: dict[int, torch.Tensor] = {}
+    def _make(self) -> dict[int, Tensor]:
+        made: dict[int, Tensor] = {}
 
-        def keep(saved: torch.Tensor) -> None:
+        def keep(saved: Tensor) -> None:
             # Detached: otherwise it would hold the graph of this run, through which no backward goes.
             made[len(made)] = saved.detach()
             if len(made) == self._count:
@@ -165,5 +166,5 @@ def _segment(
     return RecomputedSegment(start, stop, tuple(entering), frozenset(keys))
 
 
-def _nothing(_saved: None) -> torch.Tensor:
+def _nothing(_saved: None) -> Tensor:
     raise AssertionError("nothing runs backward through a segment made again")

@@ -19,6 +19,7 @@ from math import prod
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from fusionai.backends.torch.row_code import Factor
 
@@ -36,7 +37,7 @@ class Blocks:
     factor: Factor
     columns: int
     count: int
-    data: torch.Tensor
+    data: Tensor
 
     @property
     def block_bytes(self) -> int:
@@ -64,7 +65,7 @@ def blocks_bytes(factor: Factor, columns: int, count: int) -> int:
     return taken_bytes((-(-columns // WIDTH), block_bytes(factor, count)), torch.uint8)
 
 
-def floats_in_blocks(matrix: torch.Tensor, pages: WidePages | None = None) -> Blocks:
+def floats_in_blocks(matrix: Tensor, pages: WidePages | None = None) -> Blocks:
     """Return [columns, summands] float32, bfloat16 or float16 as [blocks, summands, 16] or [blocks, pairs, 16, 2]. The
     memory comes from `pages` if given."""
     columns, count = matrix.shape
@@ -79,7 +80,7 @@ def floats_in_blocks(matrix: torch.Tensor, pages: WidePages | None = None) -> Bl
     return Blocks(_PLAIN[matrix.dtype], columns, count, made)
 
 
-def eight_bits_in_blocks(levels: torch.Tensor, scales: torch.Tensor) -> Blocks:
+def eight_bits_in_blocks(levels: Tensor, scales: Tensor) -> Blocks:
     """Return int8 [columns, summands] and a scale per column as uint8 [blocks, bytes]."""
     columns, count = levels.shape
     made = _room(Factor.INT8, columns, count)
@@ -91,7 +92,7 @@ def eight_bits_in_blocks(levels: torch.Tensor, scales: torch.Tensor) -> Blocks:
     return Blocks(Factor.INT8, columns, count, made)
 
 
-def four_bits_in_blocks(levels: torch.Tensor, scales_and_middles: torch.Tensor) -> Blocks:
+def four_bits_in_blocks(levels: Tensor, scales_and_middles: Tensor) -> Blocks:
     """Return levels 0..15 [columns, summands] and bfloat16 [summands / group, columns, 2] as uint8 [blocks, bytes]."""
     columns, count = levels.shape
     groups = scales_and_middles.shape[0]
@@ -111,11 +112,11 @@ def four_bits_in_blocks(levels: torch.Tensor, scales_and_middles: torch.Tensor) 
     return Blocks(factor, columns, count, made.flatten(1))
 
 
-def _room(factor: Factor, columns: int, count: int) -> torch.Tensor:
+def _room(factor: Factor, columns: int, count: int) -> Tensor:
     return torch.zeros((-(-columns // WIDTH), block_bytes(factor, count)), dtype=torch.uint8)
 
 
-def _filled(matrix: torch.Tensor, behind: int) -> torch.Tensor:
+def _filled(matrix: Tensor, behind: int) -> Tensor:
     """Return the matrix padded to whole blocks of columns, and with `behind` more summands."""
     columns, count = matrix.shape
     if columns % WIDTH == 0 and not behind:
@@ -147,7 +148,7 @@ class WidePages:
         self._used_bytes = -start % PAGE_BYTES
         self._end_bytes = self._used_bytes + nbytes
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return zeros in this memory, or in ordinary memory once it is used up."""
         nbytes = taken_bytes(shape, dtype)
         if self._used_bytes + nbytes > self._end_bytes or not nbytes:

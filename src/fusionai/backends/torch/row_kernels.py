@@ -41,19 +41,13 @@ from fusionai.backends.torch.row_vectors import (
     stamp_of,
 )
 
-_DIMS, _OUT, _A, _B = int(Field.DIMS), int(Field.OUT), int(Field.A), int(Field.B)
-_A_ROW, _B_ROW = int(Field.A_ROW), int(Field.B_ROW)
-_A_STRIDES, _B_STRIDES, _EXTRA = int(Field.A_STRIDES), int(Field.B_STRIDES), int(Field.EXTRA)
-_ADD, _SUB, _MUL, _DIV = int(Op.ADD), int(Op.SUB), int(Op.MUL), int(Op.DIV)
-_COPY, _NEG, _SQUARE, _CUBE, _SQRT, _RSQRT = (
-    int(Op.COPY), int(Op.NEG), int(Op.SQUARE), int(Op.CUBE), int(Op.SQRT), int(Op.RSQRT)
-)  # fmt: skip
-_EXP, _SILU, _SIGMOID, _RELU = int(Op.EXP), int(Op.SILU), int(Op.SIGMOID), int(Op.RELU)
-_TANH, _GELU, _GELU_TANH, _COS, _SIN = int(Op.TANH), int(Op.GELU), int(Op.GELU_TANH), int(Op.COS), int(Op.SIN)
-_MEAN, _TOTAL, _LAYER_NORM = int(Op.MEAN), int(Op.TOTAL), int(Op.LAYER_NORM)
-_LINEAR, _ATTENTION = int(Op.LINEAR), int(Op.ATTENTION)
+_DIMS, _OUT, _A, _A_ROW, _B, _B_ROW, _A_STRIDES, _B_STRIDES, _EXTRA = (int(field) for field in Field)
+(
+    _ADD, _SUB, _MUL, _DIV, _COPY, _NEG, _SQUARE, _CUBE, _SQRT, _RSQRT, _EXP, _SILU, _SIGMOID, _RELU, _TANH, _GELU,
+    _GELU_TANH, _COS, _SIN, _MEAN, _TOTAL, _LAYER_NORM, _LINEAR, _ATTENTION,
+) = (int(op) for op in Op)  # fmt: skip
 _HALVES = int(Factor.HALVES)
-_FP32, _BF16, _FP16 = int(Form.FP32), int(Form.BF16), int(Form.FP16)
+_FP32, _BF16, _FP16 = (int(form) for form in Form)
 
 
 def _dots(form: Form, columns: int, rows: int) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from fusionai.backends.torch.blocked_linear import kernel_module, kernels
 from fusionai.backends.torch.packed_graph import PackedParameter, ProductWeight
@@ -75,7 +76,7 @@ class RowProgram:
         self,
         plan: RowPlan,
         uses: Mapping[int, ProductWeight],
-        values: Callable[[Sequence[str]], Mapping[str, torch.Tensor | PackedParameter]],
+        values: Callable[[Sequence[str]], Mapping[str, Tensor | PackedParameter]],
         caches: Mapping[int, LayerCache],
         options: ServeOptions,
     ) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fusionai.backends.semantics import (
@@ -35,20 +36,20 @@ MAX_GROUPED_HEAD_DIM = 256
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     scale: float,
     causal: bool = False,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    key_mask: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
+    key_mask: Tensor | None = None,
     dropout: float = 0.0,
     key: DropoutKey,
     node: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Return [B, Hq, S, Dv] for q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv]. `scale`, `softcap`, `sinks`,
     `causal`, `window`: see `semantics.Scores`. `key_mask` [B, T]: non-zero where a key may be seen. `dropout`:
     probability of dropping a weight, 0.0 outside training."""
@@ -61,9 +62,7 @@ def attention(
     return _fused(q, k, v, mask, scale=scale, causal=causal)
 
 
-def _fused(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *, scale: float, causal: bool
-) -> torch.Tensor:
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, causal: bool) -> Tensor:
     batch, heads, queries, _ = q.shape
     groups = heads // k.shape[1]
     grouped_kernel = False
@@ -90,18 +89,18 @@ def _fused(
 
 
 def _explicit(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
     *,
     scale: float,
     softcap: float | None,
-    sinks: torch.Tensor | None,
+    sinks: Tensor | None,
     dropout: float,
     key: DropoutKey,
     node: int,
-) -> torch.Tensor:
+) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = _repeat(k, groups), _repeat(v, groups)
     weights = torch.matmul(q, k.transpose(2, 3)) * scale
@@ -124,16 +123,14 @@ def _explicit(
     return torch.matmul(weights.to(v.dtype), v)
 
 
-def _needs_mask(k: torch.Tensor, window: int | None, key_mask: torch.Tensor | None) -> bool:
+def _needs_mask(k: Tensor, window: int | None, key_mask: Tensor | None) -> bool:
     if window is not None and k.shape[2] >= window:
         return True
     # Reading the mask pays: without a mask, the fused kernel skips keys that causality hides.
     return key_mask is not None and (key_mask.device.type == "meta" or not bool(key_mask.all()))
 
 
-def _visible(
-    q: torch.Tensor, k: torch.Tensor, *, causal: bool, window: int | None, key_mask: torch.Tensor | None
-) -> torch.Tensor | None:
+def _visible(q: Tensor, k: Tensor, *, causal: bool, window: int | None, key_mask: Tensor | None) -> Tensor | None:
     """Return bool [B or 1, 1, S, T], True where query s may see key t; None if every query sees every key."""
     queries = torch.arange(q.shape[2], device=q.device)[:, None]
     keys = torch.arange(k.shape[2], device=q.device)[None, :]
@@ -146,7 +143,7 @@ def _visible(
     return visible
 
 
-def _repeat(x: torch.Tensor, groups: int) -> torch.Tensor:
+def _repeat(x: Tensor, groups: int) -> Tensor:
     if groups == 1:
         return x
     batch, heads, length, dim = x.shape
@@ -160,7 +157,7 @@ _CHUNK_ELEMENTS: Final = 1 << 22
 
 def scaled_mask(
     shape: tuple[int, ...], p: float, key: DropoutKey, node: int, *, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+) -> Tensor:
     """Return a tensor of `shape` with 0 where dropped and 1 / (1 - p) where kept (all 0 for p = 1)."""
     scale = 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
     if device.type == "meta":
@@ -173,12 +170,12 @@ def scaled_mask(
     return mask.mul_(scale).reshape(shape)
 
 
-def dropout(x: torch.Tensor, p: float, key: DropoutKey, node: int) -> torch.Tensor:
+def dropout(x: Tensor, p: float, key: DropoutKey, node: int) -> Tensor:
     """Return x times its mask."""
     return x * scaled_mask(tuple(x.shape), p, key, node, dtype=x.dtype, device=x.device)
 
 
-def uniform(x: torch.Tensor, key: DropoutKey, node: int) -> torch.Tensor:
+def uniform(x: Tensor, key: DropoutKey, node: int) -> Tensor:
     """Return random numbers in [0, 1) with the shape and dtype of x; the values of x are not used."""
     if x.device.type == "meta":
         return torch.empty_like(x)
@@ -189,7 +186,7 @@ def uniform(x: torch.Tensor, key: DropoutKey, node: int) -> torch.Tensor:
     return drawn.mul_(2.0**-bits).reshape(x.shape)
 
 
-def _hashed(count: int, key: DropoutKey, node: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+def _hashed(count: int, key: DropoutKey, node: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
     """Yield u(i) of the elements as int64, piece by piece."""
     first, second = folds(key, node)
     for start in range(0, count, _CHUNK_ELEMENTS):
@@ -199,7 +196,7 @@ def _hashed(count: int, key: DropoutKey, node: int, device: torch.device) -> Ite
         yield slice(start, stop), _mix(_mix(index.bitwise_and_(_MASK).bitwise_xor_(first)).bitwise_xor_(high))
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
+def _mix(x: Tensor) -> Tensor:
     x = x ^ (x >> 16)
     x.mul_(FIRST_MULTIPLIER).bitwise_and_(_MASK)
     x ^= x >> 15
@@ -208,9 +205,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def expert_linear(
-    x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *, transposed: bool = False
-) -> torch.Tensor:
+def expert_linear(x: Tensor, weight: Tensor, experts: Tensor, *, transposed: bool = False) -> Tensor:
     """Return [rows, out] for x [rows, in], weight [experts, out, in] (`transposed`: [experts, in, out]), experts int64
     [rows]. Computes one product per expert that has rows. Gathering a weight for each row would take `rows` times a
     weight's memory."""
@@ -231,7 +226,7 @@ CHUNK: Final = 64
 """Positions whose mutual influence is computed at once."""
 
 
-def linear_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def linear_scan(decay: Tensor, x: Tensor) -> Tensor:
     """Return all `h[t] = decay[t] * h[t - 1] + x[t]`, starting from a zero state. decay, x and the result have the same
     shape [batch, positions, ...]."""
     if decay.shape != x.shape:
@@ -239,7 +234,7 @@ def linear_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if x.is_meta or not x.numel():
         return torch.empty_like(x)
     result = _LinearScan.apply(decay, x)
-    assert isinstance(result, torch.Tensor)
+    assert isinstance(result, Tensor)
     return result
 
 
@@ -247,7 +242,7 @@ class _LinearScan(torch.autograd.Function):
     """Linear scan, one position after the other, forward and backward: the bits of a plain loop, in linear time."""
 
     @staticmethod
-    def forward(ctx: Any, decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, decay: Tensor, x: Tensor) -> Tensor:
         states = torch.empty_like(x, memory_format=torch.contiguous_format)
         state = x[:, 0]
         states[:, 0] = state
@@ -258,7 +253,7 @@ class _LinearScan(torch.autograd.Function):
         return states
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         decay, states = ctx.saved_tensors
         (arriving,) = gradients
         of_x = torch.empty_like(states)
@@ -272,14 +267,7 @@ class _LinearScan(torch.autograd.Function):
         return of_decay, of_x
 
 
-def linear_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    decay: torch.Tensor,
-    beta: torch.Tensor | None = None,
-) -> torch.Tensor:
+def linear_attention(query: Tensor, key: Tensor, value: Tensor, *, decay: Tensor, beta: Tensor | None = None) -> Tensor:
     """Return the results of a state `S` [key width, value width] per head that decays, adds each position's key and
     value, and is read by each query:
 
@@ -298,7 +286,7 @@ def linear_attention(
     chunk = min(CHUNK, positions)
     missing = -positions % chunk
 
-    def chunked(x: torch.Tensor) -> torch.Tensor:
+    def chunked(x: Tensor) -> Tensor:
         """Return x as [batch, heads, chunks, chunk, ...]."""
         x = x.transpose(1, 2)
         x = F.pad(x, (*(0, 0) * (x.dim() - 3), 0, missing))
@@ -322,7 +310,7 @@ def linear_attention(
     leaving = k * (total[..., -1:] - total).exp()[..., None]
     fading = total[..., -1].exp()[..., None, None]
     state = value.new_zeros(batch, heads, key.shape[-1], width)
-    made: list[torch.Tensor] = []
+    made: list[Tensor] = []
     for at in range(q.shape[2]):
         taken = v[:, :, at] if beta is None else v[:, :, at] - faded[:, :, at] @ state
         made.append(reading[:, :, at] @ state + inside[:, :, at] @ taken)

@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fusionai.backends.binding import shape_of, with_rows
 from fusionai.backends.semantics import DropoutKey, Scores
-from fusionai.backends.serving.base import ServingBase, array_of, largest_pass
+from fusionai.backends.serving.base import CheckedPass, ServingProgram, array_of, largest_pass
 from fusionai.backends.serving.page_table import LayerShape, RowSpan, one_by_one
 from fusionai.backends.torch.blocked_linear import kernels as row_kernels
 from fusionai.backends.torch.blocked_linear import scratch_bytes
@@ -70,7 +71,7 @@ class ServingWeights:
         self._device = device
         self._parts = joined.parts
         self._stack_of = {part: whole for whole, parts in joined.parts.items() for part in parts}
-        self._incomplete: dict[str, dict[str, torch.Tensor]] = {}
+        self._incomplete: dict[str, dict[str, Tensor]] = {}
         self.uses = products(graph)
         layouts = {(use.weight, use.transposed) for use in self.uses.values()}
         shapes = [graph.params[weight].shape[:: -1 if turned else 1] for weight, turned in layouts]
@@ -80,9 +81,9 @@ class ServingWeights:
         self._named: dict[str, list[str]] = {}
         for value, spec in self._given.items():
             self._named.setdefault(spec.key, []).append(value)
-        self._plain: dict[str, torch.Tensor] = {}
+        self._plain: dict[str, Tensor] = {}
         self._packed: dict[str, dict[int, PackedLinear]] = {}
-        self._values: dict[str, torch.Tensor | PackedParameter] | None = None
+        self._values: dict[str, Tensor | PackedParameter] | None = None
 
     def add(self, key: str, tensor: HostTensor) -> None:
         """Import one entry, whose shape and dtype were checked."""
@@ -93,7 +94,7 @@ class ServingWeights:
                 self._take(name, self._given[name], tensor)
         self._values = None
 
-    def values(self, names: Iterable[str]) -> dict[str, torch.Tensor | PackedParameter]:
+    def values(self, names: Iterable[str]) -> dict[str, Tensor | PackedParameter]:
         """Return the interpreter's parameters of these names; all weights must have been imported."""
         if self._values is None:
             self._values = {name: self._value(name) for name in self._graph.params}
@@ -111,7 +112,7 @@ class ServingWeights:
 
     def shares(self, value: object) -> bool:
         """Return whether a result shares a weight's memory."""
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             return False
         address = value.untyped_storage().data_ptr()
         return any(tensor.untyped_storage().data_ptr() == address for tensor in self._plain.values())
@@ -137,7 +138,7 @@ class ServingWeights:
         if not self._pack(whole, whole, lambda: stacked):
             self._plain[whole] = stacked
 
-    def _pack(self, name: str, key: str, given: Callable[[], torch.Tensor]) -> bool:
+    def _pack(self, name: str, key: str, given: Callable[[], Tensor]) -> bool:
         """Pack the weight for each product that reads it; return whether any does."""
         uses = [use for use in self.uses.values() if use.weight == name]
         by_layout: dict[bool, PackedLinear] = {}
@@ -155,7 +156,7 @@ class ServingWeights:
             self._packed.setdefault(name, {})[use.node] = by_layout[use.transposed]
         return bool(uses)
 
-    def _value(self, name: str) -> torch.Tensor | PackedParameter:
+    def _value(self, name: str) -> Tensor | PackedParameter:
         packed = self._packed.get(name)
         plain = self._plain.get(name)
         if packed is None and name not in self.tables:
@@ -173,8 +174,8 @@ class ServingWeights:
 _CONTEXT = TorchContext(training=False, key=DropoutKey(0, 0, 0))
 
 
-class TorchServingProgram(ServingBase):
-    """Implements `backends.interface.ServingProgram`."""
+class TorchServingProgram(ServingProgram):
+    """A serving stage that decodes by row programs and computes everything else by operators."""
 
     def __init__(
         self, graph: Graph, *, options: ServeOptions, device: torch.device, memory_limit_bytes: int | None
@@ -223,52 +224,36 @@ class TorchServingProgram(ServingBase):
 
     # ------------------------------------------------------------------------------------------------------ computing
 
-    def _computed(
-        self,
-        spans: tuple[RowSpan, ...],
-        fed: Mapping[str, HostTensor],
-        wanted: frozenset[str],
-        rows: Sequence[int] | None,
-        positions: int,
-    ) -> dict[str, HostTensor]:
+    def _computed(self, work: CheckedPass) -> dict[str, HostTensor]:
         """Compute decoding by row programs and everything else by operators. The choice for a session does not depend
         on other sessions."""
-        program = self._row_program(wanted)
-        if program is None:
-            return self._by_operators(spans, fed, wanted, rows, positions)
-        if not self._layers:
-            chosen = range(positions) if rows is None else rows
-            return self._by_rows(program, fed, [RowPlace(0, (), -1)] * len(chosen), chosen)
-        few = [span for span in spans if one_by_one(span)]
-        if not few:
-            return self._by_operators(spans, fed, wanted, rows, positions)
+        program = self._row_program(work.wanted)
+        if program is not None and not self._layers:
+            return self._by_rows(program, work.inputs, [RowPlace(0, (), -1)] * len(work.chosen), work.chosen)
+        few = [span for span in work.spans if one_by_one(span)]
+        if program is None or not few:
+            return self._by_operators(work)
         single = [row for span in few for row in range(span.first, span.first + span.length)]
         places = [RowPlace(at, span.pages, span.ring) for span in few for at in range(span.start, span.end)]
-        made = self._by_rows(program, fed, places, single)
-        if len(few) < len(spans):
-            made = self._merged(spans, fed, wanted, made, single, positions)
-        return made if rows is None or list(rows) == list(range(positions)) else _picked(made, rows)
+        made = self._by_rows(program, work.inputs, places, single)
+        if len(few) < len(work.spans):
+            made = self._merged(work, made, single)
+        return made if work.chosen == list(range(work.positions)) else _picked(made, work.chosen)
 
     def _merged(
-        self,
-        spans: Sequence[RowSpan],
-        fed: Mapping[str, HostTensor],
-        wanted: frozenset[str],
-        made: Mapping[str, HostTensor],
-        single: Sequence[int],
-        positions: int,
+        self, work: CheckedPass, made: Mapping[str, HostTensor], single: Sequence[int]
     ) -> dict[str, HostTensor]:
-        """Return the rows in `made` together with the other spans' rows, which are computed by operators."""
+        """Return the rows `single`, which are in `made`, together with the other spans' rows, computed by operators."""
         others: list[RowSpan] = []
         kept: list[int] = []
-        for span in spans:
+        for span in work.spans:
             if not one_by_one(span):
                 others.append(replace(span, first=len(kept)))
                 kept += range(span.first, span.first + span.length)
-        rest = self._by_operators(tuple(others), _picked(fed, kept), wanted, None, len(kept))
+        rest = self._by_operators(CheckedPass(tuple(others), _picked(work.inputs, kept), work.wanted, None, len(kept)))
         whole: dict[str, HostTensor] = {}
         for name, tensor in rest.items():
-            array = np.empty((1, positions, *tensor.shape[2:]), dtype=np.float32)
+            array = np.empty((1, work.positions, *tensor.shape[2:]), dtype=np.float32)
             array[:, kept] = array_of(tensor)
             array[:, single] = array_of(made[name])
             whole[name] = host_tensor("float32", array.shape, array.data)
@@ -283,22 +268,15 @@ class TorchServingProgram(ServingBase):
         made = program.run(inputs, places)
         return {name: host_tensor("float32", array.shape, array.data) for name, array in made.items()}
 
-    def _by_operators(
-        self,
-        spans: tuple[RowSpan, ...],
-        fed: Mapping[str, HostTensor],
-        wanted: frozenset[str],
-        rows: Sequence[int] | None,
-        positions: int,
-    ) -> dict[str, HostTensor]:
-        interpreter = self._interpreter(wanted)
+    def _by_operators(self, work: CheckedPass) -> dict[str, HostTensor]:
+        rows, interpreter = work.rows, self._interpreter(work.wanted)
         with torch.inference_mode():
-            if spans:
+            if work.spans:
                 self._layout = lay_out(
-                    spans, self._options, paged=self._paged, windows=self._windows, device=self._device
+                    work.spans, self._options, paged=self._paged, windows=self._windows, device=self._device
                 )
-            values = {name: to_torch(fed[name], self._device) for name in interpreter.inputs}
-            behind = None if rows is None or len(rows) == positions else self._behind(wanted)
+            values = {name: to_torch(work.inputs[name], self._device) for name in interpreter.inputs}
+            behind = None if rows is None or len(rows) == work.positions else self._behind(work.wanted)
             if behind is not None:
                 results = behind.run(_CONTEXT, values, self._weights.values, rows or (), self._device)
             else:
@@ -337,19 +315,19 @@ class TorchServingProgram(ServingBase):
 
     # ------------------------------------------------------------------------------------------------------- details
 
-    def _attention(self, node: Node) -> Callable[..., torch.Tensor]:
+    def _attention(self, node: Node) -> Callable[..., Tensor]:
         number = node.id
 
         def run(
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
             *,
             scale: float,
             softcap: float | None = None,
-            sinks: torch.Tensor | None = None,
+            sinks: Tensor | None = None,
             **_: object,
-        ) -> torch.Tensor:
+        ) -> Tensor:
             # The operator's other arguments are fixed: causal, no padding mask, and the window is the cache's.
             assert self._layout is not None
             assert self._caches is not None
@@ -357,7 +335,7 @@ class TorchServingProgram(ServingBase):
 
         return run
 
-    def _rows_of(self, name: str, value: torch.Tensor | int, rows: Sequence[int] | None) -> torch.Tensor | int:
+    def _rows_of(self, name: str, value: Tensor | int, rows: Sequence[int] | None) -> Tensor | int:
         if rows is None or isinstance(value, int):
             return value
         along = row_dimension(self._graph, self._graph.outputs[name])
@@ -417,11 +395,11 @@ class RowsBehind:
         outputs, _ = self.after.run(context, values, params(self.after.params))
         return outputs
 
-    def _rows(self, name: str, value: Any, index: torch.Tensor) -> Any:
+    def _rows(self, name: str, value: Any, index: Tensor) -> Any:
         along = row_dimension(self.graph, name)
         return value if along is None else value.index_select(along, index)
 
-    def _nothing(self, meaning: str, device: torch.device) -> torch.Tensor:
+    def _nothing(self, meaning: str, device: torch.device) -> Tensor:
         value = self.graph.outputs[meaning]
         sizes = shape_of(self.graph, value, with_rows(self.graph, 0))
         return torch.empty(sizes, dtype=DTYPES[self.graph.values[value].dtype], device=device)

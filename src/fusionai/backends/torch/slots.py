@@ -23,9 +23,10 @@ import tempfile
 import weakref
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import IO, Final, Protocol, cast
+from typing import IO, Final, cast
 
 import torch
+from torch import Tensor
 
 from fusionai.backends.state import StateEntry
 from fusionai.backends.torch.host import DTYPES
@@ -44,62 +45,29 @@ Layout = Mapping[tuple[str, str], tuple[str, tuple[int, ...]]]
 _ELSEWHERE: Final = "Free space there, or set TMPDIR to a directory on another disk."
 
 
-class OptimizerSlots(Protocol):
-    """Tensors by (parameter key, slot). Offsets count elements, row-major."""
+class MemorySlots:
+    """Tensors by (parameter key, slot), in memory on the parameters' device. Offsets count elements, row-major."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, str], Tensor] = {}
 
     def holds(self, key: str, slot: str) -> bool:
         """Return whether the slot was written."""
-        ...
-
-    def read(self, key: str, slot: str) -> torch.Tensor | None:
-        """Return the whole slot; None if it was not written. In memory it is the tensor itself, not a copy."""
-        ...
-
-    def write(self, key: str, slot: str, value: torch.Tensor) -> None:
-        """Write the whole slot; the caller must not use `value` afterwards."""
-        ...
-
-    def piece(self, key: str, slot: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements [start, stop) of a written slot. Changes to them are lost unless `keep` is called."""
-        ...
-
-    def keep(self, key: str, slot: str, start: int, value: torch.Tensor) -> None: ...
-
-    def clear(self) -> None: ...
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes on the parameters' device."""
-        ...
-
-
-class Shelf(OptimizerSlots, Protocol):
-    """Slots stored elsewhere than the parameters."""
-
-    def fill(self, key: str, slot: str, into: torch.Tensor) -> None:
-        """Copy the whole slot, as it was written, into `into`: flat uint8 on the parameters' device."""
-        ...
-
-
-class MemorySlots:
-    """Slots in memory, on the parameters' device."""
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[str, str], torch.Tensor] = {}
-
-    def holds(self, key: str, slot: str) -> bool:
         return (key, slot) in self._held
 
-    def read(self, key: str, slot: str) -> torch.Tensor | None:
+    def read(self, key: str, slot: str) -> Tensor | None:
+        """Return the whole slot; None if it was not written. In memory it is the tensor itself, not a copy."""
         return self._held.get((key, slot))
 
-    def write(self, key: str, slot: str, value: torch.Tensor) -> None:
+    def write(self, key: str, slot: str, value: Tensor) -> None:
+        """Write the whole slot; the caller must not use `value` afterwards."""
         self._held[key, slot] = value
 
-    def piece(self, key: str, slot: str, start: int, stop: int) -> torch.Tensor:
+    def piece(self, key: str, slot: str, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) of a written slot. Changes to them are lost unless `keep` is called."""
         return self._held[key, slot].view(-1)[start:stop]
 
-    def keep(self, key: str, slot: str, start: int, value: torch.Tensor) -> None:
+    def keep(self, key: str, slot: str, start: int, value: Tensor) -> None:
         place = self._held[key, slot].view(-1)[start : start + value.numel()]
         if place.data_ptr() != value.data_ptr():
             place.copy_(value)
@@ -109,6 +77,7 @@ class MemorySlots:
 
     @property
     def resident_bytes(self) -> int:
+        """Bytes on the parameters' device."""
         return sum(value.untyped_storage().nbytes() for value in self._held.values())
 
 
@@ -119,17 +88,18 @@ class HostSlots(MemorySlots):
         super().__init__()
         self._device = device
 
-    def read(self, key: str, slot: str) -> torch.Tensor | None:
+    def read(self, key: str, slot: str) -> Tensor | None:
         held = super().read(key, slot)
         return None if held is None else held.to(self._device, copy=True)
 
-    def write(self, key: str, slot: str, value: torch.Tensor) -> None:
+    def write(self, key: str, slot: str, value: Tensor) -> None:
         super().write(key, slot, value.detach().to("cpu", copy=True).contiguous())
 
-    def piece(self, key: str, slot: str, start: int, stop: int) -> torch.Tensor:
+    def piece(self, key: str, slot: str, start: int, stop: int) -> Tensor:
         return super().piece(key, slot, start, stop).to(self._device, copy=True)
 
-    def fill(self, key: str, slot: str, into: torch.Tensor) -> None:
+    def fill(self, key: str, slot: str, into: Tensor) -> None:
+        """Copy the whole slot, as it was written, into `into`: flat uint8 on the parameters' device."""
         into.copy_(self._held[key, slot].view(-1).view(torch.uint8))
 
     @property
@@ -174,25 +144,25 @@ class DiskSlots:
     def holds(self, key: str, slot: str) -> bool:
         return (key, slot) in self._written
 
-    def read(self, key: str, slot: str) -> torch.Tensor | None:
+    def read(self, key: str, slot: str) -> Tensor | None:
         if (key, slot) not in self._written:
             return None
         dtype, shape = self._layout[key, slot]
         count = tensor_bytes(dtype, shape) // DTYPES[dtype].itemsize
         return self.piece(key, slot, 0, count).reshape(shape)
 
-    def write(self, key: str, slot: str, value: torch.Tensor) -> None:
+    def write(self, key: str, slot: str, value: Tensor) -> None:
         self.keep(key, slot, 0, value)
         self._written.add((key, slot))
 
-    def piece(self, key: str, slot: str, start: int, stop: int) -> torch.Tensor:
+    def piece(self, key: str, slot: str, start: int, stop: int) -> Tensor:
         dtype = DTYPES[self._layout[key, slot][0]]
         found = torch.empty(stop - start, dtype=dtype)
         place = self._offsets[key, slot] + start * dtype.itemsize
         self._read(key, place, found.view(torch.uint8).numpy().data)
         return found.to(self._device)
 
-    def fill(self, key: str, slot: str, into: torch.Tensor) -> None:
+    def fill(self, key: str, slot: str, into: Tensor) -> None:
         # Not through numpy: torch refuses to empty a storage that was lent to it.
         memory = (ctypes.c_ubyte * into.numel()).from_address(into.data_ptr())
         self._read(key, self._offsets[key, slot], memoryview(memory).cast("B"))
@@ -202,7 +172,7 @@ class DiskSlots:
         if _filled(self._file, into) != len(into):
             raise ExecutionError(f"{self._what} of {key!r} can't be read back completely from its file.")
 
-    def keep(self, key: str, slot: str, start: int, value: torch.Tensor) -> None:
+    def keep(self, key: str, slot: str, start: int, value: Tensor) -> None:
         data = value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
         place = self._offsets[key, slot] + start * value.element_size()
         try:
@@ -218,6 +188,11 @@ class DiskSlots:
     @property
     def resident_bytes(self) -> int:
         return 0
+
+
+OptimizerSlots = MemorySlots | DiskSlots
+Shelf = HostSlots | DiskSlots
+"""Slots stored elsewhere than the parameters."""
 
 
 def _filled(file: IO[bytes], into: memoryview) -> int:
@@ -252,14 +227,14 @@ class OffloadedWeights:
         )
         self._entries = dict(entries)
         self._device = device
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
         self._there: frozenset[str] = frozenset()
 
     @property
     def keys(self) -> Collection[str]:
         return self._entries.keys()
 
-    def tensor(self, key: str, *, trainable: bool) -> torch.Tensor:
+    def tensor(self, key: str, *, trainable: bool) -> Tensor:
         """Return the parameter, empty until a segment that reads it is entered."""
         entry = self._entries[key]
         made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=self._device)
@@ -287,11 +262,11 @@ class OffloadedWeights:
         """Empty all weights: called before they get other values."""
         self._empty(self._there)
 
-    def write(self, key: str, value: torch.Tensor) -> None:
+    def write(self, key: str, value: Tensor) -> None:
         self.leave()
         self.shelf.write(key, WEIGHT, value)
 
-    def read(self, key: str) -> torch.Tensor:
+    def read(self, key: str) -> Tensor:
         """Return a copy of a weight that was written."""
         found = self.shelf.read(key, WEIGHT)
         assert found is not None, "the program asks for no value that is not set"
@@ -310,6 +285,6 @@ class OffloadedWeights:
         self._there -= keys
 
 
-def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     """Return the storage as flat uint8, outside autograd."""
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

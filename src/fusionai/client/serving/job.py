@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from fusionai.backends.interface import TILE_POSITIONS
+from fusionai.backends.serving.page_table import TILE_POSITIONS
 from fusionai.client.serving.model import (
     ServedModel,
 )

@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, cast
 
-from fusionai.backends.interface import Backend, ServingBackend
+from fusionai.backends.interface import Backend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.checking.check import require_causal
 from fusionai.capture.models.adapter import slots_of
@@ -312,7 +312,7 @@ async def draft_proposer(
     )
     loaded, _ = await compute.run(
         lambda: load_draft(
-            cast(ServingBackend, backend),
+            cast(Backend, backend),
             model.graph,
             draft.weights,
             own,

@@ -16,7 +16,8 @@ from typing import Protocol, cast
 
 import msgspec
 
-from fusionai.backends.interface import ServingBackend, ServingProgram
+from fusionai.backends.interface import Backend
+from fusionai.backends.serving.base import ServingProgram
 from fusionai.backends.serving.cacheless import WholeServing
 from fusionai.execution.host import Host
 from fusionai.execution.serving.boundary import ServingBoundary
@@ -68,7 +69,7 @@ async def prepare_stage(
         raise GraphError(f"the load of {place} of {load.stages} carries the boundary of stage {boundary.stage}.")
     if not hasattr(host.backend, "serve"):
         raise ExecutionError(f"backend {host.backend.name} can't serve models.")
-    backend = cast("ServingBackend", host.backend)
+    backend = cast("Backend", host.backend)
 
     def read() -> Graph:
         graph = parse(graph_bytes.data, host.graph_limits)

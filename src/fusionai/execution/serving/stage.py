@@ -21,7 +21,7 @@ from typing import Final, Protocol
 import msgspec
 import numpy as np
 
-from fusionai.backends.interface import ServingProgram
+from fusionai.backends.serving.base import ServingProgram
 from fusionai.execution.compute import ComputeThread, Outcome, Timed
 from fusionai.execution.serving.boundary import RetainedRows, RowSpec, ServingBoundary, packed
 from fusionai.execution.serving.sketches import SketchBook

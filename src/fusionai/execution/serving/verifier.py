@@ -16,7 +16,7 @@ from math import inf
 
 import numpy as np
 
-from fusionai.backends.interface import ServingProgram
+from fusionai.backends.serving.base import ServingProgram
 from fusionai.backends.tolerance import numbers
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.serving.boundary import ServingBoundary

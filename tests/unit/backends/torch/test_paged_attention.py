@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusionai.backends.interface import TILE_POSITIONS
 from fusionai.backends.semantics import Scores
-from fusionai.backends.serving.page_table import RowSpan, first_key
+from fusionai.backends.serving.page_table import TILE_POSITIONS, RowSpan, first_key
 from fusionai.backends.torch.paged_attention import BLOCK_KEYS, tiled_attention, tiles
 
 WIDTH, GROUPS, SHARED = 16, 3, 2

@@ -11,9 +11,8 @@ import torch
 
 pytest.importorskip("numba", reason="attention of prompts is machine code, made by numba")
 
-from fusionai.backends.interface import TILE_POSITIONS
 from fusionai.backends.semantics import Scores
-from fusionai.backends.serving.page_table import LayerShape, RowSpan
+from fusionai.backends.serving.page_table import TILE_POSITIONS, LayerShape, RowSpan
 from fusionai.backends.torch import paged_attention as wrapper
 from fusionai.backends.torch.attention_kernels import KEYS, WIDE
 from fusionai.backends.torch.paged_attention import LayerCache, attention_scratch_bytes, compiled_attention, lay_out

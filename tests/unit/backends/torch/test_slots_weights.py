@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusionai.backends.interface import Call
-from fusionai.backends.stage_base import block_weights, movable_weights
+from fusionai.backends.interface import Call, block_weights, movable_weights
 from fusionai.backends.state import StateEntry
 from fusionai.backends.torch.optimizers import WEIGHT
 from fusionai.backends.torch.recomputation import RecomputedSegment
