@@ -122,6 +122,11 @@ class StageProgram(ABC):
         """Keys of parameters without a value."""
         self._contexts: dict[ContextKey, Any] = {}
         """What forward keeps of a microbatch for its backward."""
+        self._tensors: dict[str, Any] = {}
+        """Parameters by key."""
+        self._committed: dict[str, Any] = {}
+        """Buffers rewritten since the last apply: their values at that apply."""
+        self._optimizer: Any = None
 
     # ------------------------------------------------------------------------------------------------------ computing
 
@@ -171,9 +176,12 @@ class StageProgram(ABC):
     def apply(self, *, scale: float, learning_rate: float) -> None:
         """Scale the sums, take one optimizer step, clear the sums."""
 
-    @abstractmethod
     def discard(self) -> None:
         """Drop contexts and partial sums; state stays."""
+        self._contexts.clear()
+        self._clear_gradients()
+        self._tensors.update(self._committed)
+        self._committed.clear()
 
     @property
     @abstractmethod
@@ -233,8 +241,21 @@ class StageProgram(ABC):
     def _put(self, entry: StateEntry, value: HostTensor) -> None:
         """Overwrite an entry with a copy of a value that fits it."""
 
-    def _reset(self) -> None:  # noqa: B027 - a backend that only evaluates has nothing to drop
+    def _clear_gradients(self) -> None:  # noqa: B027 - a backend that only evaluates has none
+        """Drop gradient sums."""
+
+    def _reset(self) -> None:
         """Drop gradient sums, rewritten buffers and optimizer state."""
+        self._clear_gradients()
+        self._committed.clear()
+        if self._optimizer is not None:
+            self._optimizer.reset()
+
+    def _rewrite(self, writes: Mapping[str, Any]) -> None:
+        """Rebind buffers, so that a discarded step leaves no trace. A context may still hold the old values."""
+        for buffer, value in writes.items():
+            self._committed.setdefault(buffer, self._tensors[buffer])
+            self._tensors[buffer] = value
 
     # ----------------------------------------------------------------------------------------------------- in order
 

@@ -178,7 +178,25 @@ class JaxBackend(Backend):
         known = speeds or with_pace(
             measure_speeds(self._device, self.device), self, lambda call: 1 / _calls_per_s(call)
         )
-        return describe_device(self._device, self.device, self._threads, known, self.unsupported(OPERATORS))
+        on_cpu = self.device == "cpu"
+        device_name = processor_name() if on_cpu else str(self._device.device_kind)
+        stats: dict[str, Any] = {} if on_cpu else self._device.memory_stats() or {}
+        described = ("jax", jax.__version__, *arithmetic(), self.device, device_name, str(self._threads))
+        given = (jax.device_put(probe_pattern(*shape), self._device) for shape in ((3, 67, 96), (160, 96), (96, 160)))
+        probed = jax.jit(_probe_computation)(*given)
+        return DeviceReport(
+            backend=self.name,
+            backend_version=jax.__version__,
+            device=self.device,
+            device_name=device_name,
+            **known.figures(),
+            memory_bytes=psutil.virtual_memory().total if on_cpu else int(stats.get("bytes_limit", 0)),
+            threads=self._threads,
+            fingerprint=hashed(described, (np.asarray(value).tobytes() for value in probed)),
+            unsupported_ops=self.unsupported(OPERATORS),
+            weight_formats=tuple(KEPT_AS),
+            savings=("recompute",),
+        )
 
     def warm_up(self) -> None:
         """Compile a trivial function: the compiler starts with the first compilation."""
@@ -210,26 +228,6 @@ COPY_BYTES: Final = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Bytes of the measured copy, per device; chosen."""
 
 
-def describe_device(
-    device: Device, kind: str, threads: int, speeds: Speeds, unsupported: tuple[str, ...]
-) -> DeviceReport:
-    """Return a report with the given speeds; everything else is determined now. `kind`: FusionAI's name of the
-    device."""
-    return DeviceReport(
-        backend="jax",
-        backend_version=jax.__version__,
-        device=kind,
-        device_name=device_name(device, kind),
-        **speeds.figures(),
-        memory_bytes=memory_bytes(device, kind),
-        threads=threads,
-        fingerprint=fingerprint(device, kind, threads),
-        unsupported_ops=unsupported,
-        weight_formats=tuple(KEPT_AS),
-        savings=("recompute",),
-    )
-
-
 def measure_speeds(device: Device, kind: str) -> Speeds:
     """Measure speeds with the threads this process may use now."""
     size = MATRIX_SIZE[kind]
@@ -240,27 +238,6 @@ def measure_speeds(device: Device, kind: str) -> Speeds:
     copy = jax.jit(lambda x: x + 1)
     # A copy reads and writes every byte.
     return Speeds(flops_per_s, 2.0 * source.nbytes * _calls_per_s(lambda: copy(source)), scratch_bytes_per_s())
-
-
-def device_name(device: Device, kind: str) -> str:
-    """Return the device's product name."""
-    return processor_name() if kind == "cpu" else str(device.device_kind)
-
-
-def memory_bytes(device: Device, kind: str) -> int:
-    """Return the device's total memory, free or not."""
-    if kind == "cpu":
-        return psutil.virtual_memory().total
-    stats: dict[str, Any] = device.memory_stats() or {}
-    return int(stats.get("bytes_limit", 0))
-
-
-def fingerprint(device: Device, kind: str, threads: int) -> str:
-    """Return a hex SHA-256 over versions, instruction set, device, threads and the bits of a small training
-    computation."""
-    described = ("jax", jax.__version__, *arithmetic(), kind, device_name(device, kind), str(threads))
-    given = (jax.device_put(probe_pattern(*shape), device) for shape in ((3, 67, 96), (160, 96), (96, 160)))
-    return hashed(described, (np.asarray(value).tobytes() for value in jax.jit(_probe_computation)(*given)))
 
 
 def _probe_computation(x: jax.Array, first: jax.Array, second: jax.Array) -> list[jax.Array]:

@@ -195,19 +195,16 @@ class JaxStageProgram(StageProgram):
         super().__init__(graph, grad_inputs=grad_inputs, options=options)
         self._device = device
         self._trainable = tuple(sorted(key for key, spec in self._specs.items() if spec.trainable))
-        self._optimizer: JaxStageOptimizer | None = None
         if options.optimizer is not None:
             shapes = {key: (self._specs[key].dtype, tuple(self._specs[key].shape)) for key in self._trainable}
             self._optimizer = JaxStageOptimizer(options.optimizer, shapes)
         self._programs: dict[tuple[frozenset[str], bool], Program] = {}
         self._compiled: dict[object, _Compiled] = {}
         self._check_memory(memory_limit_bytes)
-        self._tensors: Arrays = {
+        self._tensors = {
             key: jax.device_put(jnp.zeros((held := self._entries[f"model/{key}"]).shape, DTYPES[held.dtype]), device)
             for key in self._specs
         }
-        self._committed: Arrays = {}
-        """Buffers rewritten since the last apply: their values at that apply."""
         self._sums: Arrays = {}
 
     # ------------------------------------------------------------------------------------------------------ running
@@ -231,9 +228,7 @@ class JaxStageProgram(StageProgram):
             self._contexts[key_of(call)] = _InFlight(pull, carrying)
         else:
             (floats, rest), writes = compiled.forward(trained, leaves, others, fixed, keys)
-        for buffer, value in writes.items():
-            self._committed.setdefault(buffer, self._tensors[buffer])
-            self._tensors[buffer] = value
+        self._rewrite(writes)
         return {name: to_host(value) for name, value in {**floats, **rest}.items()}
 
     def backward(self, call: Call, gradients: Tensors, begun: Tensors = NOTHING_BEGUN) -> dict[str, HostTensor]:
@@ -306,12 +301,6 @@ class JaxStageProgram(StageProgram):
             self._tensors[key] = self._optimizer.step(key, self._tensors[key], gradient, learning_rate)
         self._committed.clear()
 
-    def discard(self) -> None:
-        self._contexts.clear()
-        self._sums.clear()
-        self._tensors.update(self._committed)
-        self._committed.clear()
-
     # ------------------------------------------------------------------------------------------------------- state
 
     @property
@@ -333,11 +322,8 @@ class JaxStageProgram(StageProgram):
         elif self._optimizer is not None:
             self._optimizer.write(entry.key, entry.slot, to_jax(value, self._device))
 
-    def _reset(self) -> None:
+    def _clear_gradients(self) -> None:
         self._sums.clear()
-        self._committed.clear()
-        if self._optimizer is not None:
-            self._optimizer.reset()
 
     def _known(self, key: str) -> str:
         self._require_trainable(key)

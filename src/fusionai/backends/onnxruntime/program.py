@@ -201,9 +201,6 @@ class OnnxStageProgram(StageProgram):
         del scale, learning_rate
         raise ExecutionError(NO_TRAINING, hint=_HINT)
 
-    def discard(self) -> None:
-        """Do nothing: no state is kept between calls."""
-
     @property
     def resident_bytes(self) -> int:
         return self._weights.nbytes

@@ -71,21 +71,6 @@ COPY_BYTES: Final = {"cpu": 64 << 20, "cuda": 256 << 20, "mps": 128 << 20}
 """Bytes of the measured copy, per device; chosen."""
 
 
-def describe_device(device: torch.device, speeds: Speeds) -> DeviceReport:
-    """Return a report with the given speeds; everything else is determined now."""
-    return DeviceReport(
-        backend="torch",
-        backend_version=str(torch.__version__),  # a str subclass that msgspec refuses
-        device=device.type,
-        device_name=device_name(device),
-        **speeds.figures(),
-        memory_bytes=memory_bytes(device),
-        threads=torch.get_num_threads(),
-        fingerprint=fingerprint(device),
-        savings=("recompute", "offload", *(("offload_weights",) if device.type in EMPTIED else ())),
-    )
-
-
 def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
     """Measure speeds with the threads this process may use now. Takes about a second. `scratch`: directory for large
     temporary files."""
@@ -109,17 +94,6 @@ def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
 def device_name(device: torch.device) -> str:
     """Return the device's product name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Return the device's total memory, free or not."""
-    match device.type:
-        case "cuda":
-            return torch.cuda.mem_get_info(device)[1]
-        case "mps":
-            return torch.mps.recommended_max_memory()
-        case _:
-            return psutil.virtual_memory().total
 
 
 def fingerprint(device: torch.device) -> str:
@@ -285,7 +259,25 @@ class TorchBackend(Backend):
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Take about a second; a few milliseconds with `speeds`."""
-        return describe_device(self._device, speeds or self._measured())
+        known = speeds or self._measured()
+        match self.device:
+            case "cuda":
+                memory_bytes = torch.cuda.mem_get_info(self._device)[1]
+            case "mps":
+                memory_bytes = torch.mps.recommended_max_memory()
+            case _:
+                memory_bytes = psutil.virtual_memory().total
+        return DeviceReport(
+            backend=self.name,
+            backend_version=str(torch.__version__),  # a str subclass that msgspec refuses
+            device=self.device,
+            device_name=device_name(self._device),
+            **known.figures(),
+            memory_bytes=memory_bytes,
+            threads=torch.get_num_threads(),
+            fingerprint=fingerprint(self._device),
+            savings=("recompute", "offload", *(("offload_weights",) if self.device in EMPTIED else ())),
+        )
 
     def _measured(self) -> Speeds:
         def seconds(call: Callable[[], object]) -> float:

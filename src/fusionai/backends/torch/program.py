@@ -115,8 +115,6 @@ class TorchStageProgram(StageProgram):
         self._tensors = {key: self._empty(key, spec) for key, spec in self._specs.items()}
         self._trainable = {key: self._tensors[key] for key, spec in self._specs.items() if spec.trainable}
         self._parameter_storages = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()} - {0}
-        self._committed: dict[str, Tensor] = {}
-        """Buffers rewritten since the last apply: their values at that apply."""
         self._lagging: dict[ContextKey, Left] = {}
         """Deferred weight gradients of microbatches whose backward has run."""
         self._optimizer: TorchStageOptimizer | None = None
@@ -182,9 +180,7 @@ class TorchStageProgram(StageProgram):
             self._contexts[key_of(call)] = _InFlight(
                 {name: value for name, value in outputs.items() if _carries_gradient(value)}, entered, gradients, left
             )
-        for buffer, value in writes.items():
-            self._committed.setdefault(buffer, self._tensors[buffer])
-            self._tensors[buffer] = value.detach()
+        self._rewrite({buffer: value.detach() for buffer, value in writes.items()})
         return {
             name: to_host(value, own=self._is_parameter(value), laid_out=training) for name, value in outputs.items()
         }
@@ -310,11 +306,8 @@ class TorchStageProgram(StageProgram):
         self._committed.clear()
 
     def discard(self) -> None:
-        self._contexts.clear()
         self._lagging.clear()
-        self._clear_gradients()
-        self._tensors.update(self._committed)
-        self._committed.clear()
+        super().discard()
 
     # ------------------------------------------------------------------------------------------------------- state
 
@@ -398,12 +391,6 @@ class TorchStageProgram(StageProgram):
             # Rebound, never overwritten: a context may still hold the old tensor.
             self._tensors[key] = given.to(self._device, copy=True)
             self._committed.pop(key, None)
-
-    def _reset(self) -> None:
-        self._clear_gradients()
-        self._committed.clear()
-        if self._optimizer is not None:
-            self._optimizer.reset()
 
     def _clear_gradients(self) -> None:
         for parameter in self._trainable.values():

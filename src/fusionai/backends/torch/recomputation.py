@@ -84,7 +84,7 @@ def run_in_segments(
             interpreter.advance(registers, part.start, part.stop)
             continue
         entering = [registers[place] for place in part.entering]
-        kept = _Kept(_Again(interpreter, part, context, entering, precision), partial(enter, part))
+        kept = _Kept(partial(_again, interpreter, part, context, entering, precision), partial(enter, part))
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
             interpreter.advance(registers, part.start, part.stop)
     return interpreter.results(registers)
@@ -94,28 +94,25 @@ class _EnoughError(Exception):
     """Stops a recomputation when all tensors that backward can ask for exist again."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Again:
-    """Arguments for running a segment once more."""
-
-    interpreter: Interpreter
-    part: RecomputedSegment
-    context: TorchContext
-    entering: list[Any]
-    precision: Callable[[], AbstractContextManager[object]]
-
-    def run(self) -> None:
-        registers = self.interpreter.blank(self.context)
-        for place, value in zip(self.part.entering, self.entering, strict=True):
-            registers[place] = value
-        with torch.enable_grad(), self.precision():
-            self.interpreter.advance(registers, self.part.start, self.part.stop)
+def _again(
+    interpreter: Interpreter,
+    part: RecomputedSegment,
+    context: TorchContext,
+    entering: list[Any],
+    precision: Callable[[], AbstractContextManager[object]],
+) -> None:
+    """Run a segment once more."""
+    registers = interpreter.blank(context)
+    for place, value in zip(part.entering, entering, strict=True):
+        registers[place] = value
+    with torch.enable_grad(), precision():
+        interpreter.advance(registers, part.start, part.stop)
 
 
 class _Kept:
     """Saved tensors of one segment of one microbatch: only their numbers, until backward asks for one."""
 
-    def __init__(self, again: _Again, enter: Callable[[], None]) -> None:
+    def __init__(self, again: Callable[[], None], enter: Callable[[], None]) -> None:
         self._again = again
         self._enter = enter
         self._count = 0
@@ -144,7 +141,7 @@ class _Kept:
 
         try:
             with torch.autograd.graph.saved_tensors_hooks(keep, _nothing):
-                self._again.run()
+                self._again()
         except _EnoughError:
             pass
         return made
