@@ -18,24 +18,17 @@ from fusionai.backends.jax.dtypes import Scalar, floating, is_floating, promoted
 Operand = Array | Scalar
 
 
-def _add(a: Operand, b: Operand, alpha: Scalar = 1) -> Array:
-    left, right = promoted(a, b)
-    return left + right if alpha == 1 else left + right * jnp.asarray(alpha, right.dtype)
+def _with_alpha(compute: Callable[[Array, Array], Array]) -> Callable[..., Array]:
+    """Return an operator that multiplies its second operand by `alpha` first."""
+
+    def run(a: Operand, b: Operand, alpha: Scalar = 1) -> Array:
+        left, right = promoted(a, b)
+        return compute(left, right if alpha == 1 else right * jnp.asarray(alpha, right.dtype))
+
+    return run
 
 
-def _sub(a: Operand, b: Operand, alpha: Scalar = 1) -> Array:
-    left, right = promoted(a, b)
-    return left - right if alpha == 1 else left - right * jnp.asarray(alpha, right.dtype)
-
-
-def _mul(a: Operand, b: Operand) -> Array:
-    left, right = promoted(a, b)
-    return left * right
-
-
-def _div(a: Operand, b: Operand) -> Array:
-    left, right = promoted(a, b)
-    return floating(left) / floating(right)
+_add, _sub = _with_alpha(jnp.add), _with_alpha(jnp.subtract)
 
 
 def _div_rounded(a: Operand, b: Operand, rounding_mode: Literal["floor", "trunc"] | None = None) -> Array:
@@ -94,10 +87,6 @@ def _prelu(x: Array, weight: Array) -> Array:
     return jnp.where(x > 0, x, weight * x)
 
 
-def _lerp_by(a: Array, b: Array, weight: Array) -> Array:
-    return jnp.where(jnp.abs(weight) < 0.5, a + weight * (b - a), b - (b - a) * (1 - weight))
-
-
 def _glu(x: Array, dim: int = -1) -> Array:
     kept, gate = jnp.split(x, 2, dim)
     return kept * jax.nn.sigmoid(gate)
@@ -109,10 +98,6 @@ def _logit(x: Array, eps: float | None = None) -> Array:
     return jnp.log(x / (1 - x))
 
 
-def _nan_to_num(x: Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Array:
-    return jnp.nan_to_num(x, nan=0.0 if nan is None else nan, posinf=posinf, neginf=neginf)
-
-
 def _fmod(a: Operand, b: Operand) -> Array:
     left, right = promoted(a, b)
     whole = lax.stop_gradient(lax.div(*jnp.broadcast_arrays(left, right)))
@@ -122,21 +107,6 @@ def _fmod(a: Operand, b: Operand) -> Array:
 def _cross(a: Array, b: Array, dim: int = -1) -> Array:
     left, right = jnp.broadcast_arrays(a, b)
     return jnp.cross(left, right, axis=dim)
-
-
-def _xlogy(a: Operand, b: Operand) -> Array:
-    left, right = promoted(a, b)
-    return jax.scipy.special.xlogy(floating(left), floating(right))
-
-
-def _hypot(a: Array, b: Array) -> Array:
-    left, right = promoted(a, b)
-    return jnp.sqrt(left * left + right * right)
-
-
-def _copysign(a: Array, b: Array) -> Array:
-    left, right = promoted(a, b)
-    return jnp.where(jnp.signbit(right) == jnp.signbit(left), left, -left)
 
 
 def _unary(compute: Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -172,8 +142,8 @@ _PAIRWISE: Final = (
 _WITH_SCALARS: Final[dict[str, Callable[..., Any]]] = {
     "add": _add,
     "sub": _sub,
-    "mul": _mul,
-    "div": _div,
+    "mul": _pairwise(jnp.multiply),
+    "div": _pairwise(lambda a, b: floating(a) / floating(b)),
     "fmod": _fmod,
     "masked_fill": lambda x, mask, value: jnp.where(mask, jnp.asarray(value, x.dtype), x),
     "eq": _pairwise(jnp.equal),
@@ -211,7 +181,9 @@ ELEMENTWISE: Final[dict[str, Callable[..., Any]]] = {
     "aten.relu6.default": lambda x: _clamp(x, 0, 6),
     "aten.prelu.default": _prelu,
     "aten.lerp.Scalar": lambda a, b, weight: a + weight * (b - a) if abs(weight) < 0.5 else b - (b - a) * (1 - weight),
-    "aten.lerp.Tensor": _lerp_by,
+    "aten.lerp.Tensor": lambda a, b, weight: jnp.where(
+        jnp.abs(weight) < 0.5, a + weight * (b - a), b - (b - a) * (1 - weight)
+    ),
     "aten.erfc.default": _unary(jax.scipy.special.erfc),
     "aten.erfinv.default": _unary(jax.scipy.special.erfinv),
     "aten.asin.default": _unary(jnp.arcsin),
@@ -222,15 +194,17 @@ ELEMENTWISE: Final[dict[str, Callable[..., Any]]] = {
     "aten.atanh.default": _unary(jnp.arctanh),
     "aten.lgamma.default": _unary(jax.scipy.special.gammaln),
     "aten.logit.default": _logit,
-    "aten.nan_to_num.default": _nan_to_num,
+    "aten.nan_to_num.default": lambda x, nan=None, posinf=None, neginf=None: jnp.nan_to_num(
+        x, nan=0.0 if nan is None else nan, posinf=posinf, neginf=neginf
+    ),
     "aten.celu.default": lambda x, alpha=1: _elu(x, alpha, 1, 1 / alpha),
     "aten.threshold.default": lambda x, threshold, value: jnp.where(x > threshold, x, jnp.asarray(value, x.dtype)),
     "aten.glu.default": _glu,
     "aten.addcmul.default": lambda x, a, b, value=1: x + value * (a * b),
     "aten.addcdiv.default": lambda x, a, b, value=1: x + value * (a / b),
-    "aten.hypot.default": _hypot,
-    "aten.xlogy.Tensor": _xlogy,
-    "aten.copysign.Tensor": _copysign,
+    "aten.hypot.default": _pairwise(lambda a, b: jnp.sqrt(a * a + b * b)),
+    "aten.xlogy.Tensor": _pairwise(lambda a, b: jax.scipy.special.xlogy(floating(a), floating(b))),
+    "aten.copysign.Tensor": _pairwise(lambda a, b: jnp.where(jnp.signbit(b) == jnp.signbit(a), a, -a)),
     "aten.linalg_cross.default": _cross,
     "aten.frac.default": lambda x: x - lax.stop_gradient(jnp.trunc(x)),
     "aten.sgn.default": jnp.sign,
@@ -285,10 +259,6 @@ def _variance(x: Array, dims: Dims = None, correction: Scalar | None = 1, keepdi
 
 def _deviation(x: Array, dims: Dims = None, correction: Scalar | None = 1, keepdim: bool = False) -> Array:
     return jnp.sqrt(_variance(x, dims, correction, keepdim))
-
-
-def _logsumexp(x: Array, dims: Dims, keepdim: bool = False) -> Array:
-    return jax.nn.logsumexp(floating(x), axis=_axes(dims), keepdims=keepdim)
 
 
 def _norm(x: Array, order: Scalar = 2, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> Array:
@@ -359,10 +329,6 @@ def _prod(x: Array, dim: Dims = None, keepdim: bool = False, dtype: Any = None) 
     return jnp.prod(_summable(x, dtype), axis=_axes(dim), keepdims=keepdim)
 
 
-def _nansum(x: Array, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> Array:
-    return _sum(jnp.where(jnp.isnan(x), jnp.zeros((), x.dtype), x), dim, keepdim, dtype)
-
-
 def _both_extremes(x: Array, dim: int | None = None, keepdim: bool = False) -> tuple[Array, Array]:
     return jnp.min(x, axis=dim, keepdims=keepdim), jnp.max(x, axis=dim, keepdims=keepdim)
 
@@ -391,7 +357,9 @@ REDUCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "aten.amin.default": lambda x, dims=(), keepdim=False: jnp.min(x, axis=_axes(dims), keepdims=keepdim),
     "aten.var.correction": _variance,
     "aten.std.correction": _deviation,
-    "aten.logsumexp.default": _logsumexp,
+    "aten.logsumexp.default": lambda x, dims, keepdim=False: jax.nn.logsumexp(
+        floating(x), axis=_axes(dims), keepdims=keepdim
+    ),
     "aten.linalg_vector_norm.default": _norm,
     "aten.max.default": jnp.max,
     "aten.min.default": jnp.min,
@@ -403,7 +371,9 @@ REDUCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "aten.logcumsumexp.default": lambda x, dim: lax.cumlogsumexp(x, axis=dim % x.ndim) if x.ndim else x,
     "aten.prod.default": lambda x, dtype=None: _prod(x, dtype=dtype),
     "aten.prod.dim_int": _prod,
-    "aten.nansum.default": _nansum,
+    "aten.nansum.default": lambda x, dim=None, keepdim=False, dtype=None: _sum(
+        jnp.where(jnp.isnan(x), jnp.zeros((), x.dtype), x), dim, keepdim, dtype
+    ),
     "aten.trace.default": jnp.trace,
     "aten.kthvalue.default": _kth,
     "aten.median.dim": _median,

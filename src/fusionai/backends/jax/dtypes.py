@@ -18,20 +18,9 @@ import numpy as np
 from jax import Array
 
 from fusionai.primitives.errors import ExecutionError
-from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
 
-DTYPES: Final[dict[str, Any]] = {
-    "float64": jnp.float64,
-    "float32": jnp.float32,
-    "float16": jnp.float16,
-    "bfloat16": jnp.bfloat16,
-    "int64": jnp.int64,
-    "int32": jnp.int32,
-    "int16": jnp.int16,
-    "int8": jnp.int8,
-    "uint8": jnp.uint8,
-    "bool": jnp.bool_,
-}
+DTYPES: Final[dict[str, Any]] = {name: getattr(jnp, name) for name in ITEMSIZE_BYTES}
 """Dtype name in a graph -> JAX dtype."""
 Scalar = bool | int | float
 Device = Any

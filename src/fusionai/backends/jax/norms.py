@@ -43,12 +43,6 @@ def _native_layer_norm(
     return _scaled(normal, weight, bias, x.dtype), mean, inverse
 
 
-def _layer_norm(
-    x: Array, shape: Sequence[int], weight: Array | None = None, bias: Array | None = None, eps: Scalar = 1e-5, *_: Any
-) -> Array:
-    return _native_layer_norm(x, shape, weight, bias, eps)[0]
-
-
 def _rms_norm(x: Array, shape: Sequence[int], weight: Array | None = None, eps: Scalar | None = None) -> Array:
     axes = tuple(range(x.ndim - len(shape), x.ndim))
     wide = _wide(x)
@@ -176,7 +170,9 @@ def _weight_norm(direction: Array, length: Array, dim: int = 0) -> tuple[Array, 
 
 
 NORMS: Final[dict[str, Callable[..., Any]]] = {
-    "aten.layer_norm.default": _layer_norm,
+    "aten.layer_norm.default": lambda x, shape, weight=None, bias=None, eps=1e-05, *_: _native_layer_norm(
+        x, shape, weight, bias, eps
+    )[0],
     "aten.rms_norm.default": _rms_norm,
     "aten.group_norm.default": _group_norm,
     "aten.native_layer_norm.default": _native_layer_norm,
@@ -295,10 +291,6 @@ def _binary_cross_entropy(x: Array, target: Array, weight: Array | None = None, 
     return _reduced(lost if weight is None else lost * weight, reduction)
 
 
-def _soft_margin(x: Array, target: Array, reduction: int = 1) -> Array:
-    return _reduced(jnp.log1p(jnp.exp(-target * x)), reduction)
-
-
 LOSSES: Final[dict[str, Callable[..., Any]]] = {
     "aten.cross_entropy_loss.default": _cross_entropy,
     "aten.nll_loss_nd.default": _nll,
@@ -309,6 +301,8 @@ LOSSES: Final[dict[str, Callable[..., Any]]] = {
     "aten.smooth_l1_loss.default": _of_difference(_smooth_l1),
     "aten.huber_loss.default": _of_difference(_huber),
     "aten.binary_cross_entropy.default": _binary_cross_entropy,
-    "aten.soft_margin_loss.default": _soft_margin,
+    "aten.soft_margin_loss.default": lambda x, target, reduction=1: _reduced(
+        jnp.log1p(jnp.exp(-target * x)), reduction
+    ),
     "aten.binary_cross_entropy_with_logits.default": _binary_cross_entropy_with_logits,
 }

@@ -9,7 +9,7 @@ folded outside and passed in as numbers, so that a new step compiles nothing. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import floor, prod
 from typing import Any, Final
@@ -100,7 +100,15 @@ class _Window:
     """A window that moves over the last dimensions of x."""
 
     def __init__(
-        self, x: Array, kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool, spatial: int
+        self,
+        x: Array,
+        kernel: Sizes,
+        stride: Sizes | None = None,
+        padding: Sizes = 0,
+        dilation: Sizes = 1,
+        ceil_mode: bool = False,
+        *,
+        spatial: int = 2,
     ) -> None:
         lead = x.ndim - spatial
         self.sizes = many(kernel, spatial)
@@ -110,8 +118,8 @@ class _Window:
         pads: list[tuple[int, int]] = []
         for size, k, s, p, d in zip(x.shape[lead:], self.sizes, steps, self.given, spread, strict=True):
             span = size + 2 * p - d * (k - 1) - 1
-            outputs = (-(-span // s) if ceil else span // s) + 1
-            if ceil and (outputs - 1) * s >= size + p:
+            outputs = (-(-span // s) if ceil_mode else span // s) + 1
+            if ceil_mode and (outputs - 1) * s >= size + p:
                 outputs -= 1  # a window that begins in the padding at the end is left out
             pads.append((p, max(p, (outputs - 1) * s + d * (k - 1) + 1 - size - p)))
         self.window = (*(1,) * lead, *self.sizes)
@@ -125,30 +133,13 @@ class _Window:
         )
 
 
-def _max_pool(
-    x: Array,
-    kernel: Sizes,
-    stride: Sizes | None = None,
-    padding: Sizes = 0,
-    dilation: Sizes = 1,
-    ceil_mode: bool = False,
-    spatial: int = 2,
-) -> Array:
-    window = _Window(x, kernel, stride, padding, dilation, ceil_mode, spatial)
-    return window.reduced(x, np.array(-np.inf, x.dtype), lax.max)
+def _max_pool(x: Array, *args: Any, **options: Any) -> Array:
+    return _Window(x, *args, **options).reduced(x, np.array(-np.inf, x.dtype), lax.max)
 
 
-def _max_pool_with_places(
-    x: Array,
-    kernel: Sizes,
-    stride: Sizes | None = None,
-    padding: Sizes = 0,
-    dilation: Sizes = 1,
-    ceil_mode: bool = False,
-    spatial: int = 2,
-) -> tuple[Array, Array]:
+def _max_pool_with_places(x: Array, *args: Any, spatial: int = 2) -> tuple[Array, Array]:
     """Return (maxima, their flat places in the last dimensions); among equal elements, the first counts."""
-    window = _Window(x, kernel, stride, padding, dilation, ceil_mode, spatial)
+    window = _Window(x, *args, spatial=spatial)
     image = x.shape[-spatial:]
     places = jnp.broadcast_to(jnp.arange(prod(image), dtype=jnp.int64).reshape(image), x.shape)
 
@@ -159,7 +150,7 @@ def _max_pool_with_places(
     still = lax.stop_gradient(x)
     start = (np.array(-np.inf, x.dtype), np.array(np.iinfo(np.int64).max))
     _, found = window.reduced((still, places), start, larger)
-    return _max_pool(x, kernel, stride, padding, dilation, ceil_mode, spatial), found
+    return _max_pool(x, *args, spatial=spatial), found
 
 
 def _average_pool(spatial: int) -> Callable[..., Array]:
@@ -172,7 +163,7 @@ def _average_pool(spatial: int) -> Callable[..., Array]:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> Array:
-        window = _Window(x, kernel, stride, padding, 1, ceil_mode, spatial)
+        window = _Window(x, kernel, stride, padding, 1, ceil_mode, spatial=spatial)
         zero = np.zeros((), x.dtype)  # JAX can differentiate a window reduction only if it starts from a constant
         total = window.reduced(x, zero, lax.add)
         if divisor_override is not None:
@@ -180,13 +171,15 @@ def _average_pool(spatial: int) -> Callable[..., Array]:
         inside = jnp.ones(x.shape[x.ndim - spatial :], x.dtype)
         if count_include_pad:  # padding counts, but not what the last window covers beyond it
             inside = jnp.pad(inside, [(one, one) for one in window.given], constant_values=1)
-            again = _Window(inside, kernel, stride, 0, 1, ceil_mode, spatial)
+            again = _Window(inside, kernel, stride, 0, 1, ceil_mode, spatial=spatial)
             again.pads = [
                 (0, max(0, behind - given))
                 for (_, behind), given in zip(window.pads[x.ndim - spatial :], window.given, strict=True)
             ]
             return total / again.reduced(inside, zero, lax.add)
-        return total / _Window(inside, kernel, stride, padding, 1, ceil_mode, spatial).reduced(inside, zero, lax.add)
+        return total / _Window(inside, kernel, stride, padding, 1, ceil_mode, spatial=spatial).reduced(
+            inside, zero, lax.add
+        )
 
     return pool
 
@@ -210,19 +203,11 @@ def _adaptive(spatial: int) -> Callable[..., Array]:
     return pool
 
 
-def _trilinear(
-    one: Array,
-    two: Array,
-    three: Array,
-    expand1: Sequence[int],
-    expand2: Sequence[int],
-    expand3: Sequence[int],
-    sumdim: Sequence[int],
-    unroll_dim: int = 1,  # noqa: ARG001 - the order of torch's loops
-) -> Array:
-    factors = zip((one, two, three), (expand1, expand2, expand3), strict=True)
-    first, second, third = (jnp.expand_dims(x, tuple(dims)) for x, dims in factors)
-    return jnp.sum(first * second * third, axis=tuple(sumdim))
+def _trilinear(*args: Any) -> Array:
+    """Multiply three tensors. `args`: they, the dimensions that each gets, those to sum over, and the order of torch's
+    loops."""
+    first, second, third = (jnp.expand_dims(x, tuple(dims)) for x, dims in zip(args[:3], args[3:6], strict=True))
+    return jnp.sum(first * second * third, axis=tuple(args[6]))
 
 
 def _distances(one: Array, two: Array, p: float, compute_mode: int | None = None) -> Array:  # noqa: ARG001

@@ -87,10 +87,6 @@ def _split(x: Array, size: int, dim: int = 0) -> list[Array]:
     return _split_sizes(x, [min(size, total - start) for start in range(0, total, size)] or [0], dim)
 
 
-def _unbind(x: Array, dim: int = 0) -> list[Array]:
-    return [lax.index_in_dim(x, index, _axis(x, dim), keepdims=False) for index in range(x.shape[dim])]
-
-
 def _cast(x: Array, dtype: Any = None, *_: Any, **__: Any) -> Array:
     return x if dtype is None else x.astype(dtype)
 
@@ -109,10 +105,6 @@ def _roll(x: Array, shifts: int | Ints, dims: int | Ints = ()) -> Array:
 
 def _placed(x: Array, dim: int, where: slice | int) -> tuple[slice | int, ...]:
     return (*(slice(None),) * _axis(x, dim), where)
-
-
-def _select_scatter(x: Array, source: Array, dim: int, index: int) -> Array:
-    return x.at[_placed(x, dim, _within(x, dim, index))].set(source.astype(x.dtype))
 
 
 def _slice_scatter(
@@ -142,10 +134,6 @@ def _made_like(value: float) -> Callable[..., Array]:
     return lambda x, dtype=None, **_: _new_full(x, x.shape, value, dtype)
 
 
-def _scalar_tensor(value: Scalar, dtype: Any = None, **_: Any) -> Array:
-    return jnp.asarray(value, jnp.float32 if dtype is None else dtype)
-
-
 def _arange(start: Scalar, end: Scalar, step: Scalar = 1, dtype: Any = None, **_: Any) -> Array:
     usual = jnp.float32 if any(isinstance(one, float) for one in (start, end, step)) else jnp.int64
     return jnp.arange(start, end, step, dtype=usual if dtype is None else dtype)
@@ -162,10 +150,6 @@ def _cat(tensors: Sequence[Array], dim: int = 0) -> Array:
 def _repeat(x: Array, repeats: Ints) -> Array:
     lead = len(repeats) - x.ndim
     return jnp.tile(x.reshape((*(1,) * lead, *x.shape)), tuple(repeats))
-
-
-def _repeat_interleave(x: Array, repeats: int, dim: int | None = None, **_: Any) -> Array:
-    return jnp.repeat(x.reshape(-1) if dim is None else x, repeats, axis=0 if dim is None else dim)
 
 
 def _pad(x: Array, pad: Ints, value: Scalar = 0.0) -> Array:
@@ -229,10 +213,6 @@ def _col2im(x: Array, size: Ints, kernel: Ints, dilation: Ints, padding: Ints, s
     return image
 
 
-def _linspace(start: Scalar, end: Scalar, steps: int, dtype: Any = None, **_: Any) -> Array:
-    return jnp.linspace(start, end, steps, dtype=jnp.float32 if dtype is None else dtype)
-
-
 SHAPING: Final[dict[str, Callable[..., Any]]] = {
     **{f"aten.{name}.default": _same for name in ("alias", "clone", "contiguous", "lift_fresh_copy")},
     **dict.fromkeys(("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims"), _squeeze),
@@ -254,14 +234,18 @@ SHAPING: Final[dict[str, Callable[..., Any]]] = {
     "aten.split.Tensor": _split,
     "aten.split_with_sizes.default": _split_sizes,
     "aten.chunk.default": lambda x, chunks, dim=0: _split(x, max(1, -(-x.shape[dim] // chunks)), dim),
-    "aten.unbind.int": _unbind,
+    "aten.unbind.int": lambda x, dim=0: [
+        lax.index_in_dim(x, index, _axis(x, dim), keepdims=False) for index in range(x.shape[dim])
+    ],
     "aten._to_copy.default": lambda x, **options: _cast(x, options.get("dtype")),
     "aten.to.dtype": _cast,
     "aten.to.dtype_layout": lambda x, **options: _cast(x, options.get("dtype")),
     "aten.type_as.default": lambda x, other: x.astype(other.dtype),
     "aten.flip.default": lambda x, dims: jnp.flip(x, tuple(dims)),
     "aten.roll.default": _roll,
-    "aten.select_scatter.default": _select_scatter,
+    "aten.select_scatter.default": lambda x, source, dim, index: x.at[_placed(x, dim, _within(x, dim, index))].set(
+        source.astype(x.dtype)
+    ),
     "aten.slice_scatter.default": _slice_scatter,
     "aten.full.default": _full,
     "aten.zeros.default": _made(0.0),
@@ -274,11 +258,15 @@ SHAPING: Final[dict[str, Callable[..., Any]]] = {
     "aten.zeros_like.default": _made_like(0),
     "aten.ones_like.default": _made_like(1),
     "aten.empty_like.default": _made_like(0),
-    "aten.scalar_tensor.default": _scalar_tensor,
+    "aten.scalar_tensor.default": lambda value, dtype=None, **_: jnp.asarray(
+        value, jnp.float32 if dtype is None else dtype
+    ),
     "aten.arange.default": lambda end, dtype=None, **_: _arange(0, end, 1, dtype),
     "aten.arange.start": lambda start, end, dtype=None, **_: _arange(start, end, 1, dtype),
     "aten.arange.start_step": _arange,
-    "aten.linspace.default": _linspace,
+    "aten.linspace.default": lambda start, end, steps, dtype=None, **_: jnp.linspace(
+        start, end, steps, dtype=jnp.float32 if dtype is None else dtype
+    ),
     "aten.unfold.default": _unfold,
     "aten.im2col.default": _im2col,
     "aten.col2im.default": _col2im,
@@ -288,7 +276,9 @@ SHAPING: Final[dict[str, Callable[..., Any]]] = {
     "aten.cat.default": _cat,
     "aten.stack.default": lambda tensors, dim=0: jnp.stack(tensors, dim),
     "aten.repeat.default": _repeat,
-    "aten.repeat_interleave.self_int": _repeat_interleave,
+    "aten.repeat_interleave.self_int": lambda x, repeats, dim=None, **_: jnp.repeat(
+        x.reshape(-1) if dim is None else x, repeats, axis=0 if dim is None else dim
+    ),
 }
 
 
@@ -356,26 +346,10 @@ def _indexed(source: Array, indices: Array) -> Array:
     return source[tuple(slice(size) for size in indices.shape)]
 
 
-def _scatter_from(x: Array, dim: int, indices: Array, source: Array) -> Array:
-    return x.at[_grid(x, dim, indices)].set(_indexed(source, indices)) if x.ndim else source.reshape(())
-
-
-def _scatter_add(x: Array, dim: int, indices: Array, source: Array) -> Array:
-    return x.at[_grid(x, dim, indices)].add(_indexed(source, indices)) if x.ndim else x + source.reshape(())
-
-
 def _rows(x: Array, dim: int, indices: Array) -> tuple[slice | Array, ...]:
     places: list[slice | Array] = [slice(None)] * x.ndim
     places[dim % x.ndim] = indices.reshape(-1)
     return tuple(places)
-
-
-def _index_add(x: Array, dim: int, indices: Array, source: Array, alpha: Scalar = 1) -> Array:
-    return x.at[_rows(x, dim, indices)].add(source if alpha == 1 else source * alpha)
-
-
-def _index_fill(x: Array, dim: int, indices: Array, value: Scalar) -> Array:
-    return x.at[_rows(x, dim, indices)].set(jnp.asarray(value, x.dtype))
 
 
 def _index_put(x: Array, indices: Sequence[Array | None], values: Array, accumulate: bool = False) -> Array:
@@ -437,11 +411,19 @@ LOOKUPS: Final[dict[str, Callable[..., Any]]] = {
     "aten.tril.default": lambda x, diagonal=0: jnp.tril(x, diagonal),
     "aten.triu.default": lambda x, diagonal=0: jnp.triu(x, diagonal),
     "aten.scatter.value": _scatter,
-    "aten.scatter.src": _scatter_from,
-    "aten.scatter_add.default": _scatter_add,
-    "aten.index_add.default": _index_add,
+    "aten.scatter.src": lambda x, dim, indices, source: (
+        x.at[_grid(x, dim, indices)].set(_indexed(source, indices)) if x.ndim else source.reshape(())
+    ),
+    "aten.scatter_add.default": lambda x, dim, indices, source: (
+        x.at[_grid(x, dim, indices)].add(_indexed(source, indices)) if x.ndim else x + source.reshape(())
+    ),
+    "aten.index_add.default": lambda x, dim, indices, source, alpha=1: x.at[_rows(x, dim, indices)].add(
+        source if alpha == 1 else source * alpha
+    ),
     "aten.index_copy.default": lambda x, dim, indices, source: x.at[_rows(x, dim, indices)].set(source),
-    "aten.index_fill.int_Scalar": _index_fill,
+    "aten.index_fill.int_Scalar": lambda x, dim, indices, value: x.at[_rows(x, dim, indices)].set(
+        jnp.asarray(value, x.dtype)
+    ),
     "aten.index_put.default": _index_put,
     "fusion.embedding_bag": _embedding_bag,
     "aten.bucketize.Tensor": _bucketize,

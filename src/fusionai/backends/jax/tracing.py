@@ -184,13 +184,10 @@ class Program:
 def program_of(
     graph: Graph, wanted: Collection[str], *, with_state_writes: bool, mixed: bool, recompute: bool
 ) -> Program:
-    """Return the program for the outputs `wanted`. Raises `ExecutionError` on an operator this backend lacks."""
+    """Return the program for the outputs `wanted`."""
     outputs = {meaning: value for meaning, value in graph.outputs.items() if meaning in wanted}
     writes = dict(graph.state_writes) if with_state_writes else {}
     nodes = tuple(needed_nodes(graph, {*outputs.values(), *writes}))
-    for node in nodes:
-        if node.op not in PLAIN and node.op not in CONTEXTUAL:
-            raise ExecutionError(f"{describe(node)}: this backend has no operator {node.op}.")
     used = {name for node in nodes for name in reads(node)} | set(outputs.values())
     return Program(
         nodes=nodes,

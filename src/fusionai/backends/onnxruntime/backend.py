@@ -10,6 +10,7 @@ a stage, `serving.parted` cuts a serving stage's graph and has caches and attent
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -35,8 +36,6 @@ from fusionai.backends.onnxruntime.program import (
     Array,
     OnnxStageProgram,
     Weights,
-    require_operators,
-    session_of,
 )
 from fusionai.backends.serving.parted import Compute, PartedServing, ProgramPart
 from fusionai.backends.tolerance import numbers
@@ -142,16 +141,13 @@ class OnnxServingProgram(PartedServing):
         self, graph: Graph, *, options: ServeOptions, device: str, threads: int | None, memory_limit_bytes: int | None
     ) -> None:
         super().__init__(graph, options)
-        require_operators(graph.nodes)
         if options.weights not in FORMATS:
             raise ExecutionError(
                 f"this backend keeps weights as {', '.join(FORMATS)}, not as {options.weights}.",
                 hint="Use that format, or let machines with backend torch serve the model.",
             )
-        self._device = device
-        self._threads = threads
         self._check_memory(memory_limit_bytes)
-        self._weights = Weights()
+        self._weights = Weights(device, threads)
         self._sessions: dict[tuple[tuple[int, ...], tuple[str, ...], Size], Compute] = {}
         """(a part's nodes, what it makes, number of rows) -> session."""
         self._by_size: set[tuple[tuple[int, ...], tuple[str, ...]]] = set()
@@ -165,7 +161,7 @@ class OnnxServingProgram(PartedServing):
         return self._cache_bytes + self._weights.nbytes
 
     def _weight(self, key: str) -> Array:
-        return self._weights.array(key)
+        return self._weights.arrays[key]
 
     def _compiled(self, part: ProgramPart, rows: int) -> Compute:
         at = (tuple(node.id for node in part.nodes), part.makes)
@@ -182,17 +178,8 @@ class OnnxServingProgram(PartedServing):
             whole = set(at[0])
             sizes = [node for node in self._graph.nodes if self._is_size(node)]
             nodes = [node for node in self._graph.nodes if node.id in whole or node in sizes]
-            self._sessions[at] = session_of(
-                self._graph,
-                nodes,
-                symbols={**dict.fromkeys(self._graph.symbols, 1), SEQUENCE: rows, BATCH: 1},
-                given=part.given,
-                params=part.params,
-                makes=part.makes,
-                weights=self._weights,
-                device=self._device,
-                threads=self._threads,
-            )
+            symbols: dict[str, Size] = {**dict.fromkeys(self._graph.symbols, 1), SEQUENCE: rows, BATCH: 1}
+            self._sessions[at] = self._weights.session(self._graph, replace(part, nodes=tuple(nodes)), symbols)
         return self._sessions[at]
 
     def _check_memory(self, limit_bytes: int | None) -> None:

@@ -143,10 +143,6 @@ def _adaptive(b: Builder, x: Tensor, _size: Sizes) -> Tensor:
     return x
 
 
-def _index_select(b: Builder, x: Tensor, dim: int, indices: Tensor) -> Tensor:
-    return b.op("Gather", [x, b.reshape(indices, (-1,))], axis=dim % x.rank) if x.rank else x
-
-
 def _gather(b: Builder, x: Tensor, dim: int, indices: Tensor, *_: Any) -> Tensor:
     if not x.rank:
         return x
@@ -271,7 +267,9 @@ PRODUCTS: Final[dict[str, Callable[..., Any]]] = {
     "aten.adaptive_avg_pool2d.default": _adaptive,
     "aten._adaptive_avg_pool2d.default": _adaptive,
     "aten.embedding.default": lambda b, weight, indices, *_: b.op("Gather", [weight, indices], axis=0),
-    "aten.index_select.default": _index_select,
+    "aten.index_select.default": lambda b, x, dim, indices: (
+        b.op("Gather", [x, b.reshape(indices, (-1,))], axis=dim % x.rank) if x.rank else x
+    ),
     "aten.gather.default": _gather,
     "aten.index.Tensor": _index,
     "aten.scatter.value": _scatter,

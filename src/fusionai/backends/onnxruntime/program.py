@@ -9,22 +9,23 @@ the models, `stage_base` checks calls, `backend` serves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from fusionai.backends.binding import bind_symbols, check_indices, describe, first_line, largest
-from fusionai.backends.interface import NOTHING_BEGUN, Call, Entries, StageProgram, Tensors
+from fusionai.backends.binding import bind_symbols, check_indices, first_line, largest
+from fusionai.backends.interface import Call, StageProgram, Tensors
 from fusionai.backends.onnxruntime.arithmetic import ARITHMETIC
 from fusionai.backends.onnxruntime.building import Builder, Size, Tensor
 from fusionai.backends.onnxruntime.products import DRAWING, PRODUCTS, SCANS, drawing, keys
 from fusionai.backends.onnxruntime.reductions import REDUCTIONS
 from fusionai.backends.onnxruntime.shaping import SHAPING
 from fusionai.backends.semantics import DropoutKey
+from fusionai.backends.serving.parted import ProgramPart
 from fusionai.backends.state import StateEntry
 from fusionai.backends.tolerance import numbers
 from fusionai.ir.graph import needed_nodes, reads
@@ -38,77 +39,59 @@ PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", 
 """Device name in FusionAI -> ONNX Runtime's execution providers."""
 
 
-class Weights:
-    """Weights by key, as ONNX Runtime holds them."""
+Session = Callable[[Mapping[str, Array]], dict[str, Array]]
+"""Maps values by name to the values that it makes."""
 
-    def __init__(self) -> None:
+
+class Weights:
+    """Weights by key, as ONNX Runtime holds them, and the sessions that compute with them."""
+
+    def __init__(self, device: str, threads: int | None) -> None:
+        self._device = device
+        self._threads = threads
         self._values: dict[str, Any] = {}
-        self._arrays: dict[str, Array] = {}
+        self.arrays: dict[str, Array] = {}
 
     def put(self, key: str, values: Array) -> None:
-        self._arrays[key] = np.asarray(values, order="C")  # unlike ascontiguousarray, keeps a scalar's rank 0
-        self._values[key] = ort.OrtValue.ortvalue_from_numpy(self._arrays[key])
-
-    def array(self, key: str) -> Array:
-        return self._arrays[key]
-
-    def value(self, key: str) -> Any:
-        return self._values[key]
+        self.arrays[key] = np.asarray(values, order="C")  # unlike ascontiguousarray, keeps a scalar's rank 0
+        self._values[key] = ort.OrtValue.ortvalue_from_numpy(self.arrays[key])
 
     @property
     def nbytes(self) -> int:
-        return sum(values.nbytes for values in self._arrays.values())
+        return sum(values.nbytes for values in self.arrays.values())
 
-
-def require_operators(nodes: Collection[Node]) -> None:
-    for node in nodes:
-        if node.op not in OPERATORS and not node.op.startswith(("sym.", "aten.sym_size")):
-            raise ExecutionError(f"{describe(node)}: this backend has no operator {node.op}.")
-
-
-def session_of(
-    graph: Graph,
-    nodes: Sequence[Node],
-    *,
-    symbols: Mapping[str, Size],
-    given: Sequence[str],
-    params: Sequence[str],
-    makes: Sequence[str],
-    weights: Weights,
-    device: str,
-    threads: int | None,
-) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
-    """Return `nodes` as a function of the values `given` and the keys of nodes that draw random numbers
-    (`products.keys`). Raises `ExecutionError` if an operator is not supported or ONNX Runtime rejects the model."""
-    built = Builder(graph, symbols)
-    for name in given:
-        built.give(name)
-    held: dict[str, Tensor] = {name: built.give(name) for name in params}
-    for node in nodes:
-        built.add(node, OPERATORS)
-    model = built.model(makes, weights=held, inputs=given)
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    if threads is not None:
-        options.intra_op_num_threads = threads
-    if held:
-        options.add_external_initializers(list(held), [weights.value(graph.params[name].key) for name in held])
-    try:
-        session = ort.InferenceSession(model.SerializeToString(), options, providers=PROVIDERS[device])
-    except Exception as error:  # ONNX Runtime raises its own exceptions, which have no common base
-        raise ExecutionError(f"ONNX Runtime rejects the model: {first_line(error)}") from error
-    used = {one.name for one in session.get_inputs()}
-    names = [f"out:{name}" for name in makes]
-
-    def run(values: Mapping[str, Array]) -> dict[str, Array]:
-        fed = {name: values[name] for name in used}
+    def session(self, graph: Graph, part: ProgramPart, symbols: Mapping[str, Size]) -> Session:
+        """Return the part as a function of the values `part.given` and the keys of nodes that draw random numbers
+        (`products.keys`). Raises `ExecutionError` if ONNX Runtime rejects the model."""
+        built = Builder(graph, symbols)
+        for name in part.given:
+            built.give(name)
+        held: dict[str, Tensor] = {name: built.give(name) for name in part.params}
+        for node in part.nodes:
+            built.add(node, OPERATORS)
+        model = built.model(part.makes, weights=held, inputs=part.given)
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        if self._threads is not None:
+            options.intra_op_num_threads = self._threads
+        if held:
+            options.add_external_initializers(list(held), [self._values[graph.params[name].key] for name in held])
         try:
-            found = [np.asarray(one) for one in session.run(names, fed)]
-        except Exception as error:  # as above
-            raise ExecutionError(f"ONNX Runtime failed: {first_line(error)}") from error
-        return dict(zip(makes, found, strict=True))
+            session = ort.InferenceSession(model.SerializeToString(), options, providers=PROVIDERS[self._device])
+        except Exception as error:  # ONNX Runtime raises its own exceptions, which have no common base
+            raise ExecutionError(f"ONNX Runtime rejects the model: {first_line(error)}") from error
+        used = {one.name for one in session.get_inputs()}
+        names = [f"out:{name}" for name in part.makes]
 
-    return run
+        def run(values: Mapping[str, Array]) -> dict[str, Array]:
+            fed = {name: values[name] for name in used}
+            try:
+                found = [np.asarray(one) for one in session.run(names, fed)]
+            except Exception as error:  # as above
+                raise ExecutionError(f"ONNX Runtime failed: {first_line(error)}") from error
+            return dict(zip(part.makes, found, strict=True))
+
+        return run
 
 
 OPERATORS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
@@ -136,17 +119,14 @@ class OnnxStageProgram(StageProgram):
         memory_limit_bytes: int | None,
     ) -> None:
         super().__init__(graph, grad_inputs=grad_inputs, options=options)
-        require_operators(graph.nodes)
         if options.optimizer is not None:
             raise ExecutionError(NO_TRAINING, hint=_HINT)
         self._require_room(self._state_bytes(), memory_limit_bytes)
-        self._device = device
-        self._threads = threads
-        self._weights = Weights()
+        self._weights = Weights(device, threads)
         self._needed: dict[frozenset[str], _Needed] = {}
         """Wanted outputs -> the nodes they need. Cached, because searching a graph takes a twentieth of a block's run
         time."""
-        self._sessions: dict[object, Callable[[Mapping[str, Array]], dict[str, Array]]] = {}
+        self._sessions: dict[object, Session] = {}
 
     def forward(self, call: Call, inputs: Tensors, wanted: Sequence[str] | None = None) -> dict[str, HostTensor]:
         if call.mode == "train":
@@ -161,29 +141,18 @@ class OnnxStageProgram(StageProgram):
         if at not in self._sessions:
             if len(self._sessions) >= MOST_SESSIONS:
                 self._sessions.clear()
-            self._sessions[at] = session_of(
-                self._graph,
-                nodes,
-                symbols=symbols,
-                given=needed,
-                params=[name for name in self._graph.params if name in read],
-                makes=sorted(outputs),
-                weights=self._weights,
-                device=self._device,
-                threads=self._threads,
-            )
+            params = tuple(name for name in self._graph.params if name in read)
+            part = ProgramPart(nodes, params, tuple(needed), tuple(sorted(outputs)), None)
+            self._sessions[at] = self._weights.session(self._graph, part, symbols)
         given: dict[str, Array] = {name: np.array(numbers(inputs[name])) for name in needed}
         found = self._sessions[at]({**given, **keys(drawn, DropoutKey(self._options.seed, call.step, call.microbatch))})
         values = {name: self._graph.outputs[name] for name in names}
         return {name: _host(self._graph.values[value].dtype, found[value]) for name, value in values.items()}
 
-    def backward(self, call: Call, gradients: Tensors, begun: Tensors = NOTHING_BEGUN) -> dict[str, HostTensor]:
-        del call, gradients, begun
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ExecutionError(NO_TRAINING, hint=_HINT)
 
-    def weight_gradients(self, call: Call) -> None:
-        del call
-        raise ExecutionError(NO_TRAINING, hint=_HINT)
+    backward = weight_gradients = import_gradients = apply = _refuse
 
     def gradient_norms(self) -> dict[str, float]:
         return {}
@@ -193,20 +162,12 @@ class OnnxStageProgram(StageProgram):
             self._require_trainable(key)
         return []
 
-    def import_gradients(self, entries: Entries, *, add: bool) -> None:
-        del entries, add
-        raise ExecutionError(NO_TRAINING, hint=_HINT)
-
-    def apply(self, *, scale: float, learning_rate: float) -> None:
-        del scale, learning_rate
-        raise ExecutionError(NO_TRAINING, hint=_HINT)
-
     @property
     def resident_bytes(self) -> int:
         return self._weights.nbytes
 
     def _copy(self, entry: StateEntry) -> HostTensor:
-        return _host(entry.dtype, self._weights.array(entry.key))
+        return _host(entry.dtype, self._weights.arrays[entry.key])
 
     def _put(self, entry: StateEntry, value: HostTensor) -> None:
         self._weights.put(entry.key, np.array(numbers(value)))

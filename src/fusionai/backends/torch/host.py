@@ -14,20 +14,9 @@ import torch
 from torch import Tensor
 
 from fusionai.primitives.errors import ExecutionError
-from fusionai.primitives.tensors import HostTensor, host_tensor, layout_fits
+from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor, layout_fits
 
-DTYPES: Final[dict[str, torch.dtype]] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
-}
+DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in ITEMSIZE_BYTES}
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT_BYTES: Final = 64
 """Alignment of torch's CPU allocator."""

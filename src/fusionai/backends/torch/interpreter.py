@@ -13,7 +13,7 @@ requested rows. Neighbours: `operators` gives the calls, `ir.stored` defines pac
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from operator import itemgetter
@@ -263,7 +263,7 @@ def compile_graph(
     outputs = {meaning: value for meaning, value in graph.outputs.items() if meaning in wanted}
     writes = dict(graph.state_writes) if with_state_writes else {}
     nodes = needed_nodes(graph, {*outputs.values(), *writes})
-    builder = _Builder(device, mixed=mixed, deferred=deferred, kernels=kernels, stored=stored)
+    builder = _Builder(device, mixed, deferred, kernels, stored)
     calls = [(node, builder.instruction(node)) for node in nodes]
     kept = {builder.value(name) for name in (*outputs.values(), *writes)}
     last_use: dict[int, int] = {}
@@ -291,25 +291,17 @@ def describe(node: Node | None) -> str:
     return "the stage" if node is None else binding.describe(node)
 
 
+@dataclass
 class _Builder:
-    """Allocates registers and builds instructions."""
+    """Allocates registers and builds instructions. See `compile_graph` for what it is given."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        mixed: bool,
-        deferred: Collection[int],
-        kernels: Mapping[int, Callable[..., Any]],
-        stored: PackedReading,
-    ) -> None:
-        self.device = device
-        self.stored = stored
-        self.kernels = kernels
-        self.deferred = deferred
-        self.mixed = mixed
-        self.template: Registers = [None]
-        self.values: dict[str, int] = {}
+    device: torch.device
+    mixed: bool
+    deferred: Collection[int]
+    kernels: Mapping[int, Callable[..., Any]]
+    stored: PackedReading
+    template: Registers = field(default_factory=lambda: [None])
+    values: dict[str, int] = field(default_factory=dict[str, int])
 
     def value(self, name: str) -> int:
         register = self.values.get(name)

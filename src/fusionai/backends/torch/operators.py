@@ -142,50 +142,25 @@ def _dropout(context: TorchContext, node: int, x: Tensor, *, p: float) -> Tensor
     return dropout(x, p, context.key, node) if context.training and p > 0.0 else x
 
 
-def _batch_norm_functional(
-    context: TorchContext,
-    _node: int,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, ...]:
+def _batch_norm_functional(context: TorchContext, _node: int, *args: Any) -> tuple[Tensor, ...]:
     """Return (y, saved mean, saved inverse deviation, new running mean, new running variance); the last two are
-    unchanged outside training."""
-    if context.training and training:
-        return torch.ops.aten._native_batch_norm_legit_functional.default(
-            x, weight, bias, mean, variance, True, momentum, eps
-        )
-    y, saved_mean, saved_deviation = torch.ops.aten._native_batch_norm_legit_no_training.default(
-        x, weight, bias, mean, variance, momentum, eps
-    )
-    return y, saved_mean, saved_deviation, mean, variance
+    unchanged outside training. `args`: x, weight, bias, mean, variance, whether it trains, momentum, eps."""
+    *given, trains, momentum, eps = args
+    if context.training and trains:
+        return torch.ops.aten._native_batch_norm_legit_functional.default(*given, True, momentum, eps)
+    made = torch.ops.aten._native_batch_norm_legit_no_training.default(*given, momentum, eps)
+    return (*made, *given[3:])
 
 
-def _batch_norm(
-    context: TorchContext,
-    _node: int,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    variance: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
-) -> Tensor:
-    if training and context.training and mean is not None:
+def _batch_norm(context: TorchContext, _node: int, *args: Any) -> Tensor:
+    """`args`: x, weight, bias, mean, variance, whether it trains, momentum, eps, and whether cuDNN may be used."""
+    mean, trains = args[3], args[5]
+    if trains and context.training and mean is not None:
         raise ExecutionError(
             "aten.batch_norm.default would change its running statistics in place.",
             hint="Capture the model functionalised (aten._native_batch_norm_legit_functional.default).",
         )
-    use_batch = mean is None
-    return torch.ops.aten.batch_norm.default(x, weight, bias, mean, variance, use_batch, momentum, eps, cudnn_enabled)
+    return torch.ops.aten.batch_norm.default(*args[:5], mean is None, *args[6:8], *(args[8:] or (True,)))
 
 
 def _embedding_bag(

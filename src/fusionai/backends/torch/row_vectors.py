@@ -68,38 +68,29 @@ def at_address(builder: Any, address: Any, kind: Any) -> Any:
 
 def load_wide(builder: Any, form: Form, address: Any) -> Any:
     """Return LANES values as float32."""
-    match form:
-        case Form.FP32:
-            return builder.load(at_address(builder, address, FLOATS), align=4)
-        case Form.BF16:
-            short = builder.load(at_address(builder, address, ir.VectorType(SHORT, LANES)), align=2)
-            bits = builder.zext(short, ir.VectorType(INT, LANES))
-            return builder.bitcast(builder.shl(bits, ir.Constant(bits.type, [16] * LANES)), FLOATS)
-        case Form.FP16:
-            if HALF_INSTRUCTIONS:
-                half = builder.load(at_address(builder, address, ir.VectorType(HALF, LANES)), align=2)
-                return builder.fpext(half, FLOATS)
-            short = builder.load(at_address(builder, address, ir.VectorType(SHORT, LANES)), align=2)
-            return _of_half(builder, builder.zext(short, ir.VectorType(INT, LANES)), lambda bits: [bits] * LANES)
+    return _load(builder, form, address, lambda kind: ir.VectorType(kind, LANES), lambda bits: [bits] * LANES)
 
 
 def load_one(builder: Any, form: Form, address: Any) -> Any:
+    return _load(builder, form, address, lambda kind: kind, lambda bits: bits)
+
+
+def _load(builder: Any, form: Form, address: Any, many: Callable[[Any], Any], spread: Callable[[int], Any]) -> Any:
+    """Return numbers as float32. `many`: type of one -> type of all; `spread`: returns a number for every lane."""
     match form:
         case Form.FP32:
-            return builder.load(at_address(builder, address, FLOAT), align=4)
-        case Form.BF16:
-            bits = builder.zext(builder.load(at_address(builder, address, SHORT), align=2), INT)
-            return builder.bitcast(builder.shl(bits, ir.Constant(INT, 16)), FLOAT)
-        case Form.FP16:
-            if HALF_INSTRUCTIONS:
-                return builder.fpext(builder.load(at_address(builder, address, HALF), align=2), FLOAT)
-            short = builder.load(at_address(builder, address, SHORT), align=2)
-            return _of_half(builder, builder.zext(short, INT), lambda bits: bits)
+            return builder.load(at_address(builder, address, many(FLOAT)), align=4)
+        case Form.FP16 if HALF_INSTRUCTIONS:
+            return builder.fpext(builder.load(at_address(builder, address, many(HALF)), align=2), many(FLOAT))
+    bits = builder.zext(builder.load(at_address(builder, address, many(SHORT)), align=2), many(INT))
+    if form is Form.FP16:
+        return _of_half(builder, bits, spread)
+    return builder.bitcast(builder.shl(bits, ir.Constant(bits.type, spread(16))), many(FLOAT))
 
 
 def _of_half(builder: Any, bits: Any, spread: Callable[[int], Any]) -> Any:
     """Return the exact float32 values of float16 bits held in 32-bit integers, by integer operations and one product
-    with a power of two. `spread`: returns a number for every lane."""
+    with a power of two."""
 
     def number(value: int) -> Any:
         return ir.Constant(bits.type, spread(value))

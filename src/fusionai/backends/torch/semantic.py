@@ -53,13 +53,31 @@ def attention(
     """Return [B, Hq, S, Dv] for q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv]. `scale`, `softcap`, `sinks`,
     `causal`, `window`: see `semantics.Scores`. `key_mask` [B, T]: non-zero where a key may be seen. `dropout`:
     probability of dropping a weight, 0.0 outside training."""
-    if softcap is not None or sinks is not None or dropout > 0.0:
-        mask = _visible(q, k, causal=causal, window=window, key_mask=key_mask)
-        return _explicit(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, key=key, node=node)
-    mask = None
-    if _needs_mask(k, window, key_mask):
-        mask = _visible(q, k, causal=causal, window=window, key_mask=key_mask)
-    return _fused(q, k, v, mask, scale=scale, causal=causal)
+    if softcap is None and sinks is None and dropout == 0.0:
+        masked = _needs_mask(k, window, key_mask)
+        mask = _visible(q, k, causal=causal, window=window, key_mask=key_mask) if masked else None
+        return _fused(q, k, v, mask, scale=scale, causal=causal)
+    mask = _visible(q, k, causal=causal, window=window, key_mask=key_mask)
+    groups = q.shape[1] // k.shape[1]
+    k, v = _repeat(k, groups), _repeat(v, groups)
+    weights = torch.matmul(q, k.transpose(2, 3)) * scale
+    if softcap is not None:
+        weights = torch.tanh(weights / softcap) * softcap
+    if mask is not None:
+        lowest = torch.full((), torch.finfo(weights.dtype).min, dtype=weights.dtype, device=weights.device)
+        weights = weights + torch.where(mask, 0.0, lowest)
+    if sinks is None:
+        weights = torch.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype)
+    else:
+        column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+        logits = torch.cat([weights, column], dim=-1)
+        logits = logits - logits.max(dim=-1, keepdim=True).values
+        weights = torch.softmax(logits, dim=-1, dtype=logits.dtype)[..., :-1]
+    if dropout > 0.0:
+        weights = weights * scaled_mask(
+            tuple(weights.shape), dropout, key, node, dtype=weights.dtype, device=weights.device
+        )
+    return torch.matmul(weights.to(v.dtype), v)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, causal: bool) -> Tensor:
@@ -86,41 +104,6 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float
         q, k, v, attn_mask=mask, dropout_p=0.0, scale=scale, is_causal=is_causal, enable_gqa=grouped_kernel
     )
     return out.reshape(batch, heads, queries, v.shape[-1])
-
-
-def _explicit(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout: float,
-    key: DropoutKey,
-    node: int,
-) -> Tensor:
-    groups = q.shape[1] // k.shape[1]
-    k, v = _repeat(k, groups), _repeat(v, groups)
-    weights = torch.matmul(q, k.transpose(2, 3)) * scale
-    if softcap is not None:
-        weights = torch.tanh(weights / softcap) * softcap
-    if mask is not None:
-        lowest = torch.full((), torch.finfo(weights.dtype).min, dtype=weights.dtype, device=weights.device)
-        weights = weights + torch.where(mask, 0.0, lowest)
-    if sinks is None:
-        weights = torch.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype)
-    else:
-        column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
-        logits = torch.cat([weights, column], dim=-1)
-        logits = logits - logits.max(dim=-1, keepdim=True).values
-        weights = torch.softmax(logits, dim=-1, dtype=logits.dtype)[..., :-1]
-    if dropout > 0.0:
-        weights = weights * scaled_mask(
-            tuple(weights.shape), dropout, key, node, dtype=weights.dtype, device=weights.device
-        )
-    return torch.matmul(weights.to(v.dtype), v)
 
 
 def _needs_mask(k: Tensor, window: int | None, key_mask: Tensor | None) -> bool:

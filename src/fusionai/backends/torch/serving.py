@@ -25,7 +25,7 @@ from torch import Tensor
 from fusionai.backends.binding import shape_of, with_rows
 from fusionai.backends.semantics import DropoutKey, Scores
 from fusionai.backends.serving.base import CheckedPass, ServingProgram, array_of, largest_pass
-from fusionai.backends.serving.page_table import LayerShape, RowSpan, one_by_one
+from fusionai.backends.serving.page_table import RowSpan, one_by_one
 from fusionai.backends.torch.blocked_linear import kernels as row_kernels
 from fusionai.backends.torch.blocked_linear import scratch_bytes
 from fusionai.backends.torch.compiled_stage import META, input_shapes, measure
@@ -193,7 +193,7 @@ class TorchServingProgram(ServingProgram):
             rows_bytes += scratch_bytes()
         if device.type == "cpu":
             rows_bytes += attention_scratch_bytes(self._layers, options.pass_tokens)
-        check_sizes(graph, joined, options, self._layers, rows_bytes, memory_limit_bytes, in_blocks=in_blocks)
+        self._check_memory(joined, rows_bytes, memory_limit_bytes, in_blocks=in_blocks)
         self._weights = ServingWeights(graph, joined, options.weights, device, in_blocks=in_blocks)
         self._caches: dict[int, LayerCache] | None = None
         self._layout: PassLayout | None = None
@@ -221,6 +221,30 @@ class TorchServingProgram(ServingProgram):
         caches = () if self._caches is None else self._caches.values()
         programs = (program for program in self._row_programs.values() if program is not None)
         return self._weights.nbytes + sum(part.nbytes for part in (*caches, *programs))
+
+    def _check_memory(self, joined: Joined, rows_bytes: int, limit_bytes: int | None, *, in_blocks: bool) -> None:
+        """Raise `ExecutionError` if weights, caches, programs for single rows (`rows_bytes`) and the largest pass
+        exceed the limit, or if a value's size differs from the graph's declaration."""
+        form = self._options.weights
+        weights_bytes = weight_bytes(self._graph, form, in_blocks=in_blocks)
+        cache_bytes = sum(shape.nbytes(self._options) for shape in self._layers)
+        held_bytes = weights_bytes + cache_bytes + rows_bytes + _import_bytes(self._graph, joined)
+        if limit_bytes is not None and held_bytes > limit_bytes:
+            raise ExecutionError(
+                f"the stage takes {weights_bytes} bytes of weights as {form}, {cache_bytes} of caches and "
+                f"{rows_bytes} for decoding, {held_bytes} during the import of weights; the limit is {limit_bytes}.",
+                hint="Use fewer pages or sessions, a smaller weight format or fewer blocks here, or lend more memory.",
+            )
+        symbols = largest_pass(self._graph, self._options)
+        measure(
+            self._graph,
+            compile_graph(self._graph, frozenset(self._graph.outputs), with_state_writes=False, device=META),
+            input_shapes(self._graph, symbols),
+            symbols,
+            _CONTEXT,
+            grad_inputs=frozenset(),
+            limit_bytes=None if limit_bytes is None else limit_bytes - held_bytes,
+        )
 
     # ------------------------------------------------------------------------------------------------------ computing
 
@@ -403,39 +427,6 @@ class RowsBehind:
         value = self.graph.outputs[meaning]
         sizes = shape_of(self.graph, value, with_rows(self.graph, 0))
         return torch.empty(sizes, dtype=DTYPES[self.graph.values[value].dtype], device=device)
-
-
-def check_sizes(
-    graph: Graph,
-    joined: Joined,
-    options: ServeOptions,
-    layers: Sequence[LayerShape],
-    rows_bytes: int,
-    memory_limit_bytes: int | None,
-    *,
-    in_blocks: bool,
-) -> None:
-    """Raise `ExecutionError` if weights, caches, programs for single rows (`rows_bytes`) and the largest pass exceed
-    the limit, or if a value's size differs from the graph's declaration."""
-    weights_bytes = weight_bytes(graph, options.weights, in_blocks=in_blocks)
-    cache_bytes = sum(shape.nbytes(options) for shape in layers)
-    held_bytes = weights_bytes + cache_bytes + rows_bytes + _import_bytes(graph, joined)
-    if memory_limit_bytes is not None and held_bytes > memory_limit_bytes:
-        raise ExecutionError(
-            f"the stage takes {weights_bytes} bytes of weights as {options.weights}, {cache_bytes} of caches and "
-            f"{rows_bytes} for decoding, {held_bytes} during the import of weights; the limit is {memory_limit_bytes}.",
-            hint="Use fewer pages or sessions, a smaller weight format or fewer blocks here, or lend more memory.",
-        )
-    symbols = largest_pass(graph, options)
-    measure(
-        graph,
-        compile_graph(graph, frozenset(graph.outputs), with_state_writes=False, device=META),
-        input_shapes(graph, symbols),
-        symbols,
-        TorchContext(training=False, key=DropoutKey(0, 0, 0)),
-        grad_inputs=frozenset(),
-        limit_bytes=None if memory_limit_bytes is None else memory_limit_bytes - held_bytes,
-    )
 
 
 def weight_bytes(graph: Graph, form: WeightFormat, *, in_blocks: bool = False) -> int:
