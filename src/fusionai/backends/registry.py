@@ -36,18 +36,20 @@ def open_backend(name: str, *, device: str = "auto", threads: int | None = None)
             return open_backend(suited(device), device=device, threads=threads)
         case "torch":
             with _importing(name):
-                from fusionai.backends.torch.backend import TorchBackend as kind
+                from fusionai.backends.torch.backend import TorchBackend
+            return TorchBackend(device=device, threads=threads)
         case "jax":
             with _importing(name):
-                from fusionai.backends.jax.backend import JaxBackend as kind
+                from fusionai.backends.jax.backend import JaxBackend
+            return JaxBackend(device=device, threads=threads)
         case "onnxruntime":
             with _importing(name):
-                from fusionai.backends.onnxruntime.backend import OnnxBackend as kind
+                from fusionai.backends.onnxruntime.backend import OnnxBackend
+            return OnnxBackend(device=device, threads=threads)
         case _:
             near = difflib.get_close_matches(name, BACKENDS, n=1)
             meant = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(BACKENDS)}."
             raise UsageError(f"there is no backend {name!r}.", hint=meant)
-    return kind(device=device, threads=threads)
 
 
 def suited(device: str) -> str:
