@@ -17,8 +17,7 @@ from typing import Final
 import numpy as np
 
 from fusionai.client.serving.serve import Served, serving
-from fusionai.serving.proposing import expected_tokens
-from fusionai.serving.speculating import MOST_FIXED
+from fusionai.serving.speculating import MOST_FIXED, expected_tokens
 from serving_far import DELAYS_S, HOP_PEERS, HOP_S, far_pool
 from serving_models import Trained
 from serving_streams import Figures, Say, Stream, one_stream, request, shown

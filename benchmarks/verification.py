@@ -42,8 +42,7 @@ from fusionai.backends.interface import Backend, Call
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
-from fusionai.coordination.round.reputation import NEEDED, Reputation, drawn, floor
-from fusionai.coordination.round.verification import Check
+from fusionai.coordination.round.verification import NEEDED, Check, Reputation, drawn, floor
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.sketches import step_key
 from fusionai.execution.state import headers

@@ -28,7 +28,7 @@ from fusionai.cli.running import run
 from fusionai.client.pool.local_pool import LocalPeer, LocalPool
 from fusionai.client.serving.job import ServeRequest
 from fusionai.client.serving.serve import Served, ServeEvent, serving
-from fusionai.coordination.round.reputation import NEEDED
+from fusionai.coordination.round.verification import NEEDED
 from fusionai.scheduling.problem.types import ServingNeeds
 from fusionai.serving.interface import Finished, Generation, Sampling
 from fusionai.serving.job import StageLoaded, TextRechecked

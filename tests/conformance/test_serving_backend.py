@@ -601,7 +601,7 @@ def test_rows_and_hidden_states_are_those_asked_for(served: Served) -> None:
 @pytest.mark.parametrize("form", ["fp32", "bf16", "fp16", "int8"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bits_of_a_prompt_do_not_depend_on_its_pieces(variant: str, form: WeightFormat) -> None:
-    """Of torch, whose pieces follow the clock (`coordination.serving.piece_sizes`)."""
+    """Of torch, whose pieces follow the clock (`coordination.serving.stage_times`)."""
     graph = Draft(**VARIANTS[variant]).graph
     length = POSITIONS - 1
     assert length - TILE_POSITIONS > FEW_POSITIONS

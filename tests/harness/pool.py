@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from fusionai.backends.interface import Backend
-from fusionai.coordination.training.commands import EndJob
+from fusionai.coordination.round.interface import EndJob
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host

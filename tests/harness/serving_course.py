@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from fusionai.coordination.serving import events
-from fusionai.coordination.serving.limits import BatchLimits
-from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.serving import interface
+from fusionai.coordination.serving.admission import BatchLimits
+from fusionai.coordination.serving.interface import ServingRoles
 from fusionai.coordination.serving.sessions import SessionSpec
 from fusionai.coordination.serving.state import ServingPhase
 from harness.network import Process
@@ -226,7 +226,7 @@ class Faults:
         if peer is None:
             return False
         self.world.draining.add(peer)
-        self.world.driver.handle(events.MemberLeaving(peer))
+        self.world.driver.handle(interface.MemberLeaving(peer))
         self.world.network.after(15.0, lambda: self.world.draining.discard(peer))
         return True
 
@@ -269,7 +269,7 @@ class Faults:
             checkable=self._roles.checkable,
             partition=partition,
         )
-        self.world.driver.handle(events.PlanGiven(self.world.minted(roles), self.world.machine.lost))
+        self.world.driver.handle(interface.PlanGiven(self.world.minted(roles), self.world.machine.lost))
         return True
 
     @property

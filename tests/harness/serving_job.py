@@ -8,20 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
+from fusionai.coordination.round.interface import DriverEvent, MemberEnlisted, PeerLost
 from fusionai.coordination.round.verification import Inspector
-from fusionai.coordination.serving import commands, events
+from fusionai.coordination.serving import interface
+from fusionai.coordination.serving.admission import BatchLimits
 from fusionai.coordination.serving.batching import Batcher
 from fusionai.coordination.serving.checks import TextChecks
 from fusionai.coordination.serving.driver import ServingMachine
-from fusionai.coordination.serving.limits import BatchLimits
-from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.serving.interface import ServingRoles
 from fusionai.coordination.serving.sessions import SessionSpec
 from fusionai.coordination.serving.state import ServingPhase
 from fusionai.wire.base import Fence
 
 PLACES = {0: "me", 1: "a", 2: "b", 3: "c", 4: "me"}
 LIMITS = BatchLimits(pages=40, page_tokens=4, sessions=4, pass_tokens=16, in_flight=2, chunk_tokens=8, queue=8)
-C = TypeVar("C", bound=commands.ServingCommand)
+C = TypeVar("C", bound=interface.ServingCommand)
 
 
 def roles(version: int = 1, standbys: Mapping[int, str] | None = None, **places: str) -> ServingRoles:
@@ -44,7 +45,7 @@ class Job:
         self.machine = ServingMachine(self.batcher, given, 7, (1, 2, 3), retain=retain, checks=inspecting)
         self.given = self.machine.start()
 
-    def tell(self, *told: events.ServingEvent) -> list[commands.ServingCommand]:
+    def tell(self, *told: DriverEvent) -> list[interface.ServingCommand]:
         self.given = [command for event in told for command in self.machine.handle(event)]
         return self.given
 
@@ -59,28 +60,33 @@ class Job:
     def phase(self) -> ServingPhase:
         return self.machine.phase
 
-    def enlist(self) -> list[commands.ServingCommand]:
-        return self.tell(*(events.MemberEnlisted(self.fence, peer) for peer in sorted(self.machine.roles.members)))
+    def enlist(self) -> list[interface.ServingCommand]:
+        return self.tell(*(MemberEnlisted(peer, fence=self.fence) for peer in sorted(self.machine.roles.members)))
 
-    def load(self, cached: Mapping[int, tuple[tuple[int, int], ...]] | None = None) -> list[commands.ServingCommand]:
+    def load(self, cached: Mapping[int, tuple[tuple[int, int], ...]] | None = None) -> list[interface.ServingCommand]:
         cached = cached or {}
         places = self.machine.roles.places
         return self.tell(
-            *(events.StageLoaded(self.fence, peer, stage, cached.get(stage, ())) for stage, peer in places.items())
+            *(
+                interface.StageLoaded(peer, stage, cached.get(stage, ()), fence=self.fence)
+                for stage, peer in places.items()
+            )
         )
 
-    def probe(self, *digests: str, distance: float = 0.0) -> list[commands.ServingCommand]:
+    def probe(self, *digests: str, distance: float = 0.0) -> list[interface.ServingCommand]:
         numbers = sorted(self.machine.rounds.probes)
         return self.tell(
             *(
-                events.ProbeReturned(self.fence, number, digest, distance, 0.1)
+                interface.ProbeReturned(number, digest, distance, 0.1, fence=self.fence)
                 for number, digest in zip(numbers, digests, strict=True)
             )
         )
 
-    def rebuild(self) -> list[commands.ServingCommand]:
+    def rebuild(self) -> list[interface.ServingCommand]:
         waiting = [(number, one) for number, (_, left) in self.machine.rounds.rebuilds.items() for one in left.items()]
-        return self.tell(*(events.CacheRebuilt(self.fence, number, session, end) for number, (session, end) in waiting))
+        return self.tell(
+            *(interface.CacheRebuilt(number, session, end, fence=self.fence) for number, (session, end) in waiting)
+        )
 
 
 def running(given: ServingRoles | None = None, *, retain: bool = True, warm: bool = True, checks: bool = False) -> Job:
@@ -91,7 +97,7 @@ def running(given: ServingRoles | None = None, *, retain: bool = True, warm: boo
     assert job.phase is ServingPhase.RUNNING
     if warm:
         standbys = job.machine.roles.standbys
-        job.tell(*(events.StandbyLoaded(job.fence, peer, stage) for stage, peer in standbys.items()))
+        job.tell(*(interface.StandbyLoaded(peer, stage, fence=job.fence) for stage, peer in standbys.items()))
     return job
 
 
@@ -108,7 +114,7 @@ def rebuilding() -> Job:
     """Its probe is on its way behind what is rebuilt."""
     job = running(roles(standbys={2: "g"}))
     computed = decoding(job)
-    job.tell(events.PeerLost("b", "x"))
+    job.tell(PeerLost("b", "x"))
     job.enlist()
     job.load({1: ((1, computed),), 3: ((1, computed),)})
     assert job.phase is ServingPhase.REBUILDING

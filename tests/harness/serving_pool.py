@@ -25,7 +25,7 @@ from fusionai.serving import job as progress
 from fusionai.serving.engine import ServingEngine
 from fusionai.serving.interface import Emitted, Finished, Generation, StreamEvent, TokenStream
 from fusionai.serving.job import ServingJob, weight_keys
-from fusionai.serving.proposing import Proposer
+from fusionai.serving.speculating import Proposer
 from fusionai.storage.weight_manifest import ModelWeights, manifest
 from fusionai.storage.weight_store import WeightStore
 from fusionai.wire.messages import ServeOptions

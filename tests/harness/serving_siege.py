@@ -101,7 +101,7 @@ class ServingSiege:
     def hear(self, event: ServeEvent) -> None:
         self.told.append((time.monotonic(), event))
         match event:
-            case progress.StageLoaded(stage=stage, peer=peer, standby=True):
+            case progress.WeightsLoaded(stage=stage, peer=peer, standby=True):
                 self._warm.add((stage, peer))
             case _:
                 pass

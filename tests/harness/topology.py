@@ -14,7 +14,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fusionai.coordination.training.roles import Roles
+from fusionai.coordination.training.interface import Roles
 from fusionai.coordination.training.state import JobShape
 from fusionai.coordination.training.step import StageShape
 from fusionai.coordination.training.steps import norms_hash

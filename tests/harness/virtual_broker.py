@@ -18,6 +18,7 @@ from fusionai.coordination.broker.requests import (
     Beat,
     Certify,
     Command,
+    DeadlinePassed,
     Disconnected,
     Enrol,
     HandOut,
@@ -29,7 +30,6 @@ from fusionai.coordination.broker.requests import (
     Request,
     RequestJob,
     Stalled,
-    Tick,
 )
 from fusionai.coordination.broker.state import BrokerRules, BrokerState, recovered
 from fusionai.primitives.ids import JobId, PeerId
@@ -93,7 +93,7 @@ class Broker:
         return decision.commands
 
     def tick(self) -> None:
-        self.ask(Tick())
+        self.ask(DeadlinePassed())
         self.world.network.timer(self.process, 1.0, self.tick)
 
     # -------------------------------------------------------------------------------------------------- requests

@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from fusionai.coordination.round.interface import AskPlan, EndJob, LinkBroken, PeerLost, ReportFault
 from fusionai.coordination.round.liveness import PING_S, Silence
-from fusionai.coordination.training import commands, events
+from fusionai.coordination.training import interface
 from fusionai.coordination.training import stage_interface as staging
 from fusionai.coordination.training.driver import DriverMachine
 from fusionai.coordination.training.evaluations import Evaluation, standing
-from fusionai.coordination.training.roles import Roles
+from fusionai.coordination.training.interface import Roles
 from fusionai.coordination.training.state import DriverPhase
 from fusionai.wire.messages import CommitRecord, Fence, Mode
 from harness import topology as model
@@ -39,7 +40,7 @@ class Driver:
         self.world = world
         self.process = process
         self.member = member
-        self.ended: commands.EndJob | None = None
+        self.ended: EndJob | None = None
         self.version, self.layout = world.plan
         self.incarnation = world.incarnation
         self.connections: dict[str, Process] = {}
@@ -97,7 +98,7 @@ class Driver:
             case State():
                 self._collect(message)
             case Output(mode="train", step=step, microbatch=microbatch, loss=loss):
-                self.handle(events.LossArrived(step, microbatch, loss))
+                self.handle(interface.LossArrived(step, microbatch, loss))
             case Output(microbatch=index, loss=loss) if index < 0:
                 self._probed(loss)
             case Output(step=step, microbatch=index, loss=loss):
@@ -119,7 +120,7 @@ class Driver:
         if stream != "control":
             if self.member.linked.get(far.name) is far:
                 del self.member.linked[far.name]
-                self.handle(events.LinkBroken(OWNER, far.name, "broke"))
+                self.handle(LinkBroken(OWNER, far.name, "broke"))
         elif self.connections.get(far.name) is far:
             del self.connections[far.name]
             self._lost(far.name, "its connection broke")
@@ -127,7 +128,7 @@ class Driver:
     def _lost(self, peer: str, reason: str) -> None:
         self.silence.forget(peer)
         self.connections.pop(peer, None)
-        self.handle(events.PeerLost(peer, reason))
+        self.handle(PeerLost(peer, reason))
 
     def _tick(self) -> None:
         if not self.alive:
@@ -143,62 +144,62 @@ class Driver:
 
     # -------------------------------------------------------------------------------------------------- performing
 
-    def _perform_all(self, given: list[commands.DriverCommand]) -> None:
+    def _perform_all(self, given: list[interface.DriverCommand]) -> None:
         for command in given:
             self._perform(command)
 
-    def _perform(self, command: commands.DriverCommand) -> None:
+    def _perform(self, command: interface.DriverCommand) -> None:
         world = self.world
         match command:
-            case commands.SendAttach(fence=fence, roles=roles, standbys=standbys):
+            case interface.SendAttach(fence=fence, roles=roles, standbys=standbys):
                 self._attach(fence, roles, dict(standbys))
-            case commands.PassSnapshot(stage=stage, step=step, holder=holder, peer=peer):
+            case interface.SendSnapshot(stage=stage, step=step, holder=holder, peer=peer):
                 self._send(holder, "control", Pass(stage, step, peer))
-            case commands.SendResume():
+            case interface.SendResume():
                 self._resume(command)
-            case commands.SendProbe(step=step):
+            case interface.SendProbe(step=step):
                 self.probed = []
                 for index in (-1, -2):
                     self._feed("eval", step, index)
-            case commands.AnnounceReady(base=base):
+            case interface.AnnounceReady(base=base):
                 world.check_ready(self, base)
-            case commands.FeedMicrobatch(step=step, microbatch=microbatch, only=only):
+            case interface.FeedMicrobatch(step=step, microbatch=microbatch, only=only):
                 self._feed("train", step, microbatch, only)
-            case commands.DecideScale(step=step, norms=norms):
+            case interface.DecideScale(step=step, norms=norms):
                 total, scale = model.clip(norms)
-                self._later(lambda: self.handle(events.ScaleDecided(step, total, scale)))
-            case commands.JournalCommit(record=record):
+                self._later(lambda: self.handle(interface.ScaleDecided(step, total, scale)))
+            case interface.JournalCommit(record=record):
                 self._later(lambda: self._journal(record))
-            case commands.SendCommit(record=record, watermark=line, save=save):
+            case interface.SendCommit(record=record, watermark=line, save=save):
                 assert record in world.journal, "sent before it was journalled"
                 for stage, peer in self.layout.places.items():
                     self._send(peer, "control", (stage, staging.Committed(record, line, save)))
-            case commands.WriteCheckpoint(step=step, ask=ask):
+            case interface.WriteCheckpoint(step=step, ask=ask):
                 self._write_checkpoint(step, ask=ask)
-            case commands.Evaluate(step=step):
+            case interface.Evaluate(step=step):
                 self.evaluated[step] = {}
                 self.unfed = deque(range(world.topology.evaluations))
                 for _ in range(2):
                     self._feed_evaluation(step)
-            case commands.NameBest(best=best):
+            case interface.NameBest(best=best):
                 assert best.step in world.checkpoints, "named before it was complete"
                 assert best == standing(world.evaluations).best
                 world.best = best.step
-            case commands.StepCommitted(record=record, losses=losses):
+            case interface.StepCommitted(record=record, losses=losses):
                 assert losses == world.expected.steps[record.step].losses
-            case commands.AskPlan(without=without):
+            case AskPlan(without=without):
                 self.without = without
                 # A pause, or a machine that the broker has not missed yet would be tried a thousand times.
                 pause_s = max(0.0, self.asked_s + RETRY_S - world.network.now_s)
                 world.network.timer(self.process, pause_s, self._ask_plan)
-            case commands.ReportFault(kind=kind):
+            case ReportFault(kind=kind):
                 world.told[f"fault: {kind}"] += 1
-            case commands.ReportRestored():
+            case interface.ReportRestored():
                 world.check_restored(self, command)
-            case commands.EndJob():
+            case EndJob():
                 self.ended = command
                 self._report(done=command.failed is None and command.stopped is None)
-            case commands.WarnTolerant():
+            case interface.WarnTolerant():
                 raise AssertionError(command.detail)
 
     def _attach(self, fence: Fence, roles: Roles, standbys: dict[int, str]) -> None:
@@ -241,20 +242,12 @@ class Driver:
         if self.connections.get(peer) is process:
             self._lost(peer, "can't be reached")
 
-    def _resume(self, command: commands.SendResume) -> None:
+    def _resume(self, command: interface.SendResume) -> None:
         peer = self.layout.places[command.stage]
-        resumed = staging.Resumed(
-            command.committed,
-            command.source,
-            command.base,
-            command.records,
-            command.replaying,
-            command.snapshot,
-            command.watermark,
-        )
+        resumed = command.resume
         self._send(peer, "control", (command.stage, resumed))
-        if command.source == "import":
-            state = State(command.stage, command.base, self.world.checkpoints[command.base][command.stage])
+        if resumed.source == "import":
+            state = State(command.stage, resumed.base, self.world.checkpoints[resumed.base][command.stage])
             self._send(peer, "state", (command.stage, state))
 
     def _later(self, action: Callable[[], None]) -> None:
@@ -265,7 +258,7 @@ class Driver:
         assert record.step == len(self.world.journal), "each step once, in order"
         self.world.journal.append(record)
         # The process may die right here: what is on disk is official, and nobody was told.
-        self._later(lambda: self.handle(events.CommitJournalled(record)))
+        self._later(lambda: self.handle(interface.CommitJournalled(record)))
 
     def _feed(self, mode: Mode, step: int, microbatch: int, only: frozenset[int] | None = None) -> None:
         for stage in sorted(self.world.topology.fed if only is None else only):
@@ -276,7 +269,7 @@ class Driver:
     def _probed(self, loss: float) -> None:
         self.probed.append(loss)
         if len(self.probed) == 2:
-            self.handle(events.ProbeAnswered((self.probed[0], self.probed[0])))
+            self.handle(interface.ProbeAnswered((self.probed[0], self.probed[0])))
 
     def _feed_evaluation(self, step: int) -> None:
         if self.unfed:
@@ -296,7 +289,9 @@ class Driver:
             self.world.evaluations.append(found)
         # As with a commit: what is on disk counts, whoever lives to hear of it.
         fence = self.machine.fence
-        self._later(lambda: fence == self.machine.fence and self.handle(events.EvaluationDone(found.step, found.loss)))
+        self._later(
+            lambda: fence == self.machine.fence and self.handle(interface.EvaluationDone(found.step, found.loss))
+        )
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
@@ -325,7 +320,7 @@ class Driver:
         self.world.checkpoints[step] = states
         self.writing.discard(step)
         self.saving = None if self.saving == step else self.saving
-        self.handle(events.CheckpointWritten(step))
+        self.handle(interface.CheckpointWritten(step))
         if self.machine.phase is DriverPhase.RUNNING:  # otherwise somebody may still be loading an older one
             best = self.machine.standing.best if self.world.topology.keep_best else None
             kept = (self.machine.saved, None if best is None else best.step)
@@ -370,7 +365,7 @@ class Driver:
             if change is not None and self.without is not None:
                 return  # nobody needs a better plan while a stage has nobody
             self.layouts[version] = layout
-            self.handle(events.PlanGranted(self._roles(version)))
+            self.handle(interface.PlanGranted(self._roles(version)))
 
         self.world.network.send(self.process, broker.process, "control", asked)
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fusionai.coordination.round.interface import LinkBroken, MemberEnlisted
 from fusionai.coordination.round.liveness import PING_S, Silence
-from fusionai.coordination.training import events as driving
+from fusionai.coordination.training import interface
 from fusionai.coordination.training import stage_interface as staging
 from fusionai.coordination.training.stage import EVERY_STEP, StageMachine
 from fusionai.wire.messages import Fence
@@ -133,7 +134,7 @@ class Member:
             else:
                 del self.stages[number]
         self._watch()
-        self.to_driver(message.fence, "control", driving.MemberEnlisted(self.name, frozenset(self.snapshots)))
+        self.to_driver(message.fence, "control", MemberEnlisted(self.name, frozenset(self.snapshots)))
 
     def from_member(self, sender: Process, fence: Fence, message: object) -> None:
         self.linked[sender.name] = sender
@@ -155,7 +156,7 @@ class Member:
             if step not in kept:
                 del self.snapshots[message.stage, step]
         assert self.fence is not None
-        self.to_driver(self.fence, "control", driving.SnapshotStored(message.stage, message.step, self.name))
+        self.to_driver(self.fence, "control", interface.SnapshotStored(message.stage, message.step, self.name))
         if self.places[message.stage] != self.name:
             self.stages.pop(message.stage, None)
         elif message.stage in self.stages:
@@ -246,7 +247,7 @@ class Member:
             return
         del self.linked[far.name]
         if self.stages or self.guarding:
-            self.to_driver(self.fence, "control", driving.LinkBroken(self.name, far.name, "broke"))
+            self.to_driver(self.fence, "control", LinkBroken(self.name, far.name, "broke"))
 
     def check(self) -> None:
         for stage in self.stages.values():

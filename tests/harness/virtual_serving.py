@@ -14,16 +14,25 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from fusionai.coordination.round.interface import (
+    AskPlan,
+    Distrust,
+    DriverEvent,
+    EndJob,
+    PeerLost,
+    ReportCheck,
+    ReportFault,
+)
 from fusionai.coordination.round.liveness import PING_S, Silence
 from fusionai.coordination.round.verification import Inspector, Opinion
-from fusionai.coordination.serving import commands, events
+from fusionai.coordination.serving import interface
+from fusionai.coordination.serving.admission import BatchLimits, QueueFull
 from fusionai.coordination.serving.batching import Batcher
 from fusionai.coordination.serving.checks import TextChecks
 from fusionai.coordination.serving.driver import ServingMachine
-from fusionai.coordination.serving.limits import BatchLimits, QueueFull, RoundLimits
-from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.serving.interface import ServingRoles
 from fusionai.coordination.serving.sessions import SessionSpec
-from fusionai.coordination.serving.stage_times import StageTimes
+from fusionai.coordination.serving.stage_times import RoundLimits, StageTimes
 from fusionai.coordination.serving.state import ServingPhase
 from fusionai.wire.base import Fence
 from fusionai.wire.serving import Segment
@@ -291,7 +300,7 @@ class Driver:
         self.process = process
         self.connections: dict[str, Process] = {}
         self.silence = Silence()
-        self.asked: commands.AskPlan | None = None
+        self.asked: AskPlan | None = None
         self.first_probe: int | None = None
         self.fault_at_s: float | None = None
         self.wanted: dict[int, tuple[int, ...]] = {}
@@ -305,10 +314,10 @@ class Driver:
         self.world.network.timer(self.process, PING_S, self._tick)
         self.world.network.timer(self.process, LOOK_S, self._look)
 
-    def handle(self, event: events.ServingEvent) -> None:
-        if isinstance(event, events.PeerLost):
+    def handle(self, event: DriverEvent) -> None:
+        if isinstance(event, PeerLost):
             self.world.lost_at_s[event.peer] = self.world.network.now_s
-        if isinstance(event, events.PassFailed):
+        if isinstance(event, interface.PassFailure):
             self.world.told["pass failed"] += 1
         self._perform_all(self.machine.handle(event))
         self.pump()
@@ -325,7 +334,7 @@ class Driver:
         for begun in self.machine.next_checks():
             self._check(begun)
 
-    def _check(self, begun: commands.BeginCheck) -> None:
+    def _check(self, begun: interface.BeginCheck) -> None:
         """After a while there is an opinion. As long as the text's pages are held, the stage before has of it what it
         sent, whatever else goes on."""
         world, fence = self.world, self.machine.fence
@@ -339,11 +348,11 @@ class Driver:
                 world.told["shown"] += 1
                 segment = Segment(text.number, 0, len(text.tokens), 0, text.pages)
                 assert before.recalled(segment) == sent_on(text.tokens, stage - 1, self.machine.roles.caching)
-            self.handle(events.TextChecked(fence, begun.check, self._opinion(begun)))
+            self.handle(interface.TextChecked(begun.check, self._opinion(begun), fence=fence))
 
         world.network.timer(self.process, world.opinions.uniform(0.01, 2.0), answered)
 
-    def _opinion(self, begun: commands.BeginCheck) -> Opinion:
+    def _opinion(self, begun: interface.BeginCheck) -> Opinion:
         world = self.world
         if begun.check.verifier == OWNER:
             return Opinion() if world.opinions.random() < 0.5 else Opinion(own="wrong")
@@ -370,7 +379,7 @@ class Driver:
             value = hash(result.values)
             self.first_probe = value if self.first_probe is None else self.first_probe
             distance = float(value != self.first_probe)
-            self.handle(events.ProbeReturned(result.fence, result.number, str(value), distance, 0.5))
+            self.handle(interface.ProbeReturned(result.number, str(value), distance, 0.5, fence=result.fence))
             return
         world = self.world
         sessions = self.machine.sessions_of(result.fence, result.number)
@@ -427,7 +436,7 @@ class Driver:
     def _lost(self, peer: str, reason: str) -> None:
         self.silence.forget(peer)
         self.connections.pop(peer, None)
-        self.handle(events.PeerLost(peer, reason))
+        self.handle(PeerLost(peer, reason))
 
     def _tick(self) -> None:
         world = self.world
@@ -441,26 +450,26 @@ class Driver:
             self._lost(peer, "silent")
         for number in world.batcher.expire(now_s):
             world.answers[number].ended = "expired"
-        self.handle(events.Tick(now_s))
+        self.handle(interface.Tick(now_s))
 
     # -------------------------------------------------------------------------------------------------- performing
 
-    def _perform_all(self, given: list[commands.ServingCommand]) -> None:
+    def _perform_all(self, given: list[interface.ServingCommand]) -> None:
         for command in given:
             self._perform(command)
 
-    def _perform(self, command: commands.ServingCommand) -> None:
+    def _perform(self, command: interface.ServingCommand) -> None:
         world = self.world
         match command:
-            case commands.BeginRound(fence, roles):
+            case interface.BeginRound(fence, roles):
                 world.told["round"] += 1
                 for peer in sorted({OWNER, *roles.members}):
                     self._enlist(peer, fence, roles)
-            case commands.EnlistStandby(fence, peer, roles):
+            case interface.EnlistStandby(fence, peer, roles):
                 self._enlist(peer, fence, roles)
-            case commands.SendLoad(fence, peer, stage, standby, fresh):
+            case interface.SendLoad(fence, peer, stage, standby, fresh):
                 self._tell(peer, Load(fence, stage, standby, fresh))
-            case commands.SendRebuild(number, source, through, segments, tokens):
+            case interface.SendRebuild(number, source, through, segments, tokens):
                 world.told["rebuild"] += 1
                 fence = self.machine.fence
                 if source < 0:
@@ -468,43 +477,44 @@ class Driver:
                 else:
                     self._tell(self.machine.roles.places[source], Rebuild(fence, number, source, through, segments))
                 assert bool(tokens) == (source < 0)
-            case commands.SendProbe(number, segments, tokens, forget):
+            case interface.SendProbePass(number, segments, tokens, forget):
                 wanted = (len(tokens) - 1,)
                 self._send_pass(Pass(self.machine.fence, number, 0, segments, tokens, wanted, forget))
-            case commands.BeginCheck():
+            case interface.BeginCheck():
                 self._check(command)
-            case commands.ReportCheck(outcome=outcome):
+            case ReportCheck(outcome=outcome):
                 world.told[f"check: {outcome}"] += 1
-            case commands.Distrust(peer):
+            case Distrust(peer):
                 world.faulty_peers.add(peer)
                 self.first_probe = None
-            case commands.ResumePasses():
+            case interface.ResumePasses():
                 if self.fault_at_s is not None:
                     world.gaps_s.append(world.network.now_s - self.fault_at_s)
                     self.fault_at_s = None
-            case commands.AskPlan():
+            case AskPlan():
                 self.asked = command
-                self._later(lambda: self._request(command))
-            case commands.Dismiss(peer):
+                roles = self.machine.roles
+                self._later(lambda: self._request(command, roles))
+            case interface.Dismiss(peer):
                 if peer in self.connections:
                     self._tell(peer, Detach(Fence(2**40, 0, 0)))
                     del self.connections[peer]
                     self.silence.forget(peer)
                     world.told["dismissed"] += 1
-            case commands.FailSessions(sessions):
+            case interface.FailSessions(sessions):
                 for session in sessions:
                     world.answers[session].ended = "failed"
-            case commands.ReportFault(kind=kind):
+            case ReportFault(kind=kind):
                 world.told[f"fault: {kind}"] += 1
                 self.fault_at_s = world.network.now_s
-            case commands.ReportState(state=state):
+            case interface.ReportState(state=state):
                 world.told[f"state: {state}"] += 1
-            case commands.ReportRebuilding():
+            case interface.ReportRebuilding():
                 pass
-            case commands.EndJob(stopped, failed):
+            case EndJob(stopped=stopped, failed=failed):
                 world.told[f"ended: {stopped or failed}"] += 1
 
-    def _rebuild_from_tokens(self, command: commands.SendRebuild) -> None:
+    def _rebuild_from_tokens(self, command: interface.SendRebuild) -> None:
         """A pass for each segment."""
         start = 0
         for segment in command.segments:
@@ -547,26 +557,26 @@ class Driver:
 
     # ------------------------------------------------------------------------------------------------------- plans
 
-    def _request(self, asked: commands.AskPlan) -> None:
+    def _request(self, asked: AskPlan, roles: ServingRoles) -> None:
         """Until there is one, or another was asked for."""
         world = self.world
         if self.asked is not asked:
             return
-        found = world.replaced(asked.roles, asked.without)
+        found = world.replaced(roles, asked.without)
         if found is None:
-            world.network.timer(self.process, RETRY_S, lambda: self._request(asked))
+            world.network.timer(self.process, RETRY_S, lambda: self._request(asked, roles))
             return
         self.asked = None
         self._give(world.minted(found), asked.without)
 
     def _give(self, roles: ServingRoles, knows: frozenset[str]) -> None:
-        self._later(lambda: self.handle(events.PlanGiven(roles, knows)))
+        self._later(lambda: self.handle(interface.PlanGiven(roles, knows)))
 
     def _look(self) -> None:
         world = self.world
         world.network.timer(self.process, LOOK_S, self._look)
         for peer in sorted(world.draining & self.machine.roles.members):
-            self.handle(events.MemberLeaving(peer))
+            self.handle(interface.MemberLeaving(peer))
         if self.machine.phase is ServingPhase.RUNNING and self.asked is None:
             better = world.improved(self.machine.roles)
             if better is not None:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fusionai.coordination.serving import events
-from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.round.interface import LinkBroken, MemberEnlisted, StageFailure
+from fusionai.coordination.serving import interface
+from fusionai.coordination.serving.interface import ServingRoles
 from fusionai.wire.base import Fence
 from fusionai.wire.serving import Segment
 from harness.network import Process, Stream
@@ -125,7 +126,7 @@ class Member:
         mine = set(self.roles.stages_of(self.name))
         for stage in [stage for stage in self.stages if stage not in mine]:
             del self.stages[stage]
-        self._tell(events.MemberEnlisted(message.fence, self.name))
+        self._tell(MemberEnlisted(self.name, fence=message.fence))
 
     def _queue(self, action: Callable[[], None], computed: Pass | None) -> None:
         self._work.append((action, computed))
@@ -159,7 +160,7 @@ class Member:
             busy_s = self.world.network.now_s - self._since_s
             number = computed.number
             if self.roles.places.get(computed.consumer) == self.name:
-                self._tell(events.StageWorking(self.fence, self.name, computed.consumer, number, busy_s))
+                self._tell(interface.StageWorking(self.name, computed.consumer, number, busy_s, fence=self.fence))
 
     def _do(self, message: Load | Pass | Rebuild) -> None:
         if message.fence != self.fence:
@@ -179,7 +180,7 @@ class Member:
         places = self.roles.standbys if message.standby else self.roles.places
         if places.get(message.stage) != self.name:
             why = "the round does not place it here"
-            self._tell(events.StageFailed(message.fence, self.name, message.stage, why))
+            self._tell(StageFailure(message.stage, why, peer=self.name, fence=message.fence))
             self.world.told["misplaced"] += 1
             return
         if message.stage not in self.weights:
@@ -193,7 +194,7 @@ class Member:
             return
         self.weights.add(message.stage)
         if message.standby:
-            self._tell(events.StandbyLoaded(message.fence, self.name, message.stage))
+            self._tell(interface.StandbyLoaded(self.name, message.stage, fence=message.fence))
             return
         if message.stage not in self.stages:
             self.stages[message.stage] = self.world.new_stage(message.stage)
@@ -202,7 +203,7 @@ class Member:
             stage.fresh_in = message.fence
             stage.forget_all()
         cached = tuple(stage.cached.items())
-        self._tell(events.StageLoaded(message.fence, self.name, message.stage, cached))
+        self._tell(interface.StageLoaded(self.name, message.stage, cached, fence=message.fence))
 
     def _compute(self, message: Pass) -> None:
         stage = self.stages[message.consumer]
@@ -214,11 +215,13 @@ class Member:
             failed = f"stage {message.consumer} was made to fail"
             if message.rebuild >= 0:
                 self._spoilt = message.fence, message.number
-            self._tell(events.PassFailed(message.fence, message.number, message.consumer, failed))
+            self._tell(interface.PassFailure(message.number, message.consumer, failed, fence=message.fence))
             return
         if stage.lacks(message.segments):
             assert self.world.triggers, f"{message} goes on from nothing, though nothing was struck"
-            self._tell(events.PassFailed(message.fence, message.number, message.consumer, "what comes before failed"))
+            self._tell(
+                interface.PassFailure(message.number, message.consumer, "what comes before failed", fence=message.fence)
+            )
             return
         values = [embedded(value) for value in message.values] if message.consumer == 0 else list(message.values)
         if self.skewed:
@@ -227,7 +230,9 @@ class Member:
         if message.rebuild == message.consumer:
             for segment in message.segments:
                 self._tell(
-                    events.CacheRebuilt(message.fence, message.number, segment.session, segment.start + segment.length)
+                    interface.CacheRebuilt(
+                        message.number, segment.session, segment.start + segment.length, fence=message.fence
+                    )
                 )
         elif message.consumer == len(self.world.roles.places) - 1:
             self._tell(Result(message.fence, message.number, tuple(outputs[row] for row in message.wanted)))
@@ -255,7 +260,7 @@ class Member:
             try:
                 values = tuple(stage.recalled(segment))
             except Missing as error:
-                self._tell(events.PassFailed(message.fence, message.number, message.source, str(error)))
+                self._tell(interface.PassFailure(message.number, message.source, str(error), fence=message.fence))
                 return
             onward = Pass(message.fence, message.number, 0, (segment,), (), rebuild=message.through)
             self.send_on(onward, message.source + 1, values)
@@ -266,7 +271,7 @@ class Member:
         if stream == "control" or self.fence is None or self.roles is None:
             return
         if far.name in self.roles.places.values():
-            self._tell(events.LinkBroken(self.fence, self.name, far.name, "broke"))
+            self._tell(LinkBroken(self.name, far.name, "broke", fence=self.fence))
 
     def tick(self) -> None:
         """Complain of neighbours that can't be reached, for as long as they can't."""
@@ -283,7 +288,7 @@ class Member:
                 self._silent.pop(far, None)
             elif world.network.now_s - self._silent.setdefault(far, world.network.now_s) >= LINK_S:
                 self._silent[far] = world.network.now_s
-                self._tell(events.LinkBroken(self.fence, self.name, peer, "silent"))
+                self._tell(LinkBroken(self.name, peer, "silent", fence=self.fence))
 
     def _tell(self, message: object) -> None:
         self.world.answer(self.process, message)

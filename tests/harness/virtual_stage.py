@@ -10,7 +10,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from fusionai.coordination.training import events as driving
+from fusionai.coordination.round.interface import StageFailure
+from fusionai.coordination.training import interface
 from fusionai.coordination.training import stage_interface as staging
 from fusionai.coordination.training.stage import StageMachine, StagePhase
 from fusionai.coordination.training.stage_interface import StageWork
@@ -149,13 +150,13 @@ class Stage:
                 self.member.world.network.work(self.member.process, lambda: self.finish(work))
             case staging.ReportStatus(applied=applied, prepared=prepared, retained_from=retained_from):
                 assert applied in (self.step, -1), "says it is where it is not"
-                self.tell(driving.StageReported(self.number, applied, prepared, retained_from))
+                self.tell(interface.StageReported(self.number, applied, prepared, retained_from))
             case staging.ReportReady(applied=applied):
                 assert applied == self.step, "says it is where it is not"
-                self.tell(driving.StageReady(self.number, applied))
+                self.tell(interface.StageReady(self.number, applied))
             case staging.ReportPrepared(step=step):
                 norms = model.norm_of(self.topology, self.number, self.sums, self.shared.get(step, ""))
-                self.tell(driving.StagePrepared(self.number, step, norms))
+                self.tell(interface.StagePrepared(self.number, step, norms))
             case staging.ReportApplied():
                 pass
             case staging.DropSums():
@@ -184,7 +185,7 @@ class Stage:
                 # that failed finds it not running. Nothing else may ever be refused.
                 assert "already obeys" in reason or (self.failed_at == self.fence and "is attached" in reason), reason
                 if self.failed_at == self.fence:
-                    self.tell(driving.StageFailed(self.number, reason))
+                    self.tell(StageFailure(self.number, reason))
 
     def clear_step(self) -> None:
         self.sums = ""
@@ -201,7 +202,7 @@ class Stage:
             self.failed_at = self.fence
             if work.kind in ("apply", "initialise"):
                 self.value, self.step = "half done", -1
-            self.tell(driving.StageFailed(self.number, "made to fail"))
+            self.tell(StageFailure(self.number, "made to fail"))
             self.handle(staging.WorkFailed(work))
             return
         match work.kind:

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fusionai.coordination.broker.events import Fact
-from fusionai.coordination.training import commands, events
+from fusionai.coordination.round.interface import EndJob, LinkBroken, PeerLost, StageFailure, StopAsked
+from fusionai.coordination.training import interface
 from fusionai.coordination.training.evaluations import Evaluation, standing
 from fusionai.coordination.training.state import DriverPhase
 from fusionai.wire.messages import CommitRecord
@@ -78,7 +79,7 @@ class World:
         self.triggers: list[Trigger] = []
         self.made_to_fail = False
         self._processes = 0
-        self._trouble: list[events.PeerLost | events.LinkBroken | events.StageFailed] = []
+        self._trouble: list[PeerLost | LinkBroken | StageFailure] = []
         """Since the job ran undisturbed; the plan of then; stages whose standbys had a snapshot newer than the
         checkpoint."""
         self._before = layout
@@ -102,7 +103,7 @@ class World:
 
     # ------------------------------------------------------------------------------------------------------ running
 
-    def run(self) -> commands.EndJob:
+    def run(self) -> EndJob:
         """Until the job is done, driver after driver. Raises `AssertionError` where anything goes wrong."""
         for _ in range(EVENTS_AT_MOST):
             ended = self.driver.ended
@@ -174,7 +175,7 @@ class World:
         running = driver.machine.phase is DriverPhase.RUNNING
         if running:
             self._trouble, self._ran = [], True
-        if not isinstance(event, events.PeerLost | events.LinkBroken | events.StageFailed):
+        if not isinstance(event, PeerLost | LinkBroken | StageFailure):
             return
         if running:
             self._before = driver.layout
@@ -190,7 +191,7 @@ class World:
 
     def connected_anew(self, peer: str) -> None:
         """A driver found another process of this machine before it missed the first."""
-        self._trouble.append(events.PeerLost(peer, "another process"))
+        self._trouble.append(PeerLost(peer, "another process"))
 
     def check_line(self, driver: Driver) -> None:
         """It has risen: every living standby has a snapshot from which what is retained leads on."""
@@ -207,7 +208,7 @@ class World:
                 if stage.machine.accepts(driver.fence):
                     assert stage.step == base, f"ready at {base} while stage {stage.number} is at {stage.step}"
 
-    def check_restored(self, driver: Driver, told: commands.ReportRestored) -> None:
+    def check_restored(self, driver: Driver, told: interface.ReportRestored) -> None:
         kind = "kept all" if not told.restored else "rolled back" if told.rollback else "replayed"
         if told.rollback:
             assert self._trouble or not self._ran, f"back to {told.base} although nothing happened: {self.stories()}"
@@ -218,10 +219,10 @@ class World:
 
     def _could_replay(self, driver: Driver) -> bool:
         """Whether all that happened since the job ran is the loss of one peer whose standbys have what it lost."""
-        lost = {event.peer for event in self._trouble if isinstance(event, events.PeerLost)}
-        if len(lost) != 1 or any(isinstance(event, events.StageFailed) for event in self._trouble):
+        lost = {event.peer for event in self._trouble if isinstance(event, PeerLost)}
+        if len(lost) != 1 or any(isinstance(event, StageFailure) for event in self._trouble):
             return False
-        links = [event for event in self._trouble if isinstance(event, events.LinkBroken)]
+        links = [event for event in self._trouble if isinstance(event, LinkBroken)]
         if len(links) > 1 or any(not lost & {link.reporter, link.other} for link in links):
             return False
         before, now = self._before, driver.layout
@@ -241,7 +242,7 @@ class World:
         self.driver.start()
 
     def stop(self, reason: str) -> None:
-        self.driver.handle(events.StopAsked(reason))
+        self.driver.handle(StopAsked(reason))
 
     def kill(self, peer: str, *, silently: bool = False, back_after_s: float | None = None) -> None:
         """A member's process, with all it held; its machine may start another."""

@@ -13,8 +13,7 @@ from fusionai.execution.compute import ComputeThread
 from fusionai.ir.serving import serving_graph
 from fusionai.serving.draft import DraftProposer, load_draft
 from fusionai.serving.interface import Generation, Sampling
-from fusionai.serving.proposing import Guesses, Proposer
-from fusionai.serving.speculating import Speculate
+from fusionai.serving.speculating import Guesses, Proposer, Speculate
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import ServeOptions
 from harness.pool import peer_id

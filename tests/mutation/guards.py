@@ -81,8 +81,8 @@ SERVING: Final = (
     "property/test_virtual_serving.py",
 )
 BATCHES: Final = ("unit/coordination/serving/test_batching*.py", "property/test_serving_batches.py")
-DRIVER_PARTS: Final = ("driver", "rounds", "steps", "plan_changes", "spot_checks", "state")
-SERVING_PARTS: Final = ("driver", "rounds", "standbys", "takeovers", "lateness", "state", "roles", "standby_roster")
+DRIVER_PARTS: Final = ("driver", "rounds", "steps", "plan_changes", "state")
+SERVING_PARTS: Final = ("driver", "rounds", "standbys", "takeovers", "state", "interface")
 SUBJECTS: Final = {
     subject.name: subject
     for subject in (
@@ -102,23 +102,15 @@ SUBJECTS: Final = {
         ),
         Subject("round.liveness", ("unit/coordination/round/test_liveness*.py", "property/test_silence*.py")),
         Subject(
-            "broker.lease", ("unit/coordination/broker/test_lease.py", "unit/coordination/broker/test_decisions.py")
-        ),
-        Subject(
             "broker.membership",
             ("unit/coordination/broker/test_membership.py", "unit/coordination/broker/test_dec*.py", BROKER),
         ),
-        Subject(
-            "broker.plan_version",
-            ("unit/coordination/broker/test_plan_version.py", "unit/coordination/broker/test_decisions.py"),
-        ),
         Subject("machine", ("unit/coordination/test_machine.py",)),
         *(Subject(f"serving.{part}", SERVING) for part in SERVING_PARTS),
-        Subject("serving.admission", (*BATCHES, *SERVING)),
+        Subject("serving.admission", ("unit/coordination/serving/test_admission_fair_queue.py", *BATCHES, *SERVING)),
         Subject("serving.batching", (*BATCHES, *SERVING)),
         Subject("serving.sessions", (*BATCHES, *SERVING)),
         Subject("serving.pages", ("unit/coordination/serving/test_pages.py", *BATCHES, *SERVING)),
-        Subject("serving.fair_queue", ("unit/coordination/serving/test_fair_queue.py", *BATCHES)),
     )
 }
 

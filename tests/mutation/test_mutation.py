@@ -13,7 +13,7 @@ from mutation.guards import ACCEPTED, SUBJECTS, Subject
 from mutation.mutants import mutants
 
 GUARDS = Path(__file__).with_name("guards.py")
-SHORT = {"lease", "membership", "plan_version", "machine", "serving.sessions", "serving.fair_queue"}
+SHORT = {"membership", "machine", "serving.sessions"}
 """Modules whose mutants are run by hand only."""
 
 

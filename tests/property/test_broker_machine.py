@@ -23,8 +23,7 @@ from fusionai.coordination.broker.decisions import handle
 from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.coordination.broker.pool import freeze
 from fusionai.coordination.broker.requests import Answer, IssueTickets, Request
-from fusionai.coordination.broker.state import PRESENT, BrokerRules, Decision, recovered
-from fusionai.coordination.broker.views import pool_view
+from fusionai.coordination.broker.state import PRESENT, BrokerRules, Decision, pool_view, recovered
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.wire.messages import Refused
 from harness.examples import examples
@@ -250,7 +249,7 @@ class BrokerHistory(RuleBasedStateMachine):
             for peer, member in self.desk.pool.members.items():
                 if member.phase in PRESENT and peer not in silent:
                     self.ask(requests.Beat(peer, PEERS.index(peer) + 1, member.boot))
-            self.ask(requests.Tick())
+            self.ask(requests.DeadlinePassed())
         assert all(lease.expires_at_s > self.now_s for lease in self.desk.leases.values())
         assert all(wait.expires_at_s > self.now_s for wait in self.desk.waits.values())
 
@@ -259,7 +258,7 @@ class BrokerHistory(RuleBasedStateMachine):
         self.now_s += 100.0
         before = self.desk.pool
         self.ask(requests.Stalled())
-        self.ask(requests.Tick())
+        self.ask(requests.DeadlinePassed())
         assert self.desk.pool == before
 
     @rule(back_s=st.floats(0.0, 1000.0))
@@ -273,7 +272,7 @@ class BrokerHistory(RuleBasedStateMachine):
         self.now_s += 500.0
         self.open()
         assert self.desk.pool == before
-        self.ask(requests.Tick())
+        self.ask(requests.DeadlinePassed())
         assert self.desk.pool == before, "a restart grants everybody a lease of grace"
 
     @rule()

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Engine
 
-from fusionai.serving.decoding import Decoder, StopScanner
-from fusionai.serving.text import Tokenizer
+from fusionai.serving.text import Decoder, StopScanner, Tokenizer
 from harness.examples import examples
 
 TEXTS = [

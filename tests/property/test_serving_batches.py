@@ -13,9 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fusionai.coordination.serving.admission import PROBE_SESSION
+from fusionai.coordination.serving.admission import PROBE_SESSION, BatchLimits, QueueFull
 from fusionai.coordination.serving.batching import Batcher
-from fusionai.coordination.serving.limits import BatchLimits, QueueFull
 from fusionai.coordination.serving.sessions import PassPlan, SessionSpec
 from harness.examples import examples
 

@@ -9,18 +9,20 @@ import pytest
 
 from fusionai.coordination.training import driver, restoring, rounds, stage
 from fusionai.coordination.training import stage_interface as staging
-from fusionai.coordination.training.commands import (
+from fusionai.coordination.training.driver import DriverMachine
+from fusionai.coordination.training.interface import (
     DriverCommand,
     FeedMicrobatch,
     JournalCommit,
+    Roles,
+    ScaleDecided,
     SendCommit,
     SendResume,
+    StagePrepared,
+    StageReady,
 )
-from fusionai.coordination.training.driver import DriverMachine
-from fusionai.coordination.training.events import ScaleDecided, StagePrepared, StageReady
 from fusionai.coordination.training.plan_changes import PlanChanges
 from fusionai.coordination.training.restoring import StagePosition
-from fusionai.coordination.training.roles import Roles
 from fusionai.coordination.training.rounds import AllRestored, TrainingRounds
 from fusionai.coordination.training.stage import StageMachine
 from fusionai.coordination.training.stage_interface import Attached, Source, StageCommand, StageEvent, StageWork

@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-from fusionai.coordination.serving.limits import BatchLimits
-from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.serving.admission import BatchLimits
+from fusionai.coordination.serving.interface import ServingRoles
 from fusionai.coordination.serving.sessions import SessionSpec
 from harness import serving_course
 from harness.virtual_serving import OWNER, PROBE, World

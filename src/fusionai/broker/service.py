@@ -22,7 +22,7 @@ import msgspec
 
 from fusionai.broker.journal import Journal, JournalTaken
 from fusionai.broker.reachability import Introducer
-from fusionai.coordination.broker import pool, requests, views
+from fusionai.coordination.broker import pool, requests, state
 from fusionai.coordination.broker.decisions import handle
 from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.coordination.broker.requests import Refusal, Request
@@ -147,7 +147,7 @@ class BrokerService:
 
     def tick(self) -> Replies:
         """Handle a deadline that has passed. Raises `StorageError` if the loss of a member could not be journalled."""
-        return self._decide(requests.Tick())
+        return self._decide(requests.DeadlinePassed())
 
     def stalled(self) -> Replies:
         """Give all members a new lease, because this process itself was suspended for a while."""
@@ -196,7 +196,7 @@ class BrokerService:
             case Meet():
                 return self._introduce(remote, message)
             case JobQuery():
-                return Replies(answer=views.job_list(self._desk, JobId(message.job) if message.job else None))
+                return Replies(answer=state.job_list(self._desk, JobId(message.job) if message.job else None))
             case JobRequest():
                 request = _job_request(peer, connection, message)
                 for placement in request.members:
@@ -242,7 +242,7 @@ class BrokerService:
             ) from error
 
     def _pool_view(self) -> PoolView:
-        view = views.pool_view(self._desk, self._clock.now_s(), self._clock.wall_s())
+        view = state.pool_view(self._desk, self._clock.now_s(), self._clock.wall_s())
         return msgspec.structs.replace(
             view,
             members=tuple(
@@ -263,7 +263,7 @@ class BrokerService:
         near = [
             Near(other, members[other].addresses)
             for other, seen_at in self._seen_at.items()
-            if seen_at == host and other != peer and other in members and members[other].phase in views.THERE
+            if seen_at == host and other != peer and other in members and members[other].phase in state.PRESENT
         ]
         answer = msgspec.structs.replace(outcome.answer, near=tuple(near[-MAX_NEAR:]))
         return Replies(answer=answer, notices=outcome.notices)
@@ -304,11 +304,11 @@ class BrokerService:
     def _compact(self) -> None:
         """Start the journal anew with the present pool. Decisions stand whether or not this succeeds."""
         try:
-            state = pool.freeze(self._desk.pool)
-            if pool.thaw(state) != self._desk.pool:
+            frozen = pool.freeze(self._desk.pool)
+            if pool.thaw(frozen) != self._desk.pool:
                 # A defect of freezing or thawing: keep the facts.
                 raise StorageError("the pool read back from its frozen form is another one.")
-            self._journal.compact(state)
+            self._journal.compact(frozen)
         except JournalTaken:
             raise
         except StorageError as error:
@@ -360,7 +360,7 @@ class BrokerService:
             job=job,
             plan=msgspec.Raw(msgspec.msgpack.encode(plan)),
             tickets=tuple(TicketFor(one.peer, sign_ticket(one, self._authority.key)) for one in tickets),
-            members=views.members_view(self._desk, peers, self._clock.now_s(), self._clock.wall_s()),
+            members=state.members_view(self._desk, peers, self._clock.now_s(), self._clock.wall_s()),
             wall_s=self._clock.wall_s(),
         )
 

@@ -4,10 +4,9 @@ A `Transition` says which phases an event may lead to from which phases, and whi
 machine's transitions by (phase, event type) and refuses a contradictory or vague list when it is built, at import time.
 Phases are strings or members of a `StrEnum`. Actions are pure: time reaches them inside the event.
 
-Two kinds of machine use tables. `Machine` moves a frozen `State` (the broker's entities: `membership`, `lease`, `job`,
-`plan_version`, `invitation`); an event without a row raises `ForbiddenTransition`. `StatefulMachine` changes in place
-(drivers and stages of jobs); what an event without a row means is up to the machine. Both keep a *story*, their last
-transitions, for error messages.
+Two kinds of machine use tables. `Machine` moves a frozen `State` (the broker's members and jobs); an event without a
+row raises `ForbiddenTransition`. `StatefulMachine` changes in place (drivers and stages of jobs); what an event without
+a row means is up to the machine. Both keep a *story*, their last transitions, for error messages.
 
 Neither kind performs commands or reads a clock; `broker`, `execution`, `training` and `serving` do. `docs/machines.md`
 is drawn from these tables.
@@ -15,9 +14,11 @@ is drawn from these tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Generic, TypeVar
+
+from msgspec import Struct
 
 from fusionai.primitives.errors import FusionError
 
@@ -83,6 +84,13 @@ class Table(dict[tuple[str, type], Transition[M, Any, R]], Generic[M, R]):
             raise ValueError(f"machine {name}: nothing leads to {sorted(named - reached)}")
 
 
+def in_each(
+    sources: Iterable[str], event: type, or_to: tuple[str, ...], act: Callable[[Any, Any], Any], note: str = ""
+) -> Iterator[Transition[Any, Any, Any]]:
+    """Yield a row for each source phase, in which the event leaves the machine or leads to one of `or_to`."""
+    return (Transition((source,), event, (source, *or_to), act, note) for source in sources)
+
+
 def rows(table: Table[Any, Any]) -> tuple[tuple[str, str, str, str], ...]:
     """(source, event, target, note) of every arrow, initial arrows first: what a diagram or a document shows."""
     arrows = [(START, "", str(phase), "") for phase in table.initial]
@@ -126,25 +134,25 @@ class ForbiddenTransition(FusionError):
         self.story = state.story
 
 
-class Machine(Table[S, tuple[S, tuple[C, ...]]], Generic[S, C]):
-    """Moves frozen states by a table whose actions return the new state and the commands to perform."""
+class Machine(Table[S, S]):
+    """Moves frozen states by a table whose actions return the new state."""
 
-    def advance(self, state: S, event: object) -> tuple[S, tuple[C, ...]]:
-        """Return the new state, its story one entry longer, and the commands to perform. Raises `ForbiddenTransition`;
-        `RuntimeError` if an action leads where its transition does not say (a defect)."""
+    def advance(self, state: S, event: object) -> S:
+        """Return the new state, its story one entry longer. Raises `ForbiddenTransition`; `RuntimeError` if an action
+        leads where its transition does not say (a defect)."""
         kind = type(event)
         transition = self.get((state.phase, kind))
         if transition is None:
             allowed = [event_type.__name__ for phase, event_type in self if phase == state.phase]
             raise ForbiddenTransition(self.name, state, kind.__name__, allowed)
-        moved, commands = transition.act(state, event)
+        moved = transition.act(state, event)
         if moved.phase not in transition.targets:
             raise RuntimeError(
                 f"machine {self.name}: {kind.__name__} took {state.entity} from {state.phase} to {moved.phase}, "
                 f"the table says {transition.targets}"
             )
         entry = kind.__name__ if moved.phase == state.phase else f"{kind.__name__} -> {moved.phase}"
-        return replace(moved, story=(*state.story, entry)[-STORY_LENGTH:]), commands
+        return replace(moved, story=(*state.story, entry)[-STORY_LENGTH:])
 
 
 # ------------------------------------------------------------------------------------------ machines changed in place
@@ -153,12 +161,10 @@ class Machine(Table[S, tuple[S, tuple[C, ...]]], Generic[S, C]):
 P = TypeVar("P", bound=str)
 
 
-class FollowUp:
+class FollowUp(Struct, frozen=True):
     """Base of events that a `StatefulMachine` raises itself, because a transition made a condition true (a barrier is
     complete, a job is settled). They are handled before the next event from outside, so that each transition names one
     step and not everything that may follow from it."""
-
-    __slots__ = ()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,7 +17,6 @@ from fusionai.gateway.answers import CachedDetail, FinishWord, HopMean, RouteRep
 from fusionai.gateway.errors import ApiError, of_failure
 from fusionai.gateway.metrics import Metrics
 from fusionai.primitives.errors import FusionError
-from fusionai.serving.decoding import Decoder, TokenText
 from fusionai.serving.interface import (
     Emitted,
     Engine,
@@ -29,6 +28,7 @@ from fusionai.serving.interface import (
     TokenLogprob,
     TokenStream,
 )
+from fusionai.serving.text import Decoder, TokenText
 from fusionai.serving.tool_reading import Read, ToolReader
 from fusionai.serving.tools import CallPiece
 

@@ -19,18 +19,16 @@ from typing import Final
 
 import numpy as np
 
-from fusionai.coordination.round.events import CommandFailed
-from fusionai.coordination.serving.commands import ServingState
+from fusionai.coordination.round.interface import CommandFailed, DriverEvent
 from fusionai.coordination.serving.driver import ServingMachine
-from fusionai.coordination.serving.events import ServingEvent
+from fusionai.coordination.serving.interface import ServingState
 from fusionai.primitives.errors import ExecutionError
 from fusionai.serving.faults import ServingFaultLog
 from fusionai.serving.generating import Generating, Rows, TextToEmbed, Verdict
 from fusionai.serving.interface import Generation, GenerationPaused, HopTiming
 from fusionai.serving.job import ServingJob
 from fusionai.serving.passes import Returned
-from fusionai.serving.proposing import Guesses
-from fusionai.serving.speculating import Speculation
+from fusionai.serving.speculating import Guesses, Speculation
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +52,7 @@ class Answers:
         speculation: Speculation | None,
         *,
         now_s: Callable[[], float],
-        post: Callable[[ServingEvent | None], None],
+        post: Callable[[DriverEvent | None], None],
     ) -> None:
         self.state: ServingState = "starting"
         self.detail = ""

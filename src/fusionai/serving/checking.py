@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 from fusionai.coordination.round.verification import Check, Opinion
-from fusionai.coordination.serving.commands import BeginCheck
+from fusionai.coordination.serving.interface import BeginCheck
 from fusionai.execution.host import Host
 from fusionai.execution.serving.boundary import packed
 from fusionai.execution.serving.loading import prepare_stage
@@ -37,9 +37,8 @@ from fusionai.execution.state import headers
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.serving.deployment import ServedCut
 from fusionai.serving.inspection import Neighbours, SketchReport, SketchTolerance, limits, opinion, sketches_of
-from fusionai.serving.job import ServingJob
+from fusionai.serving.job import ServedCut, ServingJob
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, Segment
 

@@ -5,7 +5,7 @@ same random number as the generation does at that position, so that two models w
 same token. After each pass only guesses that turned out wrong are recomputed. Decides which generations it follows, and
 which tokens it guesses.
 
-Neighbours: it implements `proposing.Proposer`, `speculating` asks for guesses, `backends.interface` computes.
+Neighbours: it implements `speculating.Proposer`, whose module asks for guesses, `backends.interface` computes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fusionai.ir.serving import LOGITS
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.tensors import host_tensor
 from fusionai.serving.interface import Sampling
-from fusionai.serving.proposing import Guesses
 from fusionai.serving.sampling import TokenHistory, choose
+from fusionai.serving.speculating import Guesses
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.wire.messages import Segment, ServeOptions
 

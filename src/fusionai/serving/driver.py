@@ -16,12 +16,22 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
-from fusionai.coordination.round.commands import Distrust, ReportCheck
-from fusionai.coordination.serving import commands, events
-from fusionai.coordination.serving.commands import EndJob, ServingCommand
+from fusionai.coordination.round.interface import (
+    AskPlan,
+    CommandFailed,
+    Distrust,
+    DriverEvent,
+    EndJob,
+    LinkBroken,
+    MemberEnlisted,
+    PeerLost,
+    ReportCheck,
+    ReportFault,
+    StageFailure,
+)
+from fusionai.coordination.serving import interface
 from fusionai.coordination.serving.driver import ServingMachine
-from fusionai.coordination.serving.events import ServingEvent
-from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.serving.interface import ServingCommand, ServingRoles
 from fusionai.execution.deployment import Deployment, PlanSource
 from fusionai.execution.host import Host
 from fusionai.execution.links.connections import Connections
@@ -36,9 +46,8 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.serving import job as progress
 from fusionai.serving.answers import Answers
 from fusionai.serving.checking import Checking
-from fusionai.serving.deployment import ServedCut
 from fusionai.serving.faults import ServingFaultLog
-from fusionai.serving.job import ServingJob
+from fusionai.serving.job import ServedCut, ServingJob
 from fusionai.serving.passes import Passes, Returned
 from fusionai.serving.rounds import ServingRound
 from fusionai.transport.interface import Channel
@@ -82,11 +91,11 @@ class ServingDriver:
         self._on_progress = on_progress
         self.resident_bytes: dict[tuple[int, str], int] = {}
         """Bytes of weights in memory, by (stage, peer)."""
-        self._events: deque[ServingEvent] = deque()
+        self._events: deque[DriverEvent] = deque()
         self._handling = False
         self._asking: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[EndJob] = asyncio.get_running_loop().create_future()
-        self._tasks = JobTasks(job.job, lambda reason: self.post(events.CommandFailed(reason)))
+        self._tasks = JobTasks(job.job, lambda reason: self.post(CommandFailed(reason)))
         self._desk = WeightServer(job.weights, (spec.digest for spec in job.weights.specs))
         fence = Fence(machine.roles.version, machine.incarnation, 0)
         self._member = ServingMember(
@@ -107,7 +116,7 @@ class ServingDriver:
             host,
             self._member,
             send=self._connections.send_to,
-            on_opinion=lambda fence, check, found: self.post(events.TextChecked(fence, check, found)),
+            on_opinion=lambda fence, check, found: self.post(interface.TextChecked(check, found, fence=fence)),
             start=self._tasks.start,
         )
         self._round = ServingRound(
@@ -149,11 +158,11 @@ class ServingDriver:
             self._answers.expire(now_s)
             self._checking.tick(now_s)
             if now_s - expected_s < LATE_S:  # else messages that arrived during the stall are read first
-                self.post(events.Tick(now_s))
+                self.post(interface.Tick(now_s))
             expected_s = now_s + TICK_S
             await asyncio.sleep(TICK_S)
 
-    def post(self, event: ServingEvent | None) -> None:
+    def post(self, event: DriverEvent | None) -> None:
         """Handle an event, or with None only send passes that are due. Events added meanwhile are handled in order."""
         if event is not None:
             self._events.append(event)
@@ -174,23 +183,23 @@ class ServingDriver:
             try:
                 self._perform(command)
             except FusionError as error:
-                self._events.append(events.CommandFailed(str(error)))
+                self._events.append(CommandFailed(str(error)))
 
     def _perform(self, command: ServingCommand) -> None:
         match command:
-            case commands.BeginRound(fence, roles):
+            case interface.BeginRound(fence, roles):
                 self._begin_round(fence, roles)
-            case commands.EnlistStandby(fence, peer, roles):
+            case interface.EnlistStandby(fence, peer, roles):
                 self._round.enlist(PeerId(peer), fence, roles)
-            case commands.SendLoad():
+            case interface.SendLoad():
                 self._round.load(command)
-            case commands.SendRebuild():
+            case interface.SendRebuild():
                 self._rebuild(command)
-            case commands.SendProbe():
+            case interface.SendProbePass():
                 self._passes.probe(command)
-            case commands.ResumePasses():
+            case interface.ResumePasses():
                 pass  # passes are sent after every event anyway
-            case commands.BeginCheck():
+            case interface.BeginCheck():
                 number = self._machine.batcher.take_number()
                 places = self._machine.roles.places
                 self._checking.begin(command, number, self.fence, places, self._round.cut, self._round.load_for_check)
@@ -199,21 +208,21 @@ class ServingDriver:
             case Distrust(peer, reason):
                 self._passes.distrust_probes()
                 self._replanner.distrust(peer, reason)
-            case commands.AskPlan():
+            case AskPlan():
                 self._ask_plan(command)
-            case commands.Dismiss(peer, reason):
+            case interface.Dismiss(peer, reason):
                 self._connections.part_with(PeerId(peer), self._round.highest, reason)
-            case commands.FailSessions(sessions, reason):
+            case interface.FailSessions(sessions, reason):
                 self._answers.failed(sessions, self._faults.named(reason))
-            case commands.ReportFault():
+            case ReportFault():
                 self._faults.seen(command)
-            case commands.ReportRebuilding():
+            case interface.ReportRebuilding():
                 self._faults.rebuilding(command)
-            case commands.ReportState(state, detail):
+            case interface.ReportState(state, detail):
                 self._answers.stands(state, self._faults.named(detail))
                 if state == "ready":
                     self._on_progress(progress.EngineReady())
-            case commands.EndJob():
+            case EndJob():
                 if not self._ended.done():
                     self._ended.set_result(command)
 
@@ -225,7 +234,7 @@ class ServingDriver:
         self._checking.drop()
         self._round.begin(fence, roles)
 
-    def _rebuild(self, command: commands.SendRebuild) -> None:
+    def _rebuild(self, command: interface.SendRebuild) -> None:
         if command.source == FEED:
             self._passes.rebuild_from_tokens(command)
             return
@@ -238,19 +247,18 @@ class ServingDriver:
         )
         self._connections.send_to(PeerId(self._machine.roles.places[command.source]), order)
 
-    def _ask_plan(self, command: commands.AskPlan) -> None:
+    def _ask_plan(self, command: AskPlan) -> None:
         if self._asking is not None:
             self._asking.cancel()
-        knows = self._machine.lost
+        knows, present = self._machine.lost, self._round.deployment_of(self._machine.roles)
 
         async def ask() -> None:
             waiting = lambda text: self._on_progress(progress.ServingPaused(text))  # noqa: E731
-            present = self._round.deployment_of(command.roles)
             try:
                 granted = await self._replanner.replacement(present, command.without, waiting)
             except FusionError as error:
                 if command.urgent:
-                    self.post(events.CommandFailed(str(error)))
+                    self.post(CommandFailed(str(error)))
                 else:
                     log.info("no other plan for %s: %s", self._job.job, error)
             else:
@@ -263,7 +271,7 @@ class ServingDriver:
         roles = self._round.add(deployment)
         if roles is not None:
             self._on_progress(progress.ServingPlanChanged(deployment.plan, self._faults.named(reason)))
-            self.post(events.PlanGiven(roles, self._machine.lost if knows is None else knows))
+            self.post(interface.PlanGiven(roles, self._machine.lost if knows is None else knows))
 
     def renew(self, deployment: Deployment) -> None:
         """Take new tickets or addresses for a known plan."""
@@ -345,7 +353,7 @@ class ServingDriver:
             self._member.dial_standby(peer, self._round.newest.members.get(peer, ()), message.fence, ticket)
         if known is None or message.fetched_bytes:
             self._on_progress(
-                progress.StageLoaded(
+                progress.WeightsLoaded(
                     message.stage, peer, message.standby, message.resident_bytes, message.fetched_bytes
                 )
             )
@@ -363,14 +371,14 @@ class ServingDriver:
 
         async def report() -> None:
             if await self._connections.both_remain(reporter, other):
-                self.post(events.LinkBroken(fence, reporter, other, reason))
+                self.post(LinkBroken(reporter, other, reason, fence=fence))
 
         self._tasks.start(report())
 
     def _lost(self, peer: PeerId, reason: str) -> None:
         for key in [key for key in self.resident_bytes if key[1] == peer]:
             del self.resident_bytes[key]
-        self.post(events.PeerLost(peer, reason))
+        self.post(PeerLost(peer, reason))
 
     async def close(self, reason: str) -> None:
         """Tell all members that the job is over, and close the connections."""
@@ -384,7 +392,7 @@ class ServingDriver:
 
 def event_of(
     message: wire.Message, peer: PeerId, roles: ServingRoles, asked: Collection[tuple[Fence, int, str]]
-) -> ServingEvent | None:
+) -> DriverEvent | None:
     """Return the event for a message, None if the state machine needs none. `asked`: (fence, stage, peer) of load
     requests; a peer that was asked may answer, even if a later plan without a new round gave the stage to another.
     Raises `ExecutionError` if the message is about another peer's stage."""
@@ -394,23 +402,23 @@ def event_of(
         raise ExecutionError(f"it sent a {type(message).__name__} of stage {stage}, which is not its own.")
     match message:
         case wire.Enlisted(fence=fence):
-            return events.MemberEnlisted(fence, peer)
+            return MemberEnlisted(peer, fence=fence)
         case wire.Loading(fence=fence):
-            return events.LoadProgressed(fence, peer, message.stage, message.done_bytes)
+            return interface.LoadProgressed(peer, message.stage, message.done_bytes, fence=fence)
         case wire.Loaded(fence=fence, standby=True):
-            return events.StandbyLoaded(fence, peer, message.stage)
+            return interface.StandbyLoaded(peer, message.stage, fence=fence)
         case wire.Loaded(fence=fence):
-            return events.StageLoaded(fence, peer, message.stage, message.cached)
+            return interface.StageLoaded(peer, message.stage, message.cached, fence=fence)
         case wire.StageFailed(fence=fence, code="stale_fence"):
             return None  # the peer is in a later round already
         case wire.StageFailed(fence=fence):
             reason = f"peer {short(peer)}: {message.reason}"
-            return events.StageFailed(fence, peer, message.stage, reason, fatal=message.code == "bad_graph")
+            return StageFailure(message.stage, reason, peer=peer, fatal=message.code == "bad_graph", fence=fence)
         case wire.Working(fence=fence):
-            return events.StageWorking(fence, peer, message.stage, message.number, message.busy_s)
+            return interface.StageWorking(peer, message.stage, message.number, message.busy_s, fence=fence)
         case wire.Rebuilt(fence=fence, stage=at) if roles.places.get(at) == peer:
-            return events.CacheRebuilt(fence, message.number, message.session, message.length)
+            return interface.CacheRebuilt(message.number, message.session, message.length, fence=fence)
         case wire.PassFailed(fence=fence):
-            return events.PassFailed(fence, message.number, message.stage, message.reason)
+            return interface.PassFailure(message.number, message.stage, message.reason, fence=fence)
         case _:
             return None

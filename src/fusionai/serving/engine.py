@@ -16,13 +16,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from ipaddress import ip_address
 from typing import Final, Literal
 
+from fusionai.coordination.round.interface import StopAsked
 from fusionai.coordination.round.verification import Inspector
-from fusionai.coordination.serving import events
+from fusionai.coordination.serving import interface
+from fusionai.coordination.serving.admission import BatchLimits, QueueFull, TooLong
 from fusionai.coordination.serving.batching import Batcher
 from fusionai.coordination.serving.checks import TextChecks
 from fusionai.coordination.serving.driver import ServingMachine
-from fusionai.coordination.serving.limits import BatchLimits, QueueFull, TooLong
-from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.serving.interface import ServingRoles
 from fusionai.coordination.serving.sessions import SessionSpec
 from fusionai.coordination.serving.stage_times import StageTimes
 from fusionai.coordination.serving.state import ServingPhase
@@ -33,14 +34,12 @@ from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Plan
 from fusionai.serving import job as progress
 from fusionai.serving.answers import Answers
-from fusionai.serving.deployment import cut
 from fusionai.serving.driver import ServingDriver
 from fusionai.serving.faults import ServingFaultLog
 from fusionai.serving.generating import Generating, TextToEmbed
 from fusionai.serving.interface import EngineBusy, EngineStatus, Generation, PromptTooLong, StageStatus
-from fusionai.serving.job import ServingJob
-from fusionai.serving.proposing import NgramProposer, Proposer
-from fusionai.serving.speculating import Speculation
+from fusionai.serving.job import ServingJob, cut
+from fusionai.serving.speculating import NgramProposer, Proposer, Speculation
 from fusionai.transport.routes.addresses import parse_address
 
 PROBE_TOKENS: Final = 8
@@ -127,7 +126,7 @@ class ServingEngine:
 
     def stop(self, reason: str) -> None:
         """End every generation and make `run` return."""
-        self._driver.post(events.StopAsked(reason))
+        self._driver.post(StopAsked(reason))
 
     async def close(self, reason: str = "done") -> None:
         self._answers.state = "stopped"
@@ -258,7 +257,7 @@ class ServingEngine:
 
     def leaving(self, peer: str) -> None:
         """A peer asked to leave: its stages move to their standbys first."""
-        self._driver.post(events.MemberLeaving(peer))
+        self._driver.post(interface.MemberLeaving(peer))
 
     @property
     def status(self) -> EngineStatus:

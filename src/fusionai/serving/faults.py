@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from fusionai.coordination.serving.commands import ReportFault, ReportRebuilding
+from fusionai.coordination.round.interface import ReportFault
+from fusionai.coordination.serving.interface import ReportRebuilding
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.ids import PeerId, short
 from fusionai.serving.interface import FaultNote

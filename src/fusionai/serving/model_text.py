@@ -13,9 +13,8 @@ from typing import Any
 from fusionai.corpus.conversations import for_template
 from fusionai.corpus.templates import PLAIN_STOPS, ChatTemplate, chat_templates
 from fusionai.primitives.errors import ModelError
-from fusionai.serving.decoding import Decoder
 from fusionai.serving.interface import Sampling
-from fusionai.serving.text import Tokenizer, read_json
+from fusionai.serving.text import Decoder, Tokenizer, read_json
 from fusionai.serving.tools import ToolForm, tool_form
 
 

@@ -12,9 +12,8 @@ from typing import Final
 
 import numpy as np
 
-from fusionai.coordination.serving.commands import SendProbe, SendRebuild
 from fusionai.coordination.serving.driver import ServingMachine
-from fusionai.coordination.serving.events import ProbeReturned
+from fusionai.coordination.serving.interface import ProbeReturned, SendProbePass, SendRebuild
 from fusionai.coordination.serving.sessions import PassPlan
 from fusionai.execution.serving.boundary import packed
 from fusionai.execution.serving.member import ServingMember
@@ -85,7 +84,7 @@ class Passes:
                 plan.number, plan.segments, plan.tokens, plan.wanted, forget=plan.forget, hidden=plan.output == "hidden"
             )
 
-    def probe(self, command: SendProbe) -> None:
+    def probe(self, command: SendProbePass) -> None:
         last_row = (len(command.tokens) - 1,)
         self._send(command.number, command.segments, command.tokens, last_row, forget=command.forget)
 
@@ -170,4 +169,4 @@ class Passes:
             distance = float(np.abs(rows - self._first_probe).max()) / scale
         if not np.isfinite(rows).all():
             distance = float("inf")
-        return ProbeReturned(self._machine.fence, number, digest, distance, TOLERANCE[self._job.options.weights])
+        return ProbeReturned(number, digest, distance, TOLERANCE[self._job.options.weights], fence=self._machine.fence)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from fusionai.serving.constraint import WHITESPACE, ConstraintError, ConstraintLimits, Grammar, is_deeper
 from fusionai.serving.text import Tokenizer
-from fusionai.serving.tool_xml import is_key, schema_of, types_of
+from fusionai.serving.tool_bodies import is_key, schema_of, types_of
 from fusionai.serving.tools import ToolDefinition, ToolForm
 
 _TEXT_RULE: Final = "text[lazy]: /(.|\\n)*\\n<\\/parameter>\\n/"
@@ -81,8 +81,8 @@ def _bodies(tools: Sequence[ToolDefinition], arguments: str) -> list[str]:
 
 
 def _functions(tools: Sequence[ToolDefinition]) -> list[str]:
-    """Rules for calls that `tool_xml` can read. A string ends with the first closing tag; of its schema only `enum` and
-    `const` are enforced."""
+    """Rules for calls that `tool_bodies` can read. A string ends with the first closing tag; of its schema only `enum`
+    and `const` are enforced."""
     rules = ["body: " + " | ".join(f"body{n}" for n in range(len(tools))), _TEXT_RULE]
     for number, tool in enumerate(tools):
         parameters = tool.parameters or {}

@@ -1,7 +1,7 @@
 """Finds tool calls in a model's answer while it streams. Decides what is a call and what is text; no text is lost.
 
 A call is passed on piece by piece as soon as its name is known and its arguments have begun. Neighbours: `tools` has
-the forms, `tool_json` and `tool_xml` read what follows an announcement, the gateway builds its answers from the result.
+the forms, `tool_bodies` reads what follows an announcement, the gateway builds its answers from the result.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusionai.serving.decoding import overlap
-from fusionai.serving.tool_json import JsonBody
-from fusionai.serving.tool_xml import FUNCTION, XmlBody
+from fusionai.serving.text import overlap
+from fusionai.serving.tool_bodies import FUNCTION, JsonBody, XmlBody
 from fusionai.serving.tools import Body, CallPiece, CallState, Given, ToolDefinition, ToolForm
 
 

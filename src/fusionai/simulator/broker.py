@@ -17,7 +17,6 @@ import msgspec
 
 from fusionai.coordination.broker import decisions, requests
 from fusionai.coordination.broker.events import MemberPlacement
-from fusionai.coordination.broker.lease import LEASE, Heard
 from fusionai.coordination.broker.pool import Pool
 from fusionai.coordination.broker.state import PRESENT, BrokerRules, BrokerState
 from fusionai.primitives.errors import FusionError
@@ -184,7 +183,7 @@ class SimulatedBroker:
         for peer, process in self._processes.items():
             lease, beat_s = leases.get(PeerId(peer)), self._beat_s(process)
             if lease is not None and beat_s > lease.heard_s:
-                leases[PeerId(peer)], _ = LEASE.advance(lease, Heard(beat_s))
+                leases[PeerId(peer)] = lease.renewed(beat_s)
         self._desk = replace(self._desk, leases=leases)
 
     def _beat_s(self, process: Process) -> float:
@@ -215,5 +214,5 @@ class SimulatedBroker:
 
     def _tick(self) -> None:
         self._ticking = False
-        self._ask(requests.Tick())
+        self._ask(requests.DeadlinePassed())
         self._watch()

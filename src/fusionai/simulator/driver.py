@@ -17,7 +17,8 @@ from functools import partial
 
 import msgspec
 
-from fusionai.coordination.training import commands, events
+from fusionai.coordination.round.interface import AskPlan, DriverEvent, PeerLost, ReportFault
+from fusionai.coordination.training import interface
 from fusionai.coordination.training import stage_interface as staging
 from fusionai.coordination.training.driver import DriverMachine
 from fusionai.coordination.training.state import DriverPhase, JobShape
@@ -119,7 +120,7 @@ class SimulatedDriver:
         self._members[world.owner] = SimulatedMember(world, world.owner)
         self._connected: dict[str, SimulatedMember] = {}
         """Processes that the current round began with."""
-        self._queue: deque[events.DriverEvent] = deque()
+        self._queue: deque[DriverEvent] = deque()
         self._draining = False
         self._offers: dict[int, tuple[Plan, str]] = {}
         """Version -> a plan to be adopted, and why."""
@@ -183,11 +184,11 @@ class SimulatedDriver:
 
     # ------------------------------------------------------------------------------------------------------ events
 
-    def _hear(self, fence: Fence, event: events.DriverEvent) -> None:
+    def _hear(self, fence: Fence, event: DriverEvent) -> None:
         if fence == self.machine.fence:
             self.handle(event)
 
-    def handle(self, *given: events.DriverEvent) -> None:
+    def handle(self, *given: DriverEvent) -> None:
         """Give the machine these events in turn, and perform what it commands."""
         self._queue.extend(given)
         if self._draining:
@@ -205,56 +206,56 @@ class SimulatedDriver:
 
     def grant(self, plan: Plan, reason: str) -> None:
         self._offers[plan.version] = (plan, reason)
-        self.handle(events.PlanGranted(self.world.roles(plan)))
+        self.handle(interface.PlanGranted(self.world.roles(plan)))
 
     def note_waiting(self, why: str) -> None:
         if self.history.open is not None:
             self.history.open.waited_for = why
 
-    def _perform(self, command: commands.DriverCommand) -> None:
+    def _perform(self, command: interface.DriverCommand) -> None:
         match command:
-            case commands.SendAttach():
+            case interface.SendAttach():
                 self._attach(command)
-            case commands.PassSnapshot(stage=stage, step=step, holder=holder, peer=peer):
+            case interface.SendSnapshot(stage=stage, step=step, holder=holder, peer=peer):
                 fence, member = self.machine.fence, self._connected[holder]
                 self._send(holder, partial(member.pass_snapshot, fence, stage, step, peer))
-            case commands.SendResume():
+            case interface.SendResume():
                 self._resume(command)
-            case commands.SendProbe():
+            case interface.SendProbe():
                 self.world.agenda.after(self.steps.timing.probe_s, partial(self._probed, self.machine.fence))
-            case commands.FeedMicrobatch(step=step, only=None):
+            case interface.FeedMicrobatch(step=step, only=None):
                 self.steps.feed(step)
-            case commands.FeedMicrobatch(step=step, only=frozenset() as only):
+            case interface.FeedMicrobatch(step=step, only=frozenset() as only):
                 for stage in sorted(only):
                     self._to_stage(stage, staging.ForwardArrived("train", step, 0, FEED))
-            case commands.DecideScale(step=step):
-                self.handle(events.ScaleDecided(step, 1.0, 1.0))
-            case commands.JournalCommit(record=record):
-                self.handle(events.CommitJournalled(record))
-            case commands.SendCommit():
+            case interface.DecideScale(step=step):
+                self.handle(interface.ScaleDecided(step, 1.0, 1.0))
+            case interface.JournalCommit(record=record):
+                self.handle(interface.CommitJournalled(record))
+            case interface.SendCommit():
                 self._send_commit(command)
-            case commands.StepCommitted(replayed=replayed):
+            case interface.StepCommitted(replayed=replayed):
                 seconds = self.steps.commit()
                 if replayed:
                     self.history.redone_s += seconds
                 else:
                     self.history.commit()
-            case commands.WriteCheckpoint(step=step, ask=ask):
+            case interface.WriteCheckpoint(step=step, ask=ask):
                 self._write_checkpoint(step, ask=ask)
-            case commands.AskPlan(without=without):
+            case AskPlan(without=without):
                 self.replanner.ask(without)
-            case commands.ReportFault():
+            case ReportFault():
                 self._note_fault(command)
-            case commands.ReportRestored():
+            case interface.ReportRestored():
                 self._note_restoration(command)
-            case commands.AnnounceReady():
+            case interface.AnnounceReady():
                 pass
             case _:
                 raise SimulationError(f"a simulated job can't perform {command}.")
 
     # ------------------------------------------------------------------------------------------------------ rounds
 
-    def _attach(self, command: commands.SendAttach) -> None:
+    def _attach(self, command: interface.SendAttach) -> None:
         fence, roles = command.fence, command.roles
         self._fence = fence
         self.history.redone_s += self.steps.drop()
@@ -298,22 +299,14 @@ class SimulatedDriver:
         self._lost_stage = False
         self.history.say(f"plan {version}: {reason}")
 
-    def _resume(self, command: commands.SendResume) -> None:
-        resumed = staging.Resumed(
-            command.committed,
-            command.source,
-            command.base,
-            command.records,
-            command.replaying,
-            command.snapshot,
-            command.watermark,
-        )
+    def _resume(self, command: interface.SendResume) -> None:
+        resumed = command.resume
         stage, fence = command.stage, self.machine.fence
         self._to_stage(stage, resumed)
-        if command.source == "import":
+        if resumed.source == "import":
             placement = self.current.stages[stage]
             member = self._connected[placement.peer]
-            arrive = partial(member.import_state, fence, stage, command.base)
+            arrive = partial(member.import_state, fence, stage, resumed.base)
             self._send(placement.peer, arrive, self.world.costs.state_bytes(placement))
 
     def _probed(self, fence: Fence) -> None:
@@ -322,7 +315,7 @@ class SimulatedDriver:
         if self.is_stalled:
             self.world.agenda.after(LOOK_S, partial(self._probed, fence))
         else:
-            self._hear(fence, events.ProbeAnswered((1.0, 1.0)))
+            self._hear(fence, interface.ProbeAnswered((1.0, 1.0)))
 
     def _check_round(self) -> None:
         """Count official steps that a round lost, and the replay that it took."""
@@ -344,10 +337,10 @@ class SimulatedDriver:
     # ------------------------------------------------------------------------------------------------------- steps
 
     def _step_computed(self, step: int) -> None:
-        votes = [events.StagePrepared(one.stage, step, norms_of(one.stage)) for one in self.current.stages]
-        self.handle(events.LossArrived(step, 0, 1.0), *votes)
+        votes = [interface.StagePrepared(one.stage, step, norms_of(one.stage)) for one in self.current.stages]
+        self.handle(interface.LossArrived(step, 0, 1.0), *votes)
 
-    def _send_commit(self, command: commands.SendCommit) -> None:
+    def _send_commit(self, command: interface.SendCommit) -> None:
         """Commit a step at the stages: at once if something follows from it, otherwise with the next such commit."""
         committed = staging.Committed(command.record, command.watermark, command.save)
         self._committed = (self._fence, committed)
@@ -378,7 +371,7 @@ class SimulatedDriver:
         stages.add(stage)
         if len(stages) == len(self.current.stages):
             self._collected = None
-            self._hear(fence, events.CheckpointWritten(step))
+            self._hear(fence, interface.CheckpointWritten(step))
 
     # ------------------------------------------------------------------------------------------------------ losses
 
@@ -413,9 +406,9 @@ class SimulatedDriver:
         """Give up the peer, unless it is back in time or was given up already."""
         if self._connected.get(member.name) is member and not member.responds:
             self._stopped_at_s[member.name] = at_s
-            self.handle(events.PeerLost(member.name, cause))
+            self.handle(PeerLost(member.name, cause))
 
-    def _note_fault(self, fault: commands.ReportFault) -> None:
+    def _note_fault(self, fault: ReportFault) -> None:
         name = self.world.costs.name(fault.peer)
         self.replanner.note_loss(fault.peer)
         if fault.kind == "standby":
@@ -430,7 +423,7 @@ class SimulatedDriver:
         self.history.lose(self._stopped_at_s[fault.peer], self.machine.official, what)
         self.history.redone_s += self.steps.drop()
 
-    def _note_restoration(self, report: commands.ReportRestored) -> None:
+    def _note_restoration(self, report: interface.ReportRestored) -> None:
         incident = self.history.open
         if incident is not None and report.restored:
             incident.restored = tuple(stage for stage in report.restored if stage not in self.machine.roles.stateless)

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from fusionai.coordination.training import events as driving
+from fusionai.coordination.round.interface import DriverEvent, MemberEnlisted
+from fusionai.coordination.training import interface
 from fusionai.coordination.training import stage_interface as staging
-from fusionai.coordination.training.roles import Roles
+from fusionai.coordination.training.interface import Roles
 from fusionai.coordination.training.stage import EVERY_STEP, StageMachine, StagePhase
 from fusionai.coordination.training.stage_interface import StageWork
 from fusionai.scheduling.problem.types import Plan
@@ -100,7 +101,7 @@ class SimulatedMember:
         for number in [number for number in self.stages if number not in mine]:
             if attachment.standbys.get(number) != self.name:  # a standby keeps the state until it has a snapshot
                 del self.stages[number]
-        enlisted = driving.MemberEnlisted(self.name, frozenset(self.snapshots))
+        enlisted = MemberEnlisted(self.name, frozenset(self.snapshots))
         self.world.report(self.name, attachment.fence, enlisted)
         for number in mine:
             if number not in self.stages:
@@ -143,7 +144,7 @@ class SimulatedMember:
         self.snapshots.add((stage, step))
         held = sorted(at for number, at in self.snapshots if number == stage)
         self.snapshots -= {(stage, at) for at in held[:-KEPT_SNAPSHOTS]}
-        self.world.report(self.name, fence, driving.SnapshotStored(stage, step, self.name))
+        self.world.report(self.name, fence, interface.SnapshotStored(stage, step, self.name))
         if attachment.roles.places[stage] != self.name:
             self.stages.pop(stage, None)
         elif stage in self.stages:
@@ -202,11 +203,11 @@ class SimulatedStage:
             case staging.Compute(work=work):
                 self._compute(work)
             case staging.ReportStatus(applied=applied, prepared=prepared, retained_from=retained_from):
-                self._report(driving.StageReported(self.number, applied, prepared, retained_from))
+                self._report(interface.StageReported(self.number, applied, prepared, retained_from))
             case staging.ReportReady(applied=applied):
-                self._report(driving.StageReady(self.number, applied))
+                self._report(interface.StageReady(self.number, applied))
             case staging.ReportPrepared(step=step):
-                self._report(driving.StagePrepared(self.number, step, norms_of(self.number)))
+                self._report(interface.StagePrepared(self.number, step, norms_of(self.number)))
             case staging.DropRetained(watermark=watermark):
                 self.member.drop_own_snapshots(self.number, watermark)
             case staging.SendRetained(to=to, first=first, below=below):
@@ -263,7 +264,7 @@ class SimulatedStage:
         arrive = partial(receiver.run, partial(receiver.to_stage, fence, stage, event))
         self.member.world.send(self.member.name, receiver.name, 0.0, arrive)
 
-    def _report(self, event: driving.DriverEvent) -> None:
+    def _report(self, event: DriverEvent) -> None:
         self.member.world.report(self.member.name, self._fence, event)
 
     @property

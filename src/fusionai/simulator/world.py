@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from fusionai.coordination.training.events import DriverEvent
-from fusionai.coordination.training.roles import Roles
+from fusionai.coordination.round.interface import DriverEvent
+from fusionai.coordination.training.interface import Roles
 from fusionai.coordination.training.step import StageShape
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Plan

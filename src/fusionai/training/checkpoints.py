@@ -17,7 +17,7 @@ import numpy as np
 
 from fusionai.backends.state import StateEntry, as_stored, check_entry
 from fusionai.backends.tolerance import TOLERANCES, difference, numbers
-from fusionai.coordination.training import commands, events
+from fusionai.coordination.training import interface
 from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.coordination.training.stage_interface import Source
 from fusionai.execution.state import chunks, headers
@@ -260,15 +260,17 @@ class Saving:
         if self._collection is not None:
             self._collection.cancel()
 
-    async def push_state(self, command: commands.SendResume) -> None:
+    async def push_state(self, command: interface.SendResume) -> None:
         """Send the stage the state it can't make itself, if any."""
         present = self._round
         graph = present.cut.stages[command.stage].graph
-        pending = self._checkpoints.state_for(present.job, graph, base=command.base, source=command.source)
+        pending = self._checkpoints.state_for(
+            present.job, graph, base=command.resume.base, source=command.resume.source
+        )
         while (item := await asyncio.to_thread(next, pending, None)) is not None:
             chunk, last = item
             message = wire.StateChunk(
-                fence=present.fence, stage=command.stage, step=command.base, last=last, tensors=headers(chunk)
+                fence=present.fence, stage=command.stage, step=command.resume.base, last=last, tensors=headers(chunk)
             )
             await present.send_state(command.stage, message, tuple(chunk.values()))
 
@@ -302,7 +304,7 @@ class Saving:
             path = await collection.run()
             if path is not None:
                 self._on_progress(CheckpointSaved(step, str(path), time.monotonic() - started_s))
-                present.post(events.CheckpointWritten(step), None)
+                present.post(interface.CheckpointWritten(step))
 
         self._collected = present.start_lasting(collect())
         if ask:

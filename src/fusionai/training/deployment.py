@@ -4,7 +4,7 @@ A `TrainingJob` is independent of the machines that run it: immutable, and suffi
 follows from a plan's block ranges and stays the same as long as the ranges do.
 
 `client` builds jobs from recipes, `execution.deployment` is the plan with addresses and tickets, `training.driver` runs
-it, and `coordination.training.roles` is the driver machine's view of a plan."""
+it, and `coordination.training.interface.Roles` is the driver machine's view of a plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from fusionai.backends.state import StateEntry, saved_entries, state_entries
-from fusionai.coordination.training.roles import Roles
+from fusionai.coordination.training.interface import Roles
 from fusionai.coordination.training.state import JobShape
 from fusionai.execution.training.boundary import FEED, Boundary, replicated
 from fusionai.ir import schema

@@ -13,12 +13,23 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from fusionai.coordination.round.interface import (
+    AskPlan,
+    CommandFailed,
+    Distrust,
+    DriverEvent,
+    EndJob,
+    LinkBroken,
+    PeerLost,
+    ReportCheck,
+    ReportFault,
+    StopAsked,
+)
 from fusionai.coordination.round.verification import Check, Inspector, Opinion
-from fusionai.coordination.training import commands, events
-from fusionai.coordination.training.commands import DriverCommand, EndJob
+from fusionai.coordination.training import interface
 from fusionai.coordination.training.driver import DriverMachine
 from fusionai.coordination.training.evaluations import Evaluation, standing
-from fusionai.coordination.training.events import DriverEvent
+from fusionai.coordination.training.interface import DriverCommand
 from fusionai.coordination.training.state import DriverPhase
 from fusionai.execution.deployment import Deployment, PlanSource
 from fusionai.execution.host import Host
@@ -80,7 +91,7 @@ class Driver:
         self._journal = journal
         self._replanner = replanner
         self._on_progress = on_progress
-        self._events: asyncio.Queue[tuple[Fence | None, DriverEvent]] = asyncio.Queue()  # fences as in `Post`
+        self._events: asyncio.Queue[DriverEvent] = asyncio.Queue()
         self._asking: asyncio.Task[None] | None = None
         self._rewinding: asyncio.Task[None] | None = None
         self._timeline = Timeline()
@@ -137,22 +148,21 @@ class Driver:
         """Attach, restore, train, save. Failures caused by members are not raised; they are in the result."""
         self._perform_all(self._machine.start())
         while self._ended is None:
-            fence, event = await self._events.get()
-            if fence is None or fence == self.fence:
-                self._perform_all(self._machine.handle(event))
-                self._after(event)
+            event = await self._events.get()
+            self._perform_all(self._machine.handle(event))
+            self._after(event)
         if self._ended.failed is not None:
             self._traffic.fail(self._ended.failed)
         return self._ended
 
     def _after(self, event: DriverEvent) -> None:
         calm = self._machine.phase in (DriverPhase.RUNNING, DriverPhase.SAVING, DriverPhase.ENDED)
-        if isinstance(event, events.CheckpointWritten) and event.step > 0 and calm:
+        if isinstance(event, interface.CheckpointWritten) and event.step > 0 and calm:
             self._saving.prune(self._machine.standing.best if self._job.keep_best else None)
 
     def stop(self, reason: str) -> None:
         """Finish the current step, save, end."""
-        self._post(events.StopAsked(reason), None)
+        self._post(StopAsked(reason))
 
     @property
     def is_waiting(self) -> bool:
@@ -182,9 +192,8 @@ class Driver:
         version = deployment.plan.version
         if version > self.deployment.plan.version:
             self._granted[version] = (deployment, reason)
-            self._post(
-                events.PlanGranted(self._round.cut_of(deployment.plan).roles(deployment.plan, self._job.owner)), None
-            )
+            roles = self._round.cut_of(deployment.plan).roles(deployment.plan, self._job.owner)
+            self._post(interface.PlanGranted(roles))
 
     def renew(self, deployment: Deployment) -> None:
         """Use new tickets or addresses for the plan in force."""
@@ -200,8 +209,8 @@ class Driver:
         self._traffic.fail(reason)
         await self._connections.close(self.fence, reason)
 
-    def _post(self, event: DriverEvent, fence: Fence | None) -> None:
-        self._events.put_nowait((fence, event))
+    def _post(self, event: DriverEvent) -> None:
+        self._events.put_nowait(event)
 
     def _perform_all(self, todo: Sequence[DriverCommand]) -> None:
         for command in todo:
@@ -210,28 +219,28 @@ class Driver:
             except TransportError as error:  # the connection's owner reports the loss as an event
                 log.info("%s: %s", type(command).__name__, error)
             except FusionError as error:  # e.g. data that can't be read
-                self._post(events.CommandFailed(str(error)), None)
+                self._post(CommandFailed(str(error)))
 
     def _perform(self, command: DriverCommand) -> None:
         match command:
-            case commands.SendAttach():
+            case interface.SendAttach():
                 self._begin_round(command)
-            case commands.PassSnapshot(stage, step, holder, peer):
+            case interface.SendSnapshot(stage, step, holder, peer):
                 addresses = tuple(self.deployment.members.get(peer, ()))
                 self._round.pass_snapshot(holder, stage, step, peer, addresses)
-            case commands.SendResume():
+            case interface.SendResume():
                 self._resume(command)
-            case commands.SendProbe(step):
+            case interface.SendProbe(step):
                 self._round.start(self._probe(step))
-            case commands.AnnounceReady(base):
+            case interface.AnnounceReady(base):
                 self._on_progress(progress.JobReady(base))
-            case commands.FeedMicrobatch(step, microbatch, only):
+            case interface.FeedMicrobatch(step, microbatch, only):
                 self._traffic.feed("train", step, microbatch, self._job.data.microbatch(step, microbatch), only)
-            case commands.DecideScale(step, norms):
+            case interface.DecideScale(step, norms):
                 self._round.start(self._round.decide_scale(step, norms))
-            case commands.JournalCommit(record):
+            case interface.JournalCommit(record):
                 self._round.start_lasting(self._journal_commit(record))
-            case commands.SendCommit(record, watermark, save):
+            case interface.SendCommit(record, watermark, save):
                 for stage in self._machine.roles.stages:
                     saves = save and self._round.cut.saves(stage)
                     self._round.to(
@@ -239,43 +248,43 @@ class Driver:
                         wire.Commit(fence=self.fence, stage=stage, record=record, watermark=watermark, save=saves),
                     )
                 self._updates.forget(min(watermark, max(0, self._machine.saved)) - 1)
-            case commands.StepCommitted(record, losses, replayed):
+            case interface.StepCommitted(record, losses, replayed):
                 self._on_progress(self._timeline.step_done(record, losses, replayed, self._job.tokens_per_step))
                 if not replayed and self._machine.phase in (DriverPhase.RUNNING, DriverPhase.SAVING):
                     self._faults.committed(record.step)
                     self._round.prepare_standbys()
-            case commands.WriteCheckpoint(step, ask):
+            case interface.WriteCheckpoint(step, ask):
                 self._saving.write(step, ask=ask)
-            case commands.Evaluate(step):
+            case interface.Evaluate(step):
                 self._round.start(self._evaluate(step))
-            case commands.NameBest(best):
+            case interface.NameBest(best):
                 self._round.start_lasting(self._saving.name_best(best))
-            case commands.AskPlan(without, reason):
+            case AskPlan(without, reason, _):
                 self._ask_plan(without, reason)
-            case commands.StartCheck(check):
+            case interface.StartCheck(check):
                 self._start_check(check)
-            case commands.GatherEvidence(check):
+            case interface.GatherEvidence(check):
                 self._round.start(self._traffic.bring(check))
-            case commands.ReportCheck(check, outcome, reason):
+            case ReportCheck(check, outcome, reason):
                 self._on_progress(progress.checked(check, outcome, reason, self._machine.inspector))
-            case commands.Distrust(peer, reason):
+            case Distrust(peer, reason):
                 self._replanner.distrust(peer, reason)
-            case commands.Rewind(step):
+            case interface.Rewind(step):
                 self._rewinding = self._round.start_lasting(self._saving.rewind(step, self._journal))
-            case commands.ReportFault():
+            case ReportFault():
                 self._faults.seen(command)
-            case commands.ReportRestored():
+            case interface.ReportRestored():
                 self._faults.restored(command)
-            case commands.WarnTolerant(_, detail):
+            case interface.WarnTolerant(_, detail):
                 self._on_progress(progress.Warned(f"not bit-exact, which the recipe allows: {detail}"))
-            case commands.EndJob():
+            case EndJob():
                 self._ended = command
                 if command.failed is None:
                     self._faults.committed(command.steps - 1)
 
     # ---------------------------------------------------------------------------------------------------- rounds
 
-    def _begin_round(self, command: commands.SendAttach) -> None:
+    def _begin_round(self, command: interface.SendAttach) -> None:
         """Cancel what the old round started, then send the new round to all members of the plan."""
         self._round.end(command.fence)
         self._saving.cancel()
@@ -290,14 +299,14 @@ class Driver:
         self._traffic.begin_round()
         self._round.begin(command)
 
-    def _resume(self, command: commands.SendResume) -> None:
+    def _resume(self, command: interface.SendResume) -> None:
         self._round.resume(command)
         self._round.start(self._saving.push_state(command))
-        self._updates.resume(command.stage, command.base - 1)
+        self._updates.resume(command.stage, command.resume.base - 1)
 
     async def _journal_commit(self, record: wire.CommitRecord) -> None:
         await asyncio.to_thread(self._journal.append, record)
-        self._post(events.CommitJournalled(record), None)
+        self._post(interface.CommitJournalled(record))
 
     async def _evaluate(self, step: int) -> None:
         fence = self.fence
@@ -306,12 +315,12 @@ class Driver:
         known = standing(self._journal.evaluations, self._job.minimum_improvement)
         best = None if known.best is None else known.best.step
         self._on_progress(progress.Evaluated(step, kept.loss, best, known.since))
-        self._post(events.EvaluationDone(step, kept.loss), fence)
+        self._post(interface.EvaluationDone(step, kept.loss, fence=fence))
 
     async def _probe(self, step: int) -> None:
         """Invariant 7: a job is ready only after a probe has come back right."""
         fence = self.fence
-        self._post(events.ProbeAnswered(await self._traffic.probe(step)), fence)
+        self._post(interface.ProbeAnswered(await self._traffic.probe(step), fence=fence))
 
     async def infer(self, batch: Batch) -> dict[str, HostTensor]:
         """Return job outputs other than the loss (`logits`) for one batch, computed by the pool's stages with the state
@@ -331,7 +340,7 @@ class Driver:
                 if self._rewinding is not None:
                     await asyncio.wait({self._rewinding})
             except FusionError as error:
-                self._post(events.CommandFailed(f"{reason.rstrip('.')}; {error}"), None)
+                self._post(CommandFailed(f"{reason.rstrip('.')}; {error}"))
             else:
                 self.offer(deployment, reason)
 
@@ -346,7 +355,7 @@ class Driver:
         keys = self._inspection.keys(check, sorted(self._round.cut.stages[check.stage].boundary.others))
         if not keys or self._job.options.sync_every:
             void = Opinion(void="some inputs or keys that the recheck needs were not kept")
-            self._post(events.StageChecked(check, void), self.fence)
+            self._post(interface.StageChecked(check, void, fence=self.fence))
             return
         self._round.recheck(check, keys)
         self._round.start(self._give_up(check))
@@ -355,7 +364,11 @@ class Driver:
         """End a check without an opinion after `CHECK_S`, because it holds up the retention watermark."""
         fence = self.fence
         await asyncio.sleep(CHECK_S)
-        self._post(events.StageChecked(check, Opinion(void=f"the verifier did not answer within {CHECK_S:g} s")), fence)
+        self._post(
+            interface.StageChecked(
+                check, Opinion(void=f"the verifier did not answer within {CHECK_S:g} s"), fence=fence
+            )
+        )
 
     def _hear_verifier(self, peer: PeerId, message: wire.Rechecked) -> None:
         """Form an opinion from a verifier's results."""
@@ -364,7 +377,8 @@ class Driver:
             return
         prints = self._prints
         apart = limits(self._job.options, prints.get(check.peer, ""), prints.get(check.verifier, ""))
-        self._post(events.StageChecked(check, self._inspection.opinion(check, message, apart)), self.fence)
+        opinion = self._inspection.opinion(check, message, apart)
+        self._post(interface.StageChecked(check, opinion, fence=self.fence))
 
     async def _pass_evidence(self, peer: PeerId, message: Sent, tensors: dict[str, HostTensor]) -> None:
         """Pass on a stage's sent tensors to a verifier, if the verifier or the stage is in this process. Raises
@@ -415,7 +429,7 @@ class Driver:
             case _:
                 pass
         if event is not None:
-            self._post(event, self.fence)
+            self._post(event)
 
     async def _serve_state(self, peer: PeerId, channel: Channel) -> None:
         while True:
@@ -437,13 +451,13 @@ class Driver:
         other, fence = PeerId(message.peer), self.fence
         both_remain = await self._connections.both_remain(reporter, other)
         if both_remain and self._machine.needs_links(reporter):
-            self._post(events.LinkBroken(reporter, other, message.reason), fence)
+            self._post(LinkBroken(reporter, other, message.reason, fence=fence))
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:
         text = f"peer {short(peer)} was lost: {reason}"
         if self._ended is not None:
             self._traffic.fail(text)
-        self._post(events.PeerLost(peer, text), None)
+        self._post(PeerLost(peer, text))
 
 
 def _machine(

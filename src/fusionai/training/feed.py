@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from fusionai.coordination.round.verification import Check
-from fusionai.coordination.training import events
+from fusionai.coordination.training import interface
 from fusionai.execution.state import headers
 from fusionai.execution.training.boundary import FEED, LOSS
 from fusionai.execution.training.member import JobMember
@@ -242,8 +242,8 @@ class Traffic:
                     "which was not fed"
                 )
         elif loss is not None:
-            arrived = events.LossArrived(message.step, message.microbatch, _scalar(loss))
-            self._round.post(arrived, self._round.fence)
+            fence = self._round.fence
+            self._round.post(interface.LossArrived(message.step, message.microbatch, _scalar(loss), fence=fence))
         return None
 
 

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from fusionai.coordination.round.interface import ReportFault
 from fusionai.coordination.round.verification import Check, Inspector, Outcome
-from fusionai.coordination.training.commands import ReportFault, ReportRestored
+from fusionai.coordination.training.interface import ReportRestored
 from fusionai.scheduling.problem.types import Plan
 from fusionai.wire.messages import CommitRecord, Span
 
@@ -196,6 +197,7 @@ class FaultLog:
     """Why a new plan was requested."""
 
     def seen(self, fault: ReportFault) -> None:
+        assert fault.kind not in ("probe", "late", "leaving"), "only serving jobs have these"
         self.emit(FaultSeen(fault.kind, fault.peer, fault.stages, fault.step, fault.reason))
         if fault.stages and self._since_s is None:
             self._since_s = self.now_s()

@@ -11,10 +11,10 @@ from collections.abc import Callable, Coroutine, Sequence
 
 import msgspec
 
+from fusionai.coordination.round.interface import CommandFailed, DriverEvent, LinkBroken, MemberEnlisted, StageFailure
 from fusionai.coordination.round.verification import Check
-from fusionai.coordination.training import commands, events
+from fusionai.coordination.training import interface
 from fusionai.coordination.training.driver import DriverMachine
-from fusionai.coordination.training.events import DriverEvent
 from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host
 from fusionai.execution.links.connections import Connections
@@ -30,8 +30,8 @@ from fusionai.transport.security.signed import Seal
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, StageOptions
 
-Post = Callable[[DriverEvent, Fence | None], None]
-"""Queues (event, fence of the event's round) for the machine; the fence is None for events that outlast rounds."""
+Post = Callable[[DriverEvent], None]
+"""Queues an event for the machine."""
 
 
 class JobRound:
@@ -82,7 +82,7 @@ class JobRound:
     def adopt(self, deployment: Deployment) -> None:
         self.deployment, self.cut = deployment, self.cut_of(deployment.plan)
 
-    def begin(self, command: commands.SendAttach) -> None:
+    def begin(self, command: interface.SendAttach) -> None:
         """Send the round to all members of the plan and detach the others."""
         members = {*command.roles.places.values(), *command.standbys.values(), self.job.owner}
         self.connections.dismiss(members, self.fence)
@@ -95,7 +95,7 @@ class JobRound:
         for member in sorted(members):
             self.start(self._enlist(PeerId(member), command))
 
-    async def _enlist(self, peer: PeerId, command: commands.SendAttach) -> None:
+    async def _enlist(self, peer: PeerId, command: interface.SendAttach) -> None:
         """Connect to a member and send it its whole part in the round."""
         if not await self.connections.open(peer, self.deployment, self.fence):
             return
@@ -147,17 +147,18 @@ class JobRound:
             )
             self.connections.send_to(PeerId(standby), message, (part.encoded,))
 
-    def resume(self, command: commands.SendResume) -> None:
+    def resume(self, command: interface.SendResume) -> None:
+        resume = command.resume
         message = wire.Resume(
             fence=self.fence,
             stage=command.stage,
-            committed=command.committed,
-            source=command.source,
-            base=command.base,
-            records=command.records,
-            replaying=tuple(sorted(command.replaying)),
-            snapshot=command.snapshot,
-            watermark=command.watermark,
+            committed=resume.committed,
+            source=resume.source,
+            base=resume.base,
+            records=resume.records,
+            replaying=tuple(sorted(resume.replaying)),
+            snapshot=resume.snapshot,
+            watermark=resume.watermark,
         )
         self.to(command.stage, message)
 
@@ -205,31 +206,34 @@ class JobRound:
     def event_of(self, message: wire.Message, peer: PeerId) -> DriverEvent | None:
         """Return the event, None for irrelevant messages. Raises `ExecutionError` if the member speaks for a foreign
         stage, or its fingerprint is not the one that the plan expects."""
-        roles, stage = self.machine.roles, getattr(message, "stage", None)
+        roles, fence, stage = self.machine.roles, self.fence, getattr(message, "stage", None)
         if isinstance(message, wire.EvidenceMissing):
-            return events.EvidenceLost(peer, message.stage, message.about)
+            return interface.EvidenceLost(peer, message.stage, message.about, fence=fence)
         if isinstance(message, wire.Rechecking):
-            return events.VerifierReady(peer, message.stage, message.first, message.below)
+            return interface.VerifierReady(peer, message.stage, message.first, message.below, fence=fence)
         if isinstance(message, wire.StageFailed) and roles.standbys.get(message.stage) == peer:
             # A standby has no stage that could fail: it has no memory for this stage's snapshots.
-            return events.LinkBroken(roles.places[message.stage], peer, message.reason)
+            return LinkBroken(roles.places[message.stage], peer, message.reason, fence=fence)
         speaks_for = roles.standbys if isinstance(message, wire.SnapshotKept) else roles.places
         if stage is not None and speaks_for.get(stage) != peer:
             raise ExecutionError(f"it sent a {type(message).__name__} of stage {stage}, which is not its own.")
         match message:
             case wire.Enlisted(snapshots=snapshots):
-                return events.MemberEnlisted(peer, frozenset((one.stage, one.step) for one in snapshots))
+                held = frozenset((one.stage, one.step) for one in snapshots)
+                return MemberEnlisted(peer, held, fence=fence)
             case wire.Status():
                 self._check_numerics(message)
-                return events.StageReported(message.stage, message.applied, message.prepared, message.retained_from)
+                return interface.StageReported(
+                    message.stage, message.applied, message.prepared, message.retained_from, fence=fence
+                )
             case wire.Ready():
-                return events.StageReady(message.stage, message.applied)
+                return interface.StageReady(message.stage, message.applied, fence=fence)
             case wire.Prepared():
-                return events.StagePrepared(message.stage, message.step, message.norms)
+                return interface.StagePrepared(message.stage, message.step, message.norms, fence=fence)
             case wire.SnapshotKept():
-                return events.SnapshotStored(message.stage, message.step, peer)
+                return interface.SnapshotStored(message.stage, message.step, peer, fence=fence)
             case wire.StageFailed(stage=failed, reason=reason, code=code):
-                return events.StageFailed(failed, f"peer {short(peer)}: {reason}", fatal=code == "bad_graph")
+                return StageFailure(failed, f"peer {short(peer)}: {reason}", code == "bad_graph", peer, fence=fence)
             case _:
                 return None
 
@@ -248,7 +252,7 @@ class JobRound:
         """Compute the scale of the step's gradients and tell the machine."""
         fence, limit = self.fence, float("inf") if self.job.clip_norm is None else self.job.clip_norm
         (total_norm, scale), _ = await self._host.compute.run(lambda: self._host.backend.clip_scale(norms, limit))
-        self.post(events.ScaleDecided(step, total_norm, scale), fence)
+        self.post(interface.ScaleDecided(step, total_norm, scale, fence=fence))
 
     # ------------------------------------------------------------------------------------------------------ tasks
 
@@ -261,7 +265,7 @@ class JobRound:
         return self._lasting.start(work)
 
     def _failed(self, reason: str) -> None:
-        self.post(events.CommandFailed(reason), None)
+        self.post(CommandFailed(reason))
 
     async def close(self) -> None:
         """Cancel the round's tasks and wait for the lasting ones."""

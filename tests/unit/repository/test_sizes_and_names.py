@@ -51,21 +51,7 @@ LARGE_CLASSES = frozenset(
         "fusionai.client.training.replicas._Replicas",
     }
 )
-SHARED_NAMES = frozenset(
-    {
-        "AskPlan",
-        "EndJob",
-        "LinkBroken",
-        "MemberEnlisted",
-        "PassFailed",
-        "PassSnapshot",
-        "ReportFault",
-        "SendProbe",
-        "StageFailed",
-        "StageLoaded",
-        "Tick",
-    }
-)
+SHARED_NAMES: frozenset[str] = frozenset()
 """Public names of classes that several modules define."""
 PREFIXES = re.compile(r"(serving|driver|training|weight|replica)_\w+")
 ROOMS = ("fusionai.coordination.", "fusionai.execution.")

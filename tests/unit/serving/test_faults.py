@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.coordination.serving.commands import ReportFault, ReportRebuilding
+from fusionai.coordination.round.interface import ReportFault
+from fusionai.coordination.serving.interface import ReportRebuilding
 from fusionai.serving.faults import ServingFaultLog
 from fusionai.serving.interface import FaultNote
 from harness.pool import peer_id

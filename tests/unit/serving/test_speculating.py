@@ -9,8 +9,7 @@ import pytest
 
 from fusionai.primitives.errors import ExecutionError
 from fusionai.serving.interface import Sampling
-from fusionai.serving.proposing import Guesses, NgramProposer
-from fusionai.serving.speculating import Speculation
+from fusionai.serving.speculating import Guesses, NgramProposer, Speculation
 
 
 class Told:

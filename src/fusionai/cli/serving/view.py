@@ -79,7 +79,7 @@ class ServingView:
                 if not self._ready:  # spares load while the model already serves
                     what = f"stage {event.stage} on {self._name(event.peer)}"
                     self._bar((event.stage, event.peer), what, event.done_bytes, event.total_bytes)
-            case progress.StageLoaded():
+            case progress.WeightsLoaded():
                 self._loaded(event)
             case progress.SourceRefused(source=source, receiver=receiver, key=key):
                 self.say(
@@ -124,7 +124,7 @@ class ServingView:
         self.say(f"{event.model.files.name}: {format_count(captured.n_parameters)} parameters; job {event.job}")
         show_plan(event.plan, self._names)
 
-    def _loaded(self, event: progress.StageLoaded) -> None:
+    def _loaded(self, event: progress.WeightsLoaded) -> None:
         came = ", ".join(f"{format_bytes(size)} from {self._name(peer)}" for peer, size in event.fetched_bytes)
         stands = " as a spare" if event.standby else ""
         self.say(

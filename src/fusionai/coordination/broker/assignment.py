@@ -1,7 +1,7 @@
 """Decides about jobs: reserving members, minting plan versions, reports of drivers, stops.
 
-Checks which sender may request, report and stop a job, and which members a plan may use. `job` and `plan_version` are
-the tables; `presence` decides when members and drivers are lost.
+Checks which sender may request, report and stop a job, and which members a plan may use. `job` is the table;
+`presence` decides when members and drivers are lost.
 """
 
 from __future__ import annotations

@@ -3,22 +3,28 @@
 `handle(desk, request, now_s, wall_s)` is pure. It returns facts and commands. The shell journals the facts first; only
 then does it adopt the new desk and perform the commands. If the journal refuses, nothing has happened.
 
-`requests` defines the vocabulary, `admission`, `presence` and `assignment` decide, `broker.service` is the shell.
-"""
+This module decides admission itself: invitations, certificates for newcomers, further keys of members. `presence` and
+`assignment` decide the rest, `requests` defines the vocabulary, `broker.service` is the shell and signs
+certificates."""
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Callable
 from typing import Any, Final
 
-from fusionai.coordination.broker import admission, assignment, presence
+from fusionai.coordination.broker import assignment, events, presence
+from fusionai.coordination.broker.membership import Invitation
 from fusionai.coordination.broker.requests import (
     REASON_LENGTH,
     Answer,
     AskLeave,
     Beat,
+    Certify,
+    DeadlinePassed,
     Disconnected,
     Enrol,
+    HandOut,
     Invite,
     Refusal,
     RegisterMember,
@@ -27,23 +33,93 @@ from fusionai.coordination.broker.requests import (
     RequestJob,
     Stalled,
     StopJob,
-    Tick,
     Vouch,
 )
 from fusionai.coordination.broker.state import BrokerState, Decision
 from fusionai.coordination.broker.transaction import Transaction
 from fusionai.coordination.machine import ForbiddenTransition
+from fusionai.primitives.ids import short
 from fusionai.wire.messages import Refused
 
+MAX_VOUCHED: Final = 4
+"""Limit on further keys that one member may have certified, because it vouches for them."""
+
+
+def enrol(turn: Transaction, request: Enrol) -> None:
+    invitation = _invitation(turn, request.digest)
+    if invitation is None or invitation.expires_at_s <= turn.wall_s:
+        raise Refusal("bad_invitation", "This invitation is unknown or expired.")
+    # A machine that was away for long may be forgotten: it enrols again, which is another use.
+    if request.peer not in invitation.peers or request.peer not in turn.pool.members:
+        if invitation.uses_left < 1:
+            raise Refusal("bad_invitation", "This invitation is used up.")
+        _check_room(turn)
+        turn.record(
+            events.PeerEnrolled(
+                at_s=turn.wall_s, peer=request.peer, purpose=request.purpose, invitation=invitation.digest
+            )
+        )
+    turn.commands.append(Certify(request.peer))
+
+
+def vouch(turn: Transaction, request: Vouch) -> None:
+    if not turn.desk.knows(request.sender):
+        raise Refusal("unknown_peer", f"{short(request.sender)} has not joined this pool.")
+    sender = turn.pool.members.get(request.sender)
+    if sender is not None and sender.sponsor is not None:
+        # Otherwise one member could fill the pool, key by key.
+        raise Refusal("not_authorised", f"{sender.entity} was itself certified for another member.")
+    if request.peer not in turn.pool.members:
+        vouched = sum(member.sponsor == request.sender for member in turn.pool.members.values())
+        if vouched >= MAX_VOUCHED:
+            raise Refusal("not_authorised", f"{short(request.sender)} has had {MAX_VOUCHED} further keys certified.")
+        _check_room(turn)
+        turn.record(
+            events.KeyVouched(at_s=turn.wall_s, peer=request.peer, purpose=request.purpose, sponsor=request.sender)
+        )
+    turn.commands.append(Certify(request.peer))
+
+
+def invite(turn: Transaction, request: Invite) -> None:
+    if request.sender != turn.rules.broker and request.sender not in turn.rules.inviters:
+        raise Refusal("not_authorised", "Only the broker's owner and members it named may invite.")
+    in_date = sum(one.expires_at_s > turn.wall_s for one in turn.pool.invitations.values())
+    if in_date >= turn.rules.max_invitations:
+        raise Refusal("busy", f"{in_date} invitations are out already; wait until some expire.")
+    turn.record(
+        events.InvitationIssued(
+            at_s=turn.wall_s,
+            invitation=request.digest,
+            uses=request.uses,
+            expires_at_s=turn.wall_s + request.lifetime_s,
+        )
+    )
+    turn.commands.append(HandOut())
+
+
+def _check_room(turn: Transaction) -> None:
+    if turn.pool.expected() >= turn.rules.max_members:
+        raise Refusal("busy", f"The pool is full ({turn.rules.max_members} members); try again when one has left.")
+
+
+def _invitation(turn: Transaction, digest: str) -> Invitation | None:
+    """Return the invitation, compared with all in constant time, so that the answer's delay reveals nothing."""
+    found = None
+    for known, invitation in turn.pool.invitations.items():
+        if hmac.compare_digest(known.encode(), digest.encode()):
+            found = invitation
+    return found
+
+
 _DECIDES: Final[dict[type[Request], Callable[[Transaction, Any], None]]] = {
-    Enrol: admission.enrol,
-    Vouch: admission.vouch,
-    Invite: admission.invite,
+    Enrol: enrol,
+    Vouch: vouch,
+    Invite: invite,
     RegisterMember: presence.register,
     Beat: presence.beat,
     AskLeave: presence.leave,
     Disconnected: presence.disconnect,
-    Tick: presence.tick,
+    DeadlinePassed: presence.tick,
     Stalled: presence.restart_leases,
     RequestJob: assignment.request_job,
     ReportJob: assignment.report_job,
@@ -61,5 +137,7 @@ def handle(desk: BrokerState, request: Request, *, now_s: float, wall_s: float) 
         return Decision(desk, (), (Answer(refusal.message),))
     except ForbiddenTransition as forbidden:
         return Decision(desk, (), (Answer(Refused(code="bad_message", reason=str(forbidden)[:REASON_LENGTH])),))
-    renewed_only = not turn.facts and turn.desk.waits is desk.waits and not isinstance(request, Tick | Stalled)
+    renewed_only = (
+        not turn.facts and turn.desk.waits is desk.waits and not isinstance(request, DeadlinePassed | Stalled)
+    )
     return Decision(turn.desk if renewed_only else turn.desk.with_deadline(), tuple(turn.facts), tuple(turn.commands))

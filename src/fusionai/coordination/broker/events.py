@@ -3,8 +3,7 @@
 A fact is complete: folding the facts over an empty pool (`pool.advance`) gives the pool, at once or after a restart.
 What a restart may forget (leases, connections, progress within a phase) is no fact.
 
-`decisions` makes facts, `broker.journal` keeps them, and they move the machines of `membership`, `job`, `plan_version`
-and `invitation`.
+`decisions` makes facts, `broker.journal` keeps them, and they move the machines of `membership` and `job`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""One job as the pool sees it: requested, running, ended; and when it holds members.
+"""One job as the pool sees it: requested, running, ended; when it holds members; the versions of its plans.
 
 The broker never sees a step commit, because that is between the job's driver and stages. `unattended` is no phase: a
-running job whose driver is not connected runs on. `plan_version` holds its plans, `assignment` turns messages into
-these facts.
-"""
+running job whose driver is not connected runs on. `assignment` turns messages into these facts."""
 
 from __future__ import annotations
 
@@ -20,9 +18,11 @@ from fusionai.coordination.broker.events import (
     JobStarted,
     JobStopAsked,
     JobUnattended,
+    MemberPlacement,
     PlanMinted,
 )
-from fusionai.coordination.machine import Machine, State, Transition
+from fusionai.coordination.machine import Machine, State, Transition, in_each
+from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId, PeerId, short
 
 LIVE: Final = ("requested", "running", "stopping")
@@ -71,29 +71,29 @@ def requested(fact: JobRequested) -> Job:
     )
 
 
-def _request_again(job: Job, fact: JobRequested) -> tuple[Job, tuple[Any, ...]]:
+def _request_again(job: Job, fact: JobRequested) -> Job:
     renewed = replace(
         job, phase="requested", title=fact.title, steps=fact.steps, requested_at_s=fact.at_s, attended=True
     )
-    return _noted(renewed, fact.at_s, "asked for again"), ()
+    return _noted(renewed, fact.at_s, "asked for again")
 
 
-def _plan(job: Job, fact: PlanMinted) -> tuple[Job, tuple[Any, ...]]:
+def _plan(job: Job, fact: PlanMinted) -> Job:
     working = sum(bool(member.stages) for member in fact.members)
     spares = len(fact.members) - working
     text = f"plan version {fact.version} on {working} members"
     if spares:
         text += f", with a standby by {spares} more"
-    return _noted(replace(job, plan_version=fact.version), fact.at_s, text), ()
+    return _noted(replace(job, plan_version=fact.version), fact.at_s, text)
 
 
-def _moved(text: Callable[[Any], str], **changes: Any) -> Callable[[Job, Any], tuple[Job, tuple[Any, ...]]]:
+def _moved(text: Callable[[Any], str], **changes: Any) -> Callable[[Job, Any], Job]:
     """Return an action that makes these changes and adds the fact's text to the history. The end of a job also sets its
     last step."""
 
-    def act(job: Job, fact: Any) -> tuple[Job, tuple[Any, ...]]:
+    def act(job: Job, fact: Any) -> Job:
         step = fact.step if isinstance(fact, JobDone | JobFailed) else job.step
-        return _noted(replace(job, step=step, **changes), fact.at_s, text(fact)), ()
+        return _noted(replace(job, step=step, **changes), fact.at_s, text(fact))
 
     return act
 
@@ -111,25 +111,41 @@ def _noted(job: Job, at_s: float, text: str) -> Job:
     return replace(job, notes=(*job.notes, JobNote(at_s, text))[-MOST_NOTES:])
 
 
-JOB: Final[Machine[Job, Any]] = Machine(
+JOB: Final[Machine[Job]] = Machine(
     "job",
     (
         Transition(("requested",), PlanMinted, ("requested",), _plan),
         Transition(("running",), PlanMinted, ("running",), _plan, "new placement"),
         Transition(("requested",), JobStarted, ("running",), _start, "the driver says so"),
         Transition(("requested", "running", "stopping"), JobStopAsked, ("stopping",), _stop),
-        Transition(("requested",), JobUnattended, ("requested",), _unattend),
-        Transition(("running",), JobUnattended, ("running",), _unattend),
-        Transition(("stopping",), JobUnattended, ("stopping",), _unattend),
-        Transition(("requested",), JobAttended, ("requested",), _attend),
-        Transition(("running",), JobAttended, ("running",), _attend),
-        Transition(("stopping",), JobAttended, ("stopping",), _attend),
-        Transition(("requested",), JobNoted, ("requested",), _note),
-        Transition(("running",), JobNoted, ("running",), _note),
-        Transition(("stopping",), JobNoted, ("stopping",), _note),
+        *in_each(LIVE, JobUnattended, (), _unattend),
+        *in_each(LIVE, JobAttended, (), _attend),
+        *in_each(LIVE, JobNoted, (), _note),
         Transition(LIVE, JobDone, ("done",), _done),
         Transition(LIVE, JobFailed, ("failed",), _fail, "the driver says so, or nobody attends"),
         Transition(("done", "failed"), JobRequested, ("requested",), _request_again, "its owner resumes it"),
     ),
     initial=("requested",),
 )
+
+
+FIRST_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanVersion:
+    """A plan and its version. One counter serves the whole pool, so no two plans share a version, not even plans of two
+    jobs. A version becomes known only when its `PlanMinted` is on disk; peers compare it as the first part of a
+    fence."""
+
+    version: int
+    job: JobId
+    plan: bytes
+    members: tuple[MemberPlacement, ...]
+
+
+def mint(fact: PlanMinted, newest: int) -> PlanVersion:
+    """Raises `FusionError` unless the fact's version is the one after the pool's `newest`."""
+    if fact.version != newest + 1:
+        raise FusionError(f"expected plan version {newest + 1} to be minted next, got {fact.version} for {fact.job}.")
+    return PlanVersion(version=fact.version, job=JobId(fact.job), plan=fact.plan, members=fact.members)

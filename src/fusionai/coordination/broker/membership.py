@@ -1,16 +1,15 @@
-"""One process that lends a machine, from certificate to departure.
+"""One process that lends a machine, from certificate to departure, and the invitations into a pool.
 
 A member is (peer, boot number): a process started anew is a new member in the old one's place. `idle` members form the
 backup pool, except those that *rest*: a machine lost several times in a short time gets no work for a while
 (`rests_until_s`). Resting is no phase, because it follows from the journalled losses and the time.
 
-`presence` decides when a member is lost, `assignment` decides which members get stages.
-"""
+`decisions` decides who may enrol, `presence` when a member is lost, `assignment` which members get stages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from fusionai.coordination.broker.events import (
     KeyVouched,
@@ -20,8 +19,21 @@ from fusionai.coordination.broker.events import (
     MemberRegistered,
     PeerEnrolled,
 )
-from fusionai.coordination.machine import Machine, State, Transition
+from fusionai.coordination.machine import Machine, State, Transition, in_each
 from fusionai.primitives.ids import JobId, PeerId, short
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """An invitation into the pool. Only the SHA-256 of its token is known here (`digest`)."""
+
+    digest: str
+    uses_left: int
+    expires_at_s: float
+    """Seconds since 1970."""
+    peers: tuple[str, ...] = ()
+    """Keys that were certified by it."""
+
 
 REMEMBERED_BOOTS: Final = 16
 REMEMBERED_LOSSES: Final = 16
@@ -92,7 +104,7 @@ def successor(member: Member, fact: MemberRegistered) -> Member:
         losses=member.losses,
         earlier_boots=(*member.earlier_boots, member.boot)[-REMEMBERED_BOOTS:],
     )
-    return MEMBERSHIP.advance(fresh, fact)[0]
+    return MEMBERSHIP.advance(fresh, fact)
 
 
 def rests_until_s(member: Member, *, losses: int, window_s: float, rest_s: float) -> float:
@@ -104,43 +116,40 @@ def rests_until_s(member: Member, *, losses: int, window_s: float, rest_s: float
     return newest + rest_s if sum(newest - lost_s <= window_s for lost_s in member.losses) >= losses else 0.0
 
 
-def _register(member: Member, fact: MemberRegistered) -> tuple[Member, tuple[Any, ...]]:
+def _register(member: Member, fact: MemberRegistered) -> Member:
     """Register again from the same process. The member keeps its place if a job still reserves it."""
     known = replace(member, boot=fact.boot, profile=fact.profile, addresses=fact.addresses)
     match member.phase:
         case "active" | "draining" | "idle":
-            return known, ()
+            return known
         case "lost" if member.job is not None:
-            return replace(known, phase="draining" if member.leaving else "active"), ()
+            return replace(known, phase="draining" if member.leaving else "active")
         case _:
-            return replace(_apart(known), phase="idle", leaving=False), ()
+            return replace(_apart(known), phase="idle", leaving=False)
 
 
-def _reserve(member: Member, event: Reserved) -> tuple[Member, tuple[Any, ...]]:
+def _reserve(member: Member, event: Reserved) -> Member:
     """Reserve the member. One that drains may stay in its job's next plan, and still drains."""
     phase = "draining" if member.phase == "draining" else "active"
-    return replace(member, phase=phase, job=event.job, stages=event.stages, standbys=event.standbys), ()
+    return replace(member, phase=phase, job=event.job, stages=event.stages, standbys=event.standbys)
 
 
-def _release(member: Member, event: Released) -> tuple[Member, tuple[Any, ...]]:
-    del event
+def _release(member: Member, _: Released) -> Member:
     phase = {"active": "idle", "draining": "left"}.get(member.phase, member.phase)
-    return replace(_apart(member), phase=phase), ()
+    return replace(_apart(member), phase=phase)
 
 
-def _drain(member: Member, fact: MemberDraining) -> tuple[Member, tuple[Any, ...]]:
-    del fact
-    return replace(member, phase="draining", leaving=True), ()
+def _drain(member: Member, _: MemberDraining) -> Member:
+    return replace(member, phase="draining", leaving=True)
 
 
-def _leave(member: Member, fact: MemberLeft) -> tuple[Member, tuple[Any, ...]]:
-    del fact
-    return replace(_apart(member), phase="left"), ()
+def _leave(member: Member, _: MemberLeft) -> Member:
+    return replace(_apart(member), phase="left")
 
 
-def _lose(member: Member, fact: MemberLost) -> tuple[Member, tuple[Any, ...]]:
+def _lose(member: Member, fact: MemberLost) -> Member:
     """Mark as lost. `job` stays set until the job's next plan or end releases the member."""
-    return replace(member, phase="lost", losses=(*member.losses, fact.at_s)[-REMEMBERED_LOSSES:]), ()
+    return replace(member, phase="lost", losses=(*member.losses, fact.at_s)[-REMEMBERED_LOSSES:])
 
 
 def _apart(member: Member) -> Member:
@@ -150,16 +159,13 @@ def _apart(member: Member) -> Member:
 
 _PRESENT: Final = ("idle", "active", "draining")
 
-MEMBERSHIP: Final[Machine[Member, Any]] = Machine(
+MEMBERSHIP: Final[Machine[Member]] = Machine(
     "membership",
     (
         Transition(("joining",), MemberRegistered, ("idle",), _register),
-        Transition(("idle",), MemberRegistered, ("idle",), _register, "same process"),
-        Transition(("active",), MemberRegistered, ("active",), _register, "same process"),
-        Transition(("draining",), MemberRegistered, ("draining",), _register, "same process"),
+        *in_each(_PRESENT, MemberRegistered, (), _register, "same process"),
         Transition(("idle",), Reserved, ("active",), _reserve),
-        Transition(("active",), Reserved, ("active",), _reserve, "new plan of its job"),
-        Transition(("draining",), Reserved, ("draining",), _reserve, "new plan of its job"),
+        *in_each(("active", "draining"), Reserved, (), _reserve, "new plan of its job"),
         Transition(("active",), Released, ("idle",), _release),
         Transition(("draining",), Released, ("left",), _release),
         Transition(("active",), MemberDraining, ("draining",), _drain),

@@ -15,12 +15,16 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from fusionai.coordination.broker import events, job, membership, plan_version
+from fusionai.coordination.broker import events, job, membership
 from fusionai.coordination.broker.events import Fact
-from fusionai.coordination.broker.invitation import INVITATION, Invitation, issued
-from fusionai.coordination.broker.job import JOB, Job
-from fusionai.coordination.broker.membership import MEMBERSHIP, Member, Released, Reserved
-from fusionai.coordination.broker.plan_version import FIRST_VERSION, PLAN_VERSION, PlanVersion, Retired, Superseded
+from fusionai.coordination.broker.job import FIRST_VERSION, JOB, Job, PlanVersion
+from fusionai.coordination.broker.membership import (
+    MEMBERSHIP,
+    Invitation,
+    Member,
+    Released,
+    Reserved,
+)
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId, PeerId
 
@@ -98,8 +102,9 @@ def advance(pool: Pool, fact: Fact) -> Pool:
         case events.InvitationIssued():
             if fact.invitation in pool.invitations:
                 raise UnknownEntity(f"expected a new invitation, got {fact.invitation[:8]} a second time.")
-            kept = _in_date(pool.invitations, fact.at_s)
-            return replace(pool, invitations=_with(kept, fact.invitation, issued(fact)))
+            kept = {digest: one for digest, one in pool.invitations.items() if one.expires_at_s > fact.at_s}
+            issued = Invitation(digest=fact.invitation, uses_left=fact.uses, expires_at_s=fact.expires_at_s)
+            return replace(pool, invitations=_with(kept, fact.invitation, issued))
         case events.PeerEnrolled():
             return _enrol(pool, fact)
         case events.KeyVouched():
@@ -131,7 +136,7 @@ def advance(pool: Pool, fact: Fact) -> Pool:
             | events.JobAttended()
             | events.JobNoted()
         ):
-            moved, _ = JOB.advance(_job(pool, fact.job), fact)
+            moved = JOB.advance(_job(pool, fact.job), fact)
             return replace(pool, jobs=_with(pool.jobs, moved.job, moved))
 
 
@@ -140,7 +145,10 @@ def _enrol(pool: Pool, fact: events.PeerEnrolled) -> Pool:
     invitation = pool.invitations.get(fact.invitation)
     if invitation is None:
         raise UnknownEntity(f"invitation {fact.invitation[:8]} is unknown in this pool.")
-    used, _ = INVITATION.advance(invitation, fact)
+    if invitation.uses_left < 1:
+        raise UnknownEntity(f"invitation {fact.invitation[:8]} is used up.")
+    peers = (*invitation.peers, fact.peer)
+    used = replace(invitation, uses_left=invitation.uses_left - 1, peers=peers)
     peer = PeerId(fact.peer)
     members = pool.members if peer in pool.members else _with(pool.members, peer, membership.enrolled(fact))
     return replace(
@@ -159,7 +167,7 @@ def _register(pool: Pool, fact: events.MemberRegistered) -> Pool:
 
 def _request(pool: Pool, fact: events.JobRequested) -> Pool:
     known = pool.jobs.get(JobId(fact.job))
-    moved = job.requested(fact) if known is None else JOB.advance(known, fact)[0]
+    moved = job.requested(fact) if known is None else JOB.advance(known, fact)
     jobs = _with({name: one for name, one in pool.jobs.items() if name != moved.job}, moved.job, moved)
     ended = [one for one in jobs.values() if not one.live]
     dropped = {one.job for one in ended[: max(0, len(ended) - ENDED_JOBS_KEPT)]}
@@ -171,50 +179,40 @@ def _request(pool: Pool, fact: events.JobRequested) -> Pool:
 
 def _mint(pool: Pool, fact: events.PlanMinted) -> Pool:
     """Put a plan into force. Members of the earlier plan that the new one leaves out are released."""
-    minted = plan_version.mint(fact, pool.newest_version)
-    planned, _ = JOB.advance(_job(pool, fact.job), fact)
+    minted = job.mint(fact, pool.newest_version)
+    planned = JOB.advance(_job(pool, fact.job), fact)
     members = dict(pool.members)
     named = {PeerId(placement.peer) for placement in fact.members}
     for member in pool.members_of(planned.job):
         if member.peer not in named:
-            members[member.peer], _ = MEMBERSHIP.advance(member, Released())
+            members[member.peer] = MEMBERSHIP.advance(member, Released())
     for placement in fact.members:
         member = _member(pool, placement.peer)
         if member.job not in (None, planned.job):
             raise UnknownEntity(f"{member.entity}: already holds stages of {member.job}, not free for {planned.job}.")
-        members[member.peer], _ = MEMBERSHIP.advance(
-            member, Reserved(planned.job, placement.stages, placement.standbys)
-        )
-    plans = dict(pool.plans)
-    for version, plan in pool.plans.items():
-        if plan.job == planned.job:
-            PLAN_VERSION.advance(plan, Superseded())
-            del plans[version]
-    plans[minted.version] = minted
+        members[member.peer] = MEMBERSHIP.advance(member, Reserved(planned.job, placement.stages, placement.standbys))
+    plans = {version: plan for version, plan in pool.plans.items() if plan.job != planned.job}
     return replace(
         pool,
         members=members,
         jobs=_with(pool.jobs, planned.job, planned),
-        plans=plans,
+        plans={**plans, minted.version: minted},
         newest_version=minted.version,
     )
 
 
 def _end(pool: Pool, fact: events.JobDone | events.JobFailed) -> Pool:
-    ended, _ = JOB.advance(_job(pool, fact.job), fact)
+    ended = JOB.advance(_job(pool, fact.job), fact)
     members = dict(pool.members)
     for member in pool.members_of(ended.job):
-        members[member.peer], _ = MEMBERSHIP.advance(member, Released())
-    plans = dict(pool.plans)
-    if ended.plan_version in plans:
-        PLAN_VERSION.advance(plans[ended.plan_version], Retired())
-        del plans[ended.plan_version]
+        members[member.peer] = MEMBERSHIP.advance(member, Released())
+    plans = {version: plan for version, plan in pool.plans.items() if version != ended.plan_version}
     return replace(pool, members=members, jobs=_with(pool.jobs, ended.job, ended), plans=plans)
 
 
 def _move_member(pool: Pool, member: Member, fact: Fact) -> Pool:
     """Move a member. One that departs is put last, so that departed members are in the order of departure."""
-    moved, _ = MEMBERSHIP.advance(member, fact)
+    moved = MEMBERSHIP.advance(member, fact)
     if not is_departed(moved):
         return replace(pool, members=_with(pool.members, moved.peer, moved))
     others = {peer: other for peer, other in pool.members.items() if peer != moved.peer}
@@ -243,8 +241,3 @@ def _job(pool: Pool, name: str) -> Job:
 
 def _with(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
     return {**mapping, key: value}
-
-
-def _in_date(invitations: Mapping[str, Invitation], at_s: float) -> dict[str, Invitation]:
-    """Return the invitations that have not expired."""
-    return {digest: one for digest, one in invitations.items() if one.expires_at_s > at_s}

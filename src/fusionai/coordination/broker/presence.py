@@ -3,7 +3,7 @@
 A broken connection alone never makes a member lost; only an expired lease or a new process in its place does. A lost
 member whose place was kept goes on with the state it has. A member whose job went on without it is refused with
 `stale_fence` and clears its state, and so is one that still holds state of a job long after its part in it ended.
-`membership` and `lease` are the tables, `assignment` gives members work.
+`membership` is the table, `assignment` gives members work.
 """
 
 from __future__ import annotations
@@ -11,20 +11,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusionai.coordination.broker import events
-from fusionai.coordination.broker.lease import LEASE, Elapsed, Heard, grant
 from fusionai.coordination.broker.membership import Member
 from fusionai.coordination.broker.requests import (
     Answer,
     AskLeave,
     Beat,
+    DeadlinePassed,
     Disconnected,
     Notify,
     Refusal,
     RegisterMember,
     Stalled,
-    Tick,
 )
-from fusionai.coordination.broker.state import PRESENT, Leftover, recovered, wait_for_driver
+from fusionai.coordination.broker.state import (
+    PRESENT,
+    Lease,
+    Leftover,
+    recovered,
+    wait_for_driver,
+)
 from fusionai.coordination.broker.transaction import Transaction, with_entry, without_entry
 from fusionai.primitives.ids import JobId
 from fusionai.wire.messages import (
@@ -82,8 +87,7 @@ def beat(turn: Transaction, request: Beat) -> None:
     elif lease is None:
         raise Refusal("stale_fence", f"{member.entity} is {member.phase}; clear your stages and register again.")
     else:
-        renewed, _ = LEASE.advance(lease, Heard(turn.now_s))
-        turn.keep(leases=with_entry(turn.desk.leases, request.peer, renewed))
+        turn.keep(leases=with_entry(turn.desk.leases, request.peer, lease.renewed(turn.now_s)))
     # Before the checks: one of them may end the job, and a member that drains leaves the pool with it.
     turn.keep(links=with_entry(turn.desk.links, request.peer, request.connection))
     _check_leftovers(turn, member, request.jobs)
@@ -188,14 +192,12 @@ def disconnect(turn: Transaction, request: Disconnected) -> None:
             )
 
 
-def tick(turn: Transaction, _request: Tick) -> None:
+def tick(turn: Transaction, _request: DeadlinePassed) -> None:
     for peer, lease in turn.desk.leases.items():
-        aged, _ = LEASE.advance(lease, Elapsed(turn.now_s))
-        if aged.phase == "expired":
+        if turn.now_s >= lease.expires_at_s:
             _lose(turn, turn.pool.members[peer], f"not heard for {lease.duration_s:g} s")
     for name, wait in turn.desk.waits.items():
-        aged, _ = LEASE.advance(wait, Elapsed(turn.now_s))
-        if aged.phase != "expired":
+        if turn.now_s < wait.expires_at_s:
             continue
         job = turn.pool.jobs[name]
         if job.phase == "stopping":
@@ -232,5 +234,5 @@ def _lose(turn: Transaction, member: Member, reason: str) -> None:
 
 
 def _grant_lease(turn: Transaction, member: Member) -> None:
-    lease = grant(f"lease of {member.entity}", turn.now_s, turn.rules.lease_s)
+    lease = Lease(turn.rules.lease_s, turn.now_s)
     turn.desk = replace(turn.desk, leases=with_entry(turn.desk.leases, member.peer, lease))

@@ -114,7 +114,7 @@ class Disconnected:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class DeadlinePassed:
     """A deadline may have passed."""
 
 
@@ -134,7 +134,7 @@ Request = (
     | StopJob
     | Invite
     | Disconnected
-    | Tick
+    | DeadlinePassed
     | Stalled
 )
 

@@ -1,23 +1,44 @@
-"""The broker's state: the journalled pool, and beside it what a restart may forget.
+"""The broker's state: the journalled pool, and beside it what a restart may forget; and the views that members get of
+it.
 
 Leases, connections and progress within a phase are forgotten by a restart. After it, each member that was present and
-each live job gets one lease of grace (`recovered`). `decisions` changes the state, `views` shows it, `pool` is the
-journalled part.
-"""
+each live job gets one lease of grace (`recovered`). `decisions` changes the state, `pool` is the journalled part."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Final
 
+import msgspec
+
 from fusionai.coordination.broker.events import Fact
-from fusionai.coordination.broker.job import Job
-from fusionai.coordination.broker.lease import Lease, grant
+from fusionai.coordination.broker.job import Job, JobNote
 from fusionai.coordination.broker.membership import Member, rests_until_s
 from fusionai.coordination.broker.pool import Pool
 from fusionai.coordination.broker.requests import Command
 from fusionai.primitives.ids import JobId, PeerId
+from fusionai.wire.messages import JobList, JobView, MemberView, PoolView
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """How long a silent member, or a job without its driver, still counts as present. Kept in memory only: after a
+    restart of the broker each gets one whole lease of grace."""
+
+    duration_s: float
+    heard_s: float
+    """When it was granted or last renewed, on the broker's monotonic clock."""
+
+    @property
+    def expires_at_s(self) -> float:
+        return self.heard_s + self.duration_s
+
+    def renewed(self, now_s: float) -> Lease:
+        """Return the lease after a sign of life. A delayed one never shortens it."""
+        return replace(self, heard_s=max(self.heard_s, now_s))
+
 
 PRESENT: Final = ("idle", "active", "draining")
 
@@ -74,8 +95,8 @@ class BrokerState:
     dismissed: Mapping[PeerId, float] = field(default_factory=dict[PeerId, float])
     """Members with a part in a job that, by their heartbeats, hold no state of it -> since when (monotonic)."""
     next_deadline_s: float | None = None
-    """Time of the next `Tick`, on the monotonic clock; None if no lease runs. No lease ends sooner. Heartbeats leave it
-    unchanged although they renew a lease, because searching 1,000 leases at each would take 0.8 ms."""
+    """Time of the next `DeadlinePassed`, on the monotonic clock; None if no lease runs. No lease ends sooner.
+    Heartbeats leave it unchanged although they renew a lease: searching 1,000 leases at each would take 0.8 ms."""
 
     def with_deadline(self) -> BrokerState:
         """Return this state with `next_deadline_s` computed from all leases."""
@@ -112,16 +133,77 @@ def recovered(rules: BrokerRules, pool: Pool, now_s: float) -> BrokerState:
     return BrokerState(
         rules=rules,
         pool=pool,
-        leases={
-            peer: grant(f"lease of {member.entity}", now_s, rules.lease_s)
-            for peer, member in pool.members.items()
-            if member.phase in PRESENT
-        },
+        leases={peer: Lease(rules.lease_s, now_s) for peer, member in pool.members.items() if member.phase in PRESENT},
         waits={job.job: wait_for_driver(job, now_s, rules) for job in pool.live_jobs()},
     ).with_deadline()
 
 
 def wait_for_driver(job: Job, now_s: float, rules: BrokerRules) -> Lease:
     """Return the wait for a job's driver: short at first, long once the job counts as unattended."""
-    duration_s = rules.lease_s if job.attended else rules.unattended_s
-    return grant(f"wait for the driver of {job.entity}", now_s, duration_s)
+    return Lease(rules.lease_s if job.attended else rules.unattended_s, now_s)
+
+
+SHOWN: Final = (*PRESENT, "lost")
+SILENT: Final = "silent"
+"""Shown for an idle member without a connection: its lease still runs, but it can get no work now."""
+RESTING: Final = "resting"
+"""Shown for an idle member that was lost too often lately: it gets no work until its rest is over."""
+
+
+def pool_view(desk: BrokerState, now_s: float, wall_s: float) -> PoolView:
+    """Return all members whose process is present or was lost, in order of arrival."""
+    members = [member for member in desk.pool.members.values() if member.phase in SHOWN]
+    return PoolView(members=tuple(member_view(desk, member, now_s, wall_s) for member in members))
+
+
+def members_view(desk: BrokerState, peers: tuple[PeerId, ...], now_s: float, wall_s: float) -> tuple[MemberView, ...]:
+    return tuple(member_view(desk, desk.pool.members[peer], now_s, wall_s) for peer in peers)
+
+
+def member_view(desk: BrokerState, member: Member, now_s: float, wall_s: float) -> MemberView:
+    """Return the view of a member. `last_heard_s` is the age of its last sign of life; 0.0 without a lease."""
+    lease, leftover = desk.leases.get(member.peer), desk.leftovers.get(member.peer)
+    state, rests_s = member.phase, 0.0
+    if member.phase == "idle" and not desk.reachable(member):
+        state = SILENT
+    elif member.phase == "idle" and (rests_s := desk.rest_left_s(member, wall_s)):
+        state = RESTING
+    return MemberView(
+        peer=member.peer,
+        state=state,
+        boot=member.boot,
+        addresses=member.addresses,
+        profile=msgspec.Raw(member.profile),
+        job=member.job or "",
+        stages=member.stages,
+        standbys=member.standbys,
+        rests_s=rests_s,
+        clears="" if leftover is None else leftover.job,
+        last_heard_s=max(0.0, now_s - lease.heard_s) if lease is not None else 0.0,
+    )
+
+
+def job_list(desk: BrokerState, name: JobId | None = None) -> JobList:
+    """Return all jobs without their histories, or the one called `name` with it (empty if there is none)."""
+    if name is not None:
+        job = desk.pool.jobs.get(name)
+        return JobList(jobs=() if job is None else (_job_view(desk, job, with_notes=True),))
+    return JobList(jobs=tuple(_job_view(desk, job, with_notes=False) for job in desk.pool.jobs.values()))
+
+
+def _job_view(desk: BrokerState, job: Job, *, with_notes: bool) -> JobView:
+    return JobView(
+        job=job.job,
+        title=job.title,
+        owner=job.owner,
+        state=job.phase,
+        step=desk.progress.get(job.job, job.step),
+        steps=job.steps,
+        plan_version=job.plan_version,
+        started_at_s=job.requested_at_s,
+        story=tuple(_line(line) for line in job.notes) if with_notes else (),
+    )
+
+
+def _line(line: JobNote) -> str:
+    return f"{datetime.fromtimestamp(line.at_s, UTC).strftime('%Y-%m-%d %H:%M:%SZ')} {line.text}"

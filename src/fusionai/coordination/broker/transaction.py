@@ -1,6 +1,6 @@
 """One decision in progress: the broker state so far, its facts and commands, and steps that several decisions share.
 
-The transaction is dropped if the decision refuses. `admission`, `presence` and `assignment` decide.
+The transaction is dropped if the decision refuses. `decisions`, `presence` and `assignment` decide.
 """
 
 from __future__ import annotations

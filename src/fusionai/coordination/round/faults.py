@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from fusionai.coordination.round.roles import PlanRoles
+from fusionai.coordination.round.interface import PlanRoles
 
 
 @dataclass(slots=True)

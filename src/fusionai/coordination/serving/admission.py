@@ -1,34 +1,178 @@
-"""Admission of sessions: who waits, who has pages in the stages' caches, and what stages may drop.
+"""Admission of sessions: which wait, which have pages in the stages' caches, and which ones stages may drop.
+
+Order: one queue for each scope (an API key); the scope that was served least goes first (start-time fair queueing over
+tokens). A new scope starts at the lowest counter of those present, so that no scope gains by being away. Within a scope
+sessions are first come, first served. Preempted sessions come before all others, the oldest first.
 
 A session is admitted when there are pages for all its tokens and a reserve for its answer; then it gets pages as it
 grows. When pages run out, the youngest session that is not under way gives its pages up, waits in front of the queue
 and is computed again later from its tokens (most of its pages are usually still there and found again). The oldest
-session never gives up its pages and fits alone, so something always goes on.
+session never gives up its pages and fits alone, so at least one session always makes progress.
 
-Pages of a session that ended may be handed out while a pass with it is under way: links keep their order, so whatever
-that pass writes is overwritten. Where texts may be checked when they are over (`holds`), their pages are held until
+Pages of a session that ended may be handed out while a pass with it is under way: links keep their order, so the pages
+are overwritten after that pass. Where texts may be checked when they are over (`holds`), their pages are held until
 `let_go`, or until other sessions need the room.
 
 Each pass names the sessions that stages may drop, until a pass that named them came back from the last stage: a pass
 that fails at one stage does not reach the stages after it, and passes behind it may already use the dropped sessions'
 places.
 
-Neighbours: `pages` and `fair_queue` are its parts, `batching` composes passes from admitted sessions.
-"""
+Neighbours: `pages` has the page tables, `batching` composes passes from admitted sessions."""
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Iterable
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from fusionai.coordination.serving.fair_queue import FairQueue
-from fusionai.coordination.serving.limits import BatchLimits, QueueFull, TooLong
 from fusionai.coordination.serving.pages import Match, Pages
 from fusionai.coordination.serving.sessions import Session, SessionSpec, Text
+from fusionai.primitives.errors import FusionError
 from fusionai.wire.serving import MAX_SESSIONS
+
+
+class QueueFull(FusionError):
+    """The queue is full. A new attempt may succeed after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class TooLong(FusionError):
+    """Prompt and answer would not fit even if the session were the only one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """`sessions`: admitted at a time; stages need room for one more, the probe's. `reserve_tokens`: of its answer, for
+    which an admitted session must find pages. `queue`: sessions that may wait. `decoding_passes`: number of passes over
+    which decoding sessions are spread; None: as many as are in flight. `chunk_tokens`: longest piece of a prompt;
+    `tile_tokens`: pieces are multiples of this, None: of `chunk_tokens`. `ahead_tokens`: most positions of one session
+    in passes under way, where stages could not go back further; None: any number."""
+
+    pages: int
+    page_tokens: int
+    sessions: int
+    pass_tokens: int
+    in_flight: int
+    chunk_tokens: int
+    queue: int
+    prefix: bool = True
+    reserve_tokens: int = 64
+    probe_tokens: int = 8
+    decoding_passes: int | None = None
+    tile_tokens: int | None = None
+    ahead_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = (self.page_tokens, self.sessions, self.in_flight, self.chunk_tokens, self.queue, self.probe_tokens)
+        if min(*counts, self.spread, self.tile) < 1 or self.reserve_tokens < 0 or self.chunk_tokens > self.pass_tokens:
+            raise ValueError(f"expected counts of at least 1 and chunks no longer than a pass, got {self}")
+        if self.tile > self.chunk_tokens:
+            raise ValueError(f"expected tiles no longer than a chunk, got {self}")
+        if self.sessions >= MAX_SESSIONS or self.probe_tokens > self.pass_tokens:
+            raise ValueError(f"expected fewer than {MAX_SESSIONS} sessions and a probe of one pass, got {self}")
+
+    @property
+    def tile(self) -> int:
+        return self.chunk_tokens if self.tile_tokens is None else self.tile_tokens
+
+    @property
+    def spread(self) -> int:
+        """Number of passes among which decoding sessions are divided."""
+        return self.in_flight if self.decoding_passes is None else min(self.in_flight, self.decoding_passes)
+
+
+class FairQueue:
+    def __init__(self, most: int) -> None:
+        if most < 1:
+            raise ValueError(f"expected at least one place in the queue, got {most}")
+        self.most = most
+        self._share = max(1, most - most // 4)
+        self._waiting: dict[str, deque[int]] = {}
+        self._returned: list[int] = []
+        """Preempted, ascending. They take no place: they had one before."""
+        self._served: dict[str, float] = {}
+        """Scope -> tokens it was given, for those with a session waiting or admitted."""
+        self._members: dict[str, int] = {}
+        self._clock = 0.0
+
+    def __len__(self) -> int:
+        return sum(len(one) for one in self._waiting.values()) + len(self._returned)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._returned
+        for waiting in self._waiting.values():
+            yield from waiting
+
+    def has_room(self, scope: str, admissible: int) -> bool:
+        """`admissible`: so many that wait now do so only until the next pass is made."""
+        waiting = sum(len(one) for one in self._waiting.values()) - admissible
+        return waiting < self.most and len(self._waiting.get(scope, ())) - admissible < self._share
+
+    def push(self, session: int, scope: str) -> None:
+        """A new session at the end of its scope's queue."""
+        if not self._members.get(scope):
+            self._clock = max(self._clock, min(self._served.values(), default=self._clock))
+            self._served[scope] = self._clock
+        self._members[scope] = self._members.get(scope, 0) + 1
+        self._waiting.setdefault(scope, deque()).append(session)
+
+    def push_back(self, session: int) -> None:
+        """An admitted session waits again, before everybody who was not admitted yet."""
+        insort(self._returned, session)
+
+    @property
+    def first(self) -> int | None:
+        """Who is admitted next; it is not passed over by others that would fit."""
+        if self._returned:
+            return self._returned[0]
+        scope = self._next_scope()
+        return None if scope is None else self._waiting[scope][0]
+
+    def pop(self) -> int:
+        if self._returned:
+            return self._returned.pop(0)
+        scope = self._next_scope()
+        if scope is None:
+            raise IndexError("nobody waits")
+        session = self._waiting[scope].popleft()
+        if not self._waiting[scope]:
+            del self._waiting[scope]
+        return session
+
+    def charge(self, scope: str, tokens: int) -> None:
+        self._served[scope] += tokens
+
+    def leave(self, session: int, scope: str) -> None:
+        """The session is over, waiting or not."""
+        if session in self._returned:
+            self._returned.remove(session)
+        elif session in self._waiting.get(scope, ()):
+            self._waiting[scope].remove(session)
+            if not self._waiting[scope]:
+                del self._waiting[scope]
+        self._members[scope] -= 1
+        if not self._members[scope]:
+            self._clock = max(self._clock, min(self._served.values()))
+            del self._members[scope], self._served[scope]
+
+    def rank(self, sessions: Iterable[tuple[int, str]]) -> list[int]:
+        """The sessions in turn of their scopes: the first of each, then the second of each, order kept otherwise."""
+        seen: Counter[str] = Counter()
+        ranked: list[tuple[int, int, int]] = []
+        for order, (session, scope) in enumerate(sessions):
+            ranked.append((seen[scope], order, session))
+            seen[scope] += 1
+        return [session for _, _, session in sorted(ranked)]
+
+    def _next_scope(self) -> str | None:
+        return min(self._waiting, key=lambda scope: (self._served[scope], self._waiting[scope][0]), default=None)
+
 
 PROBE_SESSION: Final = 0
 """Session number of the probe. It owns its pages for the life of the job. Other sessions count from 1."""

@@ -17,9 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusionai.coordination.serving.admission import Admission
-from fusionai.coordination.serving.piece_sizes import PieceSizes
 from fusionai.coordination.serving.sessions import Flight, PassPlan, Session, SessionShare, packed
-from fusionai.coordination.serving.stage_times import PassWork, StageTimes
+from fusionai.coordination.serving.stage_times import PassWork, PieceSizes, StageTimes
 from fusionai.wire.serving import Segment
 
 

@@ -6,10 +6,10 @@ driver performs the commands; the tests' virtual world does the same.
 
 Any fault that touches a stage ends the round. Then every session goes on from its last emitted token, and an emitted
 token never changes. Each subject is a part of its own: `rounds` up to running passes, `standbys` with plans and leaving
-members, `takeovers` after faults, `lateness` of whatever makes no progress. They share the state in `state`; this
-module has the interface and the table.
+members, `takeovers` after faults and delays. They share the state in `state`; this module has the interface and the
+table.
 
-Neighbours: `events` and `commands`, `roles` of a plan version, `batching` and `pages` for sessions, `checks` for spot
+Neighbours: `interface` has events, commands and roles, `batching` and `pages` for sessions, `checks` for spot
 checks, `stage_times` for how long stages take.
 """
 
@@ -19,34 +19,38 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from fusionai.coordination.machine import Table, Transition
-from fusionai.coordination.serving.commands import BeginCheck, EndJob, ReportState, ServingCommand
-from fusionai.coordination.serving.events import (
-    CacheRebuilt,
+from fusionai.coordination.machine import Table, Transition, in_each
+from fusionai.coordination.round.interface import (
     CommandFailed,
+    DriverEvent,
+    EndJob,
     LinkBroken,
-    LoadProgressed,
     MemberEnlisted,
-    MemberLeaving,
-    PassFailed,
     PeerLost,
+    StageFailure,
+    StopAsked,
+)
+from fusionai.coordination.serving.interface import (
+    BeginCheck,
+    CacheRebuilt,
+    LoadProgressed,
+    MemberLeaving,
+    PassFailure,
     PlanGiven,
     ProbeReturned,
-    ServingEvent,
-    StageFailed,
+    ReportState,
+    ServingCommand,
     StageLoaded,
     StageWorking,
     StandbyLoaded,
-    StopAsked,
     TextChecked,
     Tick,
 )
-from fusionai.coordination.serving.lateness import Lateness
 from fusionai.coordination.serving.rounds import AllLoaded, PassesResumed, ProbeRefused, Rounds
 from fusionai.coordination.serving.sessions import PassPlan
 from fusionai.coordination.serving.standbys import Standbys
 from fusionai.coordination.serving.state import ServingJobState, ServingPhase
-from fusionai.coordination.serving.takeovers import Takeovers
+from fusionai.coordination.serving.takeovers import Lateness, Takeovers
 from fusionai.wire.base import Fence
 
 
@@ -70,7 +74,7 @@ class ServingMachine(ServingJobState):
     def start(self) -> list[ServingCommand]:
         return self.rounds.begin("")
 
-    def handle(self, event: ServingEvent) -> list[ServingCommand]:
+    def handle(self, event: DriverEvent) -> list[ServingCommand]:
         """Apply one event. An event of another round, or without a row for the present phase, changes nothing."""
         if not self._is_of_this_round(event) or (self.phase, type(event)) not in TABLE:
             return []
@@ -154,93 +158,48 @@ class ServingMachine(ServingJobState):
     def on_command_failed(self, event: CommandFailed) -> list[ServingCommand]:
         return self.fail(event.reason)
 
-    def _is_of_this_round(self, event: ServingEvent) -> bool:
+    def _is_of_this_round(self, event: DriverEvent) -> bool:
         match event:
-            case (
-                MemberEnlisted(fence, peer)
-                | LoadProgressed(fence, peer)
-                | StandbyLoaded(fence, peer)
-                | StageFailed(fence, peer)
-                | StageWorking(fence, peer)
-            ):
-                return fence == self.roster.fence_of(peer, self.fence) and peer in self.participants
-            case StageLoaded() | CacheRebuilt() | ProbeReturned() | PassFailed() | TextChecked() | LinkBroken():
-                return event.fence == self.fence
-            case PeerLost() | MemberLeaving() | PlanGiven() | StopAsked() | CommandFailed() | Tick():
-                return True
+            case MemberEnlisted() | LoadProgressed() | StandbyLoaded() | StageFailure() | StageWorking():
+                fence = self.roster.fence_of(event.peer, self.fence)
+                return event.fence == fence and event.peer in self.participants
+            case _:
+                return event.fence in (None, self.fence)
 
 
-_N, _L, _B, _P, _G, _W, _E = (
-    ServingPhase.ENLISTING,
-    ServingPhase.LOADING,
-    ServingPhase.REBUILDING,
-    ServingPhase.PROBING,
-    ServingPhase.RUNNING,
-    ServingPhase.WAITING,
-    ServingPhase.ENDED,
-)
+_N, _L, _B, _P, _G, _W, _E = ServingPhase  # enlisting, loading, rebuilding, ..., ended: in the order of definition
 _ROUND: Final = (_N, _L, _B, _P)
 
 TABLE: Final[Table[ServingMachine, list[ServingCommand]]] = Table(
     "serving",
     (
         Transition((_N,), MemberEnlisted, (_N, _L), lambda m, event: m.rounds.on_enlisted(event)),
-        *(
-            Transition((phase,), MemberEnlisted, (phase,), lambda m, event: m.rounds.on_standby_enlisted(event))
-            for phase in (_L, _B, _P)
-        ),
+        *in_each((_L, _B, _P), MemberEnlisted, (), lambda m, event: m.rounds.on_standby_enlisted(event)),
         Transition((_G,), MemberEnlisted, (_G, _N), lambda m, event: m.standbys.on_enlisted(event)),
         Transition((_N,), StageLoaded, (_N,), lambda m, event: m.rounds.on_loaded(event)),
         Transition((_L,), StageLoaded, (_L,), lambda m, event: m.rounds.on_loaded(event)),
         Transition((_L,), AllLoaded, (_B, _P, _G), lambda m, event: m.rounds.on_all_loaded(event)),
-        *(
-            Transition((phase,), LoadProgressed, (phase,), lambda m, event: m.lateness.on_load_progressed(event))
-            for phase in (_N, _L, _G)
-        ),
+        *in_each((_N, _L, _G), LoadProgressed, (), lambda m, event: m.lateness.on_load_progressed(event)),
         Transition((_B,), CacheRebuilt, (_B, _P, _G), lambda m, event: m.rounds.on_rebuilt(event)),
         Transition((_B,), ProbeReturned, (_B, _E), lambda m, event: m.rounds.on_probed(event)),
         Transition((_P,), ProbeReturned, (_P, _G, _E), lambda m, event: m.rounds.on_probed(event)),
-        *(
-            Transition((phase,), ProbeRefused, (_N, _W, _E), lambda m, event: m.takeovers.on_probe_refused(event))
-            for phase in (_B, _P)
-        ),
+        Transition((_B, _P), ProbeRefused, (_N, _W, _E), lambda m, event: m.takeovers.on_probe_refused(event)),
         Transition((_G,), PassesResumed, (_G, _N), lambda m, event: m.standbys.on_passes_resumed(event)),
         Transition((_G,), StandbyLoaded, (_G, _N), lambda m, event: m.standbys.on_loaded(event)),
-        *(
-            Transition((phase,), StageWorking, (phase, _N, _W, _E), lambda m, event: m.lateness.on_working(event))
-            for phase in (*_ROUND, _G)
-        ),
-        *(
-            Transition((phase,), PassFailed, (phase, _N, _W, _E), lambda m, event: m.takeovers.on_pass_failed(event))
-            for phase in (_B, _P)
-        ),
-        Transition((_G,), PassFailed, (_G,), lambda m, event: m.takeovers.on_pass_failed(event)),
+        *in_each((*_ROUND, _G), StageWorking, (_N, _W, _E), lambda m, event: m.lateness.on_working(event)),
+        *in_each((_B, _P), PassFailure, (_N, _W, _E), lambda m, event: m.takeovers.on_pass_failed(event)),
+        Transition((_G,), PassFailure, (_G,), lambda m, event: m.takeovers.on_pass_failed(event)),
         Transition((_G,), TextChecked, (_G, _N, _W), lambda m, event: m.takeovers.on_checked(event)),
-        *(
-            Transition((phase,), StageFailed, (phase, _N, _W, _E), lambda m, event: m.takeovers.on_stage_failed(event))
-            for phase in (*_ROUND, _G)
-        ),
-        *(
-            Transition((phase,), LinkBroken, (phase, _N, _W), lambda m, event: m.takeovers.on_link_broken(event))
-            for phase in (*_ROUND, _G)
-        ),
-        *(
-            Transition((phase,), PeerLost, (phase, _N, _W, _E), lambda m, event: m.takeovers.on_peer_lost(event))
-            for phase in (*_ROUND, _G)
-        ),
+        *in_each((*_ROUND, _G), StageFailure, (_N, _W, _E), lambda m, event: m.takeovers.on_stage_failed(event)),
+        *in_each((*_ROUND, _G), LinkBroken, (_N, _W), lambda m, event: m.takeovers.on_link_broken(event)),
+        *in_each((*_ROUND, _G), PeerLost, (_N, _W, _E), lambda m, event: m.takeovers.on_peer_lost(event)),
         Transition((_W,), PeerLost, (_W, _E), lambda m, event: m.takeovers.on_peer_lost(event)),
-        *(
-            Transition((phase,), MemberLeaving, (phase,), lambda m, event: m.standbys.on_leaving(event))
-            for phase in (*_ROUND, _W)
-        ),
+        *in_each((*_ROUND, _W), MemberLeaving, (), lambda m, event: m.standbys.on_leaving(event)),
         Transition((_G,), MemberLeaving, (_G, _N), lambda m, event: m.standbys.on_leaving(event)),
-        *(Transition((phase,), PlanGiven, (phase,), lambda m, event: m.standbys.on_plan(event)) for phase in _ROUND),
+        *in_each(_ROUND, PlanGiven, (), lambda m, event: m.standbys.on_plan(event)),
         Transition((_G,), PlanGiven, (_G, _N), lambda m, event: m.standbys.on_plan(event)),
         Transition((_W,), PlanGiven, (_N, _W), lambda m, event: m.standbys.on_plan(event)),
-        *(
-            Transition((phase,), Tick, (phase, _N, _W, _E), lambda m, event: m.lateness.on_tick(event))
-            for phase in _ROUND
-        ),
+        *in_each(_ROUND, Tick, (_N, _W, _E), lambda m, event: m.lateness.on_tick(event)),
         Transition((_G,), Tick, (_G, _N), lambda m, event: m.lateness.on_tick(event)),
         Transition((*_ROUND, _G, _W), StopAsked, (_E,), ServingMachine.on_stop),
         Transition((*_ROUND, _G, _W), CommandFailed, (_E,), ServingMachine.on_command_failed),

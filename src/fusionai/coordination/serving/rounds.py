@@ -6,7 +6,7 @@ rebuilt, in contiguous runs, from what the stage before each run retains, or fro
 A probe then crosses all stages: twice before the job's first pass, with equal bits; once after a takeover, behind the
 rebuilds, close to the first probe.
 
-Neighbours: `takeovers`, `standbys` and `lateness` begin rounds; `driver` has the table.
+Neighbours: `takeovers` and `standbys` begin rounds; `driver` has the table.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fusionai.coordination.machine import FollowUp
+from fusionai.coordination.round.interface import MemberEnlisted, ReportFault
 from fusionai.coordination.serving.admission import PROBE_SESSION
-from fusionai.coordination.serving.commands import (
+from fusionai.coordination.serving.interface import (
     BeginRound,
-    ReportFault,
+    CacheRebuilt,
+    PassFailure,
+    ProbeReturned,
     ReportRebuilding,
     ReportState,
     ResumePasses,
     SendLoad,
-    SendProbe,
+    SendProbePass,
     SendRebuild,
     ServingCommand,
+    StageLoaded,
 )
-from fusionai.coordination.serving.events import CacheRebuilt, MemberEnlisted, PassFailed, ProbeReturned, StageLoaded
 from fusionai.coordination.serving.stage_times import PassWork
 from fusionai.coordination.serving.state import ServingJobState, ServingPhase
 from fusionai.wire.base import Fence
 from fusionai.wire.serving import Segment
 
 
-@dataclass(frozen=True, slots=True)
-class AllLoaded(FollowUp):
+class AllLoaded(FollowUp, frozen=True):
     """Every member is enlisted and every stage has reported its caches."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeRefused(FollowUp):
+class ProbeRefused(FollowUp, frozen=True):
     """A probe's result differs from the first probe's by more than the tolerance."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class PassesResumed(FollowUp):
+class PassesResumed(FollowUp, frozen=True):
     """The pipeline is whole."""
 
 
@@ -172,14 +172,14 @@ class Rounds:
         del self.rebuilds[event.number]
         return [] if self.rebuilds else self._await_probes()
 
-    def on_rebuild_failed(self, event: PassFailed) -> list[ServingCommand]:
+    def on_rebuild_failed(self, event: PassFailure) -> list[ServingCommand]:
         """A stage does not retain what a rebuild needs, or can't compute it. Read the sessions again from their tokens,
         which always works."""
         request, _ = self.rebuilds[event.number]
         stage = request.through
         self.job.batcher.compute_again()
         reason = f"caches of stage {stage} could not be rebuilt ({event.reason}): sessions are read again"
-        return [ReportFault("stage", self.job.roles.places[stage], (stage,), reason, {}), *self.begin(reason)]
+        return [ReportFault("stage", self.job.roles.places[stage], (stage,), reason), *self.begin(reason)]
 
     # ------------------------------------------------------------------------------------------------------ probing
 
@@ -202,7 +202,7 @@ class Rounds:
         for _ in range(1 if job.ready else 2):
             number = job.batcher.take_number()
             self.probes[number] = forget = job.batcher.forgotten
-            commands.append(SendProbe(number, (segment,), job.probe, forget))
+            commands.append(SendProbePass(number, (segment,), job.probe, forget))
         return commands
 
     def on_probed(self, event: ProbeReturned) -> list[ServingCommand]:

@@ -1,24 +1,23 @@
-"""How long stages take for passes: what was measured, what follows for the next one. Decides no deadline.
+"""How long stages take for passes; from that, time limits (`Patience`) and the lengths of prompt pieces (`PieceSizes`).
 
-The work of a pass is counted in positions: one whose attention looks at `balance_tokens` others counts twice. Passes of
-many positions take time in proportion to their work; passes of few take what reading the weights takes, however many
-positions they have. So both kinds have an estimate of their own, by stage: a moving mean and a moving mean deviation,
-as TCP keeps for round trips (Jacobson and Karels, "Congestion avoidance and control", SIGCOMM 1988).
+The work of a pass is counted in positions; a position whose attention reads `balance_tokens` others counts twice.
+Passes of many positions take time in proportion to their work. Passes of few positions take the time of reading the
+weights, however many positions they have. So both kinds have their own estimate for each stage: a moving mean and a
+moving mean deviation, as TCP keeps for round trips (Jacobson and Karels, "Congestion avoidance and control", SIGCOMM
+1988). Before the first measurement the plan's prediction for one token is used for every position: no stage takes
+longer for many positions together than for each alone.
 
-Before anything was measured the plan's prediction of one token counts, for every position: no stage takes longer for
-many positions together than for each alone.
-
-Neighbours: `patience` makes deadlines of this, `piece_sizes` makes pieces; `coordination.serving.driver` tells what
-came back."""
+Neighbours: `coordination.serving.driver` records measurements, `batching` asks for the length of pieces, `takeovers`
+checks the limits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Final
 
-from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.serving.interface import ServingRoles
 from fusionai.wire.serving import Segment
 
 FEW: Final = 16
@@ -142,6 +141,20 @@ ATTEMPTS: Final = 5
 """Number of times in a row that nothing may come back in time; by then limits have grown 32-fold."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundLimits:
+    """Longest time that a phase may go without a sign of progress, in seconds. `pass_s`: shortest limit for a stage's
+    work on a pass, and for passes under way without a sign (`Patience.floor_s`)."""
+
+    enlist_s: float = 10.0
+    load_s: float = 60.0
+    rebuild_s: float = 20.0
+    probe_s: float = 20.0
+    pass_s: float = 30.0
+    loading_s: float = 1800.0
+    """Longest time without a further byte of weights, or until all are packed, for a stage that reports loading."""
+
+
 @dataclass(slots=True)
 class Patience:
     """How long a job may go without progress, and since when it does. A limit follows the time that passes of this work
@@ -202,3 +215,77 @@ class Patience:
         stages = self.times.stages
         usual_s = sum(self.times.nearly_always_s(stage, work) or 0.0 for work in works for stage in stages)
         return self.grown_s(MARGIN * (self.floor_s + usual_s))
+
+
+TARGET_S: Final = 1.0
+FILLING: Final = 1 / 8
+"""Of n pieces through s equal stages: (s - 1) / n."""
+FIXED_TIMES: Final = 8.0
+
+
+@dataclass(slots=True)
+class PieceSizes:
+    """`tile_tokens`: what all pieces but a prompt's last one are multiples of. `longest_tokens`: of a piece."""
+
+    tile_tokens: int
+    longest_tokens: int
+    times: StageTimes | None = None
+    """None: all pieces are as long as may be."""
+    target_s: float = TARGET_S
+    _halvings: int = 0
+
+    def end(self, start: int, total: int, *, others_wait: bool) -> int:
+        """Where the piece from `start` on of a text of `total` tokens ends."""
+        tile = self.tile_tokens
+        length = min(self.allowed(start, others_wait=others_wait), self._filling(total))
+        end = (start // tile + max(1, length // tile)) * tile
+        if end >= total:
+            return total
+        if self.times is None or total - end > FEW:
+            return end
+        # So few are computed in another way if they come alone: they go with the tile before them.
+        return total if total - start <= self.longest_tokens else max(end - tile, start // tile * tile + tile)
+
+    def shrink(self) -> None:
+        """Nothing came back in time."""
+        self._halvings += 1
+
+    def recover(self) -> None:
+        """A pass came back."""
+        self._halvings = max(0, self._halvings - 1)
+
+    def allowed(self, start: int, *, others_wait: bool) -> int:
+        """How many positions from `start` on a pass should read."""
+        times = self.times
+        longest = self.longest_tokens >> self._halvings
+        if times is None:
+            return longest
+        allowed_s = self.target_s / 2 if others_wait else self.target_s
+        tokens = longest // self.tile_tokens * self.tile_tokens
+        while tokens > self.tile_tokens and self._takes_s(times, start, tokens, times.stages) > allowed_s:
+            tokens -= self.tile_tokens
+        return tokens
+
+    def _filling(self, total: int) -> int:
+        """How long pieces of a text of `total` tokens are at most, so that all stages soon have one."""
+        times, tile = self.times, self.tile_tokens
+        if times is None or len(times.stages) < 2:
+            return self.longest_tokens
+        tokens = max(tile, int(total * FILLING / (len(times.stages) - 1)))
+        while tokens < self.longest_tokens and not all(self._is_worth(times, stage, tokens) for stage in times.stages):
+            tokens += tile
+        return tokens
+
+    def _is_worth(self, times: StageTimes, stage: int, tokens: int) -> bool:
+        one_s = times.expected_s(stage, PassWork(1, 1.0))
+        piece_s = times.expected_s(stage, PassWork(tokens, float(tokens)))
+        return one_s is None or piece_s is None or piece_s >= FIXED_TIMES * one_s
+
+    def _takes_s(self, times: StageTimes, start: int, tokens: int, stages: Sequence[int]) -> float:
+        work = PassWork(tokens, times.units(start, start + tokens))
+        slowest_s = 0.0
+        for stage in stages:
+            expected_s = times.expected_s(stage, work)
+            if expected_s is not None:
+                slowest_s = max(slowest_s, expected_s)
+        return slowest_s

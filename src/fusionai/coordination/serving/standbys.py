@@ -3,16 +3,24 @@
 Standbys load while passes run. A plan that moves stages is prepared in the same way, by their new holders, and then
 costs one round; other standbys cost none. A leaving member works until its standbys have its stages.
 
-Neighbours: `takeovers` handles lost members; `standby_roster` keeps who is enlisted and who has which weights.
+Neighbours: `takeovers` handles lost members; `state.StandbyRoster` keeps who is enlisted and who has which weights.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fusionai.coordination.serving.commands import Dismiss, EnlistStandby, ReportFault, SendLoad, ServingCommand
-from fusionai.coordination.serving.events import MemberEnlisted, MemberLeaving, PlanGiven, StandbyLoaded
-from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.round.interface import MemberEnlisted, ReportFault
+from fusionai.coordination.serving.interface import (
+    Dismiss,
+    EnlistStandby,
+    MemberLeaving,
+    PlanGiven,
+    SendLoad,
+    ServingCommand,
+    ServingRoles,
+    StandbyLoaded,
+)
 from fusionai.coordination.serving.rounds import PassesResumed, Rounds
 from fusionai.coordination.serving.state import ServingJobState
 from fusionai.wire.base import Fence
@@ -144,7 +152,7 @@ class Standbys:
             if stages and len(successors) == len(stages) and not job.leaving & set(successors.values()):
                 job.promote(successors)
                 job.strike(peer)
-                fault = ReportFault("leaving", peer, stages, "it leaves the pool", successors)
+                fault = ReportFault("leaving", peer, stages, "it leaves the pool", successors=successors)
                 begun = self.rounds.begin(f"{peer} hands over")
                 request = job.plan_request(f"{peer} leaves", urgent=False)
                 return [fault, Dismiss(peer, "it leaves"), *begun, request]

@@ -1,33 +1,46 @@
-"""Faults of members, links and stages in the serving machine, and who takes their stages over.
+"""Faults in the serving machine: lost members, broken links, failing and late stages, and who takes the stages over.
 
 A lost stage goes to its standby at once, under the same plan version; the broker is asked for a plan beside that. A
 stage without a standby waits for the plan. A peer whose results were found wrong is lost for good.
 
-Neighbours: `rounds` begins the round that follows; `lateness` reports peers that do not answer in time.
-"""
+Signs of progress are results, and reports of stages about the work they do. A stage is waited for as long as it works
+within the limit that `stage_times.Patience` gives this piece of work, however slow it is. If nothing came back in time,
+a round begins with shorter pieces of prompts and longer limits; after `ATTEMPTS` such rounds the sessions under way
+fail, with the stage and its speed as the reason, so that others can be served.
+
+Neighbours: `rounds` begins the round that follows and knows what is under way in it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from fusionai.coordination.round.events import PeerLost
 from fusionai.coordination.round.faults import Faults
-from fusionai.coordination.round.verification import CheckVerdict
-from fusionai.coordination.serving.commands import (
-    BeginCheck,
-    Dismiss,
+from fusionai.coordination.round.interface import (
     Distrust,
-    FailSessions,
     FaultKind,
+    LinkBroken,
+    PeerLost,
     ReportCheck,
     ReportFault,
+    StageFailure,
+)
+from fusionai.coordination.round.verification import CheckVerdict
+from fusionai.coordination.serving.interface import (
+    BeginCheck,
+    Dismiss,
+    FailSessions,
+    LoadProgressed,
+    PassFailure,
     ReportState,
     ResumePasses,
     ServingCommand,
+    StageWorking,
+    TextChecked,
+    Tick,
 )
-from fusionai.coordination.serving.events import LinkBroken, PassFailed, StageFailed, TextChecked
 from fusionai.coordination.serving.rounds import ProbeRefused, Rounds
+from fusionai.coordination.serving.stage_times import ATTEMPTS, IDLE_MARGIN, PassWork
 from fusionai.coordination.serving.standbys import Standbys
 from fusionai.coordination.serving.state import ServingJobState, ServingPhase
 
@@ -60,7 +73,9 @@ class Takeovers:
             stages = job.roles.stages_of(peer)
             inherited = {stage: successors[stage] for stage in stages if stage in successors}
             commands.append(
-                ReportFault(kind if stages or kind == "faulty" else "standby", peer, stages, reason, inherited)
+                ReportFault(
+                    kind if stages or kind == "faulty" else "standby", peer, stages, reason, successors=inherited
+                )
             )
             commands.append(Dismiss(peer, reason))
         if not unmanned:
@@ -119,10 +134,10 @@ class Takeovers:
             return []
         if self.faults.link_broke(pair) > 1:
             return self.lose([self.faults.blamed(pair, roles, roles.standbys)], "link", event.reason)
-        fault = ReportFault("link", event.other, roles.stages_of(event.other), event.reason, {})
+        fault = ReportFault("link", event.other, roles.stages_of(event.other), event.reason)
         return [fault, *self.rounds.begin(event.reason)]
 
-    def on_stage_failed(self, event: StageFailed) -> list[ServingCommand]:
+    def on_stage_failed(self, event: StageFailure) -> list[ServingCommand]:
         """A running stage that fails gets another round first, and another peer if it fails again before a pass came
         back. If the job was never ready, a third failure ends it, because the peer is not the cause. For a with a
         standby or prepared stage another standby is chosen."""
@@ -138,9 +153,9 @@ class Takeovers:
             return job.fail(f"stage {stage} failed: {reason}")
         if times > 1 and peer != job.roles.owner:
             return self.lose([peer], "stage", reason)
-        return [ReportFault("stage", peer, (stage,), reason, {}), *self.rounds.begin(reason)]
+        return [ReportFault("stage", peer, (stage,), reason), *self.rounds.begin(reason)]
 
-    def _fail_standby(self, event: StageFailed) -> list[ServingCommand]:
+    def _fail_standby(self, event: StageFailure) -> list[ServingCommand]:
         job, peer = self.job, event.peer
         if not job.roles.stages_of(peer):
             return self.lose([peer], "standby", event.reason)
@@ -148,9 +163,9 @@ class Takeovers:
             job.pending = None
         standbys = {stage: one for stage, one in job.roles.standbys.items() if (stage, one) != (event.stage, peer)}
         job.roles = replace(job.roles, standbys=standbys)
-        return [ReportFault("standby", peer, (), event.reason, {})]
+        return [ReportFault("standby", peer, (), event.reason)]
 
-    def on_pass_failed(self, event: PassFailed) -> list[ServingCommand]:
+    def on_pass_failed(self, event: PassFailure) -> list[ServingCommand]:
         """Let each session of the failed pass try once more in a pass of its own."""
         if event.number in self.rounds.rebuilds:
             return self.rounds.on_rebuild_failed(event)
@@ -183,3 +198,108 @@ class Takeovers:
         if self.job.roles.stages_of(found.faulty_peer):
             self.job.batcher.compute_again()
         return [Distrust(found.faulty_peer, found.reason), *self.lose([found.faulty_peer], "faulty", found.reason)]
+
+
+@dataclass(slots=True)
+class Lateness:
+    job: ServingJobState
+    rounds: Rounds
+    takeovers: Takeovers
+
+    def on_tick(self, event: Tick) -> list[ServingCommand]:
+        job, patience, limits = self.job, self.job.patience, self.job.limits
+        idle_s = patience.idle_s(event.now_s, nothing_sent=job.is_running and not job.batcher.under_way)
+        match job.phase:
+            case ServingPhase.ENLISTING if idle_s > limits.enlist_s:
+                return self._lose(set(job.roles.places.values()) - job.roster.enlisted, "it does not answer")
+            case ServingPhase.LOADING if idle_s > patience.grown_s(limits.load_s):
+                late = {peer for stage, peer in job.roles.places.items() if stage not in self.rounds.loaded}
+                return self._lose(late, "it does not load its stage")
+            case ServingPhase.REBUILDING if idle_s > patience.grown_s(limits.rebuild_s):
+                return self._stalled({request.through for request, _ in self.rounds.rebuilds.values()})
+            case ServingPhase.PROBING if idle_s > patience.grown_s(limits.probe_s):
+                return self._stalled(job.unsound)
+            case ServingPhase.RUNNING if idle_s > patience.silence_s(job.batcher.works):
+                return self._stalled(())
+            case ServingPhase.RUNNING if self._is_overdue(event.now_s):
+                return self._stalled(())
+            case _:
+                return []
+
+    def _is_overdue(self, now_s: float) -> bool:
+        """Return whether a pass has been under way longer than all passes together should take, which means that its
+        result was lost."""
+        oldest_s = self.job.batcher.oldest_s
+        return oldest_s is not None and now_s - oldest_s > self.job.patience.whole_s(self.job.batcher.works)
+
+    def _lose(self, peers: Collection[str], reason: str) -> list[ServingCommand]:
+        """Remove late peers, except the driver's own machine."""
+        self.job.patience.progressed(self.job.patience.now_s)
+        return self.takeovers.lose(sorted(set(peers) - {self.job.roles.owner}), "late", reason)
+
+    def on_load_progressed(self, event: LoadProgressed) -> list[ServingCommand]:
+        """A report of loading is a sign of progress, unless no further bytes came for too long."""
+        self.job.patience.loads(event.stage, event.done_bytes, self.job.limits.loading_s)
+        return []
+
+    def on_working(self, event: StageWorking) -> list[ServingCommand]:
+        """A stage reports what it computes. This is a sign of progress unless the stage exceeds its time limit."""
+        job = self.job
+        if job.roles.places.get(event.stage) != event.peer:
+            return []
+        work = self.rounds.work_of(event.number) if event.number >= 0 else None
+        # Work of an earlier round, or work that waits behind other work, may be as large as a pass can be.
+        most = PassWork(job.batcher.limits.pass_tokens, float(job.batcher.limits.pass_tokens))
+        limit_s = job.patience.limit_s(event.stage, work or most) * (1.0 if work is not None else IDLE_MARGIN)
+        if event.busy_s <= limit_s:
+            job.patience.progressed(None)
+            return []
+        if job.phase in (ServingPhase.ENLISTING, ServingPhase.LOADING):
+            return []  # the limits of these phases remove a member that makes no progress
+        if work is not None:
+            job.patience.times.measured(event.stage, work, event.busy_s)
+        return self._stalled((event.stage,), busy_s=event.busy_s, work=work)
+
+    def _stalled(
+        self, stages: Collection[int], *, busy_s: float | None = None, work: PassWork | None = None
+    ) -> list[ServingCommand]:
+        """Handle that nothing came back in time although all members answer. First another round, with shorter pieces
+        and longer limits; while caches are rebuilt or probed, then a round without rebuilds; then the peers whose
+        `stages` are late are replaced; at last the sessions under way fail."""
+        job, patience = self.job, self.job.patience
+        patience.stalls += 1
+        job.batcher.pieces.shrink()
+        reason = self._why_late(stages, busy_s, work)
+        suspects = {job.roles.places[stage] for stage in stages} - {job.roles.owner}
+        waiting = not job.is_running
+        # A stage that reports working is replaced only by a peer that is ready.
+        replaceable = (waiting and busy_s is None) or all(job.is_warm(stage) for stage in stages)
+        if patience.stalls > 2 and suspects and replaceable:
+            return self._lose(suspects, reason)
+        if patience.stalls > ATTEMPTS:
+            return job.fail(reason) if waiting else self._give_up_sessions(reason)
+        if patience.stalls > 1 and waiting:
+            job.batcher.compute_again()
+        return [ReportFault("late", "", (), reason), *self.rounds.begin(reason)]
+
+    def _why_late(self, stages: Collection[int], busy_s: float | None, work: PassWork | None) -> str:
+        if busy_s is None or not stages:
+            return f"nothing came back in time while {self.job.phase.value}"
+        stage = min(stages)
+        what = "another piece of work" if work is None else f"a piece of {work.rows} positions"
+        speed = self.job.patience.times.tokens_per_s(stage)
+        known = "" if speed is None else f", after {speed:.3g} tokens a second"
+        return f"stage {stage} on {self.job.roles.places[stage]} works on {what} for {busy_s:.0f} s{known}"
+
+    def _give_up_sessions(self, reason: str) -> list[ServingCommand]:
+        """Fail the sessions that were under way, because they make no progress. Other sessions may."""
+        sessions = self.job.batcher.sessions_under_way
+        why = (
+            f"given up after {ATTEMPTS} attempts with shorter pieces and more time: {reason}. Free the machine of "
+            "other work, let a faster one join, or ask for less at a time."
+        )
+        for number in sessions:
+            self.job.batcher.cancel(number)
+        self.job.patience.stalls = 0
+        failed: list[ServingCommand] = [FailSessions(sessions, why)] if sessions else []
+        return [*failed, ReportFault("late", "", (), reason), *self.rounds.begin(reason)]

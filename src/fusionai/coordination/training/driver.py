@@ -7,26 +7,34 @@ file, a clock or a connection: `training` performs its commands; in tests a virt
 Any fault that touches a stage ends the *round*. The next round has a higher fence: all members report, lost state is
 restored, the step in progress is repeated. The machine implements the recovery protocol (docs/recovery.md); each part
 names its rules. Each subject is a part of its own: `rounds` up to running steps, `steps` with feeding, commits and
-checkpoints, `plan_changes` after faults, `spot_checks`. They share the state in `state`; this module has the interface,
-the end of the job and the table.
+checkpoints, `plan_changes` after faults. They share the state in `state`; this module has the end of the job and the
+table.
 
-Neighbours: `events` and `commands` define its inputs and outputs, `coordination.training.stage` is the machine of a
-stage, `training.driver` performs the commands.
-"""
+Neighbours: `interface` defines its inputs and outputs, `coordination.training.stage` is the machine of a stage,
+`training.driver` performs the commands."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
-from fusionai.coordination.machine import Table, Transition
+from fusionai.coordination.machine import Table, Transition, in_each
 from fusionai.coordination.round.faults import Faults
-from fusionai.coordination.training import events
-from fusionai.coordination.training.commands import DriverCommand, EndJob
-from fusionai.coordination.training.plan_changes import PlanChanges
+from fusionai.coordination.round.interface import (
+    CommandFailed,
+    DriverEvent,
+    EndJob,
+    LinkBroken,
+    MemberEnlisted,
+    PeerLost,
+    StageFailure,
+    StopAsked,
+)
+from fusionai.coordination.training import interface
+from fusionai.coordination.training.interface import DriverCommand
+from fusionai.coordination.training.plan_changes import PlanChanges, SpotChecks
 from fusionai.coordination.training.rounds import AllReady, AllRestored, TrainingRounds
-from fusionai.coordination.training.spot_checks import SpotChecks
 from fusionai.coordination.training.state import AllAnswered, DriverPhase, DriverState
 from fusionai.coordination.training.steps import BetweenSteps, Checkpointing, Commits, ExpulsionDue, Feeding, Settled
 
@@ -60,14 +68,16 @@ class DriverMachine(DriverState):
         self.evaluate_if_due()
         return self.rounds.begin()
 
-    def handle(self, event: events.DriverEvent) -> list[DriverCommand]:
-        """Apply one event. An event without a row for the present phase is late or void and changes nothing."""
-        return self.react(TABLE, event) or []
+    def handle(self, event: DriverEvent) -> list[DriverCommand]:
+        """Apply one event. An event of another round, or without a row for the present phase, changes nothing."""
+        return [] if event.fence not in (None, self.fence) else self.react(TABLE, event) or []
 
     def brief(self, event: object) -> str:
-        return f"StagePrepared({event.stage}, {event.step})" if isinstance(event, events.StagePrepared) else repr(event)
+        return (
+            f"StagePrepared({event.stage}, {event.step})" if isinstance(event, interface.StagePrepared) else repr(event)
+        )
 
-    def on_stop(self, event: events.StopAsked) -> list[DriverCommand]:
+    def on_stop(self, event: StopAsked) -> list[DriverCommand]:
         """Stop the job. Before any work, or with a stage missing, nothing is saved. A step in progress is finished
         first."""
         self.stop = self.stop if self.stop is not None else event.reason
@@ -82,58 +92,50 @@ class DriverMachine(DriverState):
 _A, _L, _R, _P, _G, _S, _W, _E = DriverPhase  # attaching, loading, ..., ended: in the order of their definition
 _ROUND: Final = (_A, _L, _R, _P, _G, _S)
 _ALIVE: Final = (*_ROUND, _W)
-_Row = Transition[DriverMachine, Any, list[DriverCommand]]
-_Act = Callable[[DriverMachine, Any], list[DriverCommand]]
-
-
-def _in_each(phases: tuple[DriverPhase, ...], event: type, others: tuple[DriverPhase, ...], act: _Act) -> list[_Row]:
-    """Return a row for each of these phases. The event leaves the phase as it is or leads to one of `others`."""
-    return [Transition((phase,), event, (phase, *others), act) for phase in phases]
-
 
 TABLE: Final[Table[DriverMachine, list[DriverCommand]]] = Table(
     "driver",
     (
         # Rounds: members report, lost state is restored, official steps are replayed, a probe crosses all stages.
-        Transition((_A,), events.MemberEnlisted, (_A,), lambda m, event: m.rounds.on_enlisted(event)),
-        Transition((_A,), events.StageReported, (_A,), lambda m, event: m.rounds.on_reported(event)),
+        Transition((_A,), MemberEnlisted, (_A,), lambda m, event: m.rounds.on_enlisted(event)),
+        Transition((_A,), interface.StageReported, (_A,), lambda m, event: m.rounds.on_reported(event)),
         Transition((_A,), AllAnswered, (_L,), lambda m, event: m.rounds.on_all_answered(event)),
-        Transition((_L,), events.StageReady, (_L, _E), lambda m, event: m.rounds.on_loaded(event)),
+        Transition((_L,), interface.StageReady, (_L, _E), lambda m, event: m.rounds.on_loaded(event)),
         Transition((_L,), AllRestored, (_R,), lambda m, event: m.rounds.on_all_loaded(event)),
-        Transition((_R,), events.StageReady, (_R, _E), lambda m, event: m.rounds.on_ready(event)),
-        Transition((_R,), events.StagePrepared, (_R, _E), lambda m, event: m.commits.on_replayed(event)),
+        Transition((_R,), interface.StageReady, (_R, _E), lambda m, event: m.rounds.on_ready(event)),
+        Transition((_R,), interface.StagePrepared, (_R, _E), lambda m, event: m.commits.on_replayed(event)),
         Transition((_R,), AllReady, (_P, _G, _S), lambda m, event: m.rounds.on_all_ready(event)),
-        Transition((_P,), events.ProbeAnswered, (_G, _S, _E), lambda m, event: m.rounds.on_probed(event)),
+        Transition((_P,), interface.ProbeAnswered, (_G, _S, _E), lambda m, event: m.rounds.on_probed(event)),
         # Steps: losses and votes, the scale, the journal; then checkpoints, evaluations, another plan, the end.
-        Transition((_G,), events.LossArrived, (_G, _E), lambda m, event: m.commits.on_loss(event)),
-        Transition((_G,), events.StagePrepared, (_G, _E), lambda m, event: m.commits.on_prepared(event)),
-        Transition((_G,), events.ScaleDecided, (_G, _S, _E), lambda m, event: m.commits.on_scale(event)),
-        Transition((_G,), events.CommitJournalled, (_G, _S), lambda m, event: m.commits.on_journalled(event)),
-        *_in_each((_A, _W), events.CommitJournalled, (), lambda m, event: m.commits.on_journalled_in_a_round(event)),
-        Transition((_G,), events.CheckpointWritten, (_G, _E), lambda m, event: m.checkpointing.on_checkpoint(event)),
-        *_in_each(
+        Transition((_G,), interface.LossArrived, (_G, _E), lambda m, event: m.commits.on_loss(event)),
+        Transition((_G,), interface.StagePrepared, (_G, _E), lambda m, event: m.commits.on_prepared(event)),
+        Transition((_G,), interface.ScaleDecided, (_G, _S, _E), lambda m, event: m.commits.on_scale(event)),
+        Transition((_G,), interface.CommitJournalled, (_G, _S), lambda m, event: m.commits.on_journalled(event)),
+        *in_each((_A, _W), interface.CommitJournalled, (), lambda m, event: m.commits.on_journalled_in_a_round(event)),
+        Transition((_G,), interface.CheckpointWritten, (_G, _E), lambda m, event: m.checkpointing.on_checkpoint(event)),
+        *in_each(
             (_A, _L, _R, _P, _S, _W),
-            events.CheckpointWritten,
+            interface.CheckpointWritten,
             (),
             lambda m, event: m.checkpointing.on_checkpoint(event),
         ),
-        Transition((_G,), events.EvaluationDone, (_G, _S, _E), lambda m, event: m.checkpointing.on_evaluated(event)),
-        Transition((_S,), events.EvaluationDone, (_S,), lambda m, event: m.checkpointing.on_evaluated(event)),
-        *_in_each((_L, _R, _P, _G, _S), events.SnapshotStored, (), lambda m, event: m.spot_checks.on_snapshot(event)),
+        Transition((_G,), interface.EvaluationDone, (_G, _S, _E), lambda m, event: m.checkpointing.on_evaluated(event)),
+        Transition((_S,), interface.EvaluationDone, (_S,), lambda m, event: m.checkpointing.on_evaluated(event)),
+        *in_each((_L, _R, _P, _G, _S), interface.SnapshotStored, (), lambda m, event: m.spot_checks.on_snapshot(event)),
         Transition((_G,), BetweenSteps, (_G, _A), lambda m, event: m.plan_changes.on_between_steps(event)),
         Transition((_S,), Settled, (_E,), lambda m, _: m.end()),
         # Faults: faulty, lost and failing peers, and the plans that follow.
-        *_in_each((_G, _S), events.VerifierReady, (), lambda m, event: m.spot_checks.on_verifier_ready(event)),
-        *_in_each((_G, _S), events.EvidenceLost, (_W,), lambda m, event: m.spot_checks.on_evidence_lost(event)),
-        *_in_each((_G, _S), events.StageChecked, (_W,), lambda m, event: m.spot_checks.on_checked(event)),
-        *_in_each((_A, _G, _S, _W), ExpulsionDue, (_W,), lambda m, _: m.spot_checks.expel_if_free()),
-        *_in_each(_ALIVE, events.PeerLost, (_A, _W, _E), lambda m, event: m.plan_changes.on_peer_lost(event)),
-        *_in_each(_ROUND, events.LinkBroken, (_A, _W, _E), lambda m, event: m.plan_changes.on_link_broken(event)),
-        Transition(_ROUND, events.StageFailed, (_A, _W, _E), lambda m, event: m.plan_changes.on_stage_failed(event)),
-        *_in_each(_ROUND, events.PlanGranted, (), lambda m, event: m.plan_changes.on_plan(event)),
-        Transition((_W,), events.PlanGranted, (_A, _W), lambda m, event: m.plan_changes.on_plan(event)),
-        *_in_each(_ALIVE, events.StopAsked, (_E,), DriverMachine.on_stop),
-        Transition(_ALIVE, events.CommandFailed, (_E,), lambda m, event: m.fail(event.reason)),
+        *in_each((_G, _S), interface.VerifierReady, (), lambda m, event: m.spot_checks.on_verifier_ready(event)),
+        *in_each((_G, _S), interface.EvidenceLost, (_W,), lambda m, event: m.spot_checks.on_evidence_lost(event)),
+        *in_each((_G, _S), interface.StageChecked, (_W,), lambda m, event: m.spot_checks.on_checked(event)),
+        *in_each((_A, _G, _S, _W), ExpulsionDue, (_W,), lambda m, _: m.spot_checks.expel_if_free()),
+        *in_each(_ALIVE, PeerLost, (_A, _W, _E), lambda m, event: m.plan_changes.on_peer_lost(event)),
+        *in_each(_ROUND, LinkBroken, (_A, _W, _E), lambda m, event: m.plan_changes.on_link_broken(event)),
+        Transition(_ROUND, StageFailure, (_A, _W, _E), lambda m, event: m.plan_changes.on_stage_failed(event)),
+        *in_each(_ROUND, interface.PlanGranted, (), lambda m, event: m.plan_changes.on_plan(event)),
+        Transition((_W,), interface.PlanGranted, (_A, _W), lambda m, event: m.plan_changes.on_plan(event)),
+        *in_each(_ALIVE, StopAsked, (_E,), DriverMachine.on_stop),
+        Transition(_ALIVE, CommandFailed, (_E,), lambda m, event: m.fail(event.reason)),
     ),
     initial=(_A,),
     final=(_E,),

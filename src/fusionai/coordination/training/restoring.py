@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-from fusionai.coordination.training.roles import Roles
+from fusionai.coordination.training.interface import Roles
 from fusionai.coordination.training.stage_interface import Source
 
 

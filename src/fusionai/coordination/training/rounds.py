@@ -12,30 +12,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusionai.coordination.machine import FollowUp
-from fusionai.coordination.training.commands import (
+from fusionai.coordination.round.interface import MemberEnlisted
+from fusionai.coordination.training.interface import (
     AnnounceReady,
     DriverCommand,
     Evaluate,
-    PassSnapshot,
+    ProbeAnswered,
     ReportRestored,
     SendAttach,
     SendProbe,
     SendResume,
+    SendSnapshot,
+    StageReady,
+    StageReported,
     WarnTolerant,
 )
-from fusionai.coordination.training.events import MemberEnlisted, ProbeAnswered, StageReady, StageReported
 from fusionai.coordination.training.restoring import Restoration, RestoringRound, StagePosition, decide
+from fusionai.coordination.training.stage_interface import Resumed
 from fusionai.coordination.training.state import AllAnswered, DriverPhase, DriverState
 from fusionai.coordination.training.steps import Checkpointing, Feeding
 
 
-@dataclass(frozen=True, slots=True)
-class AllRestored(FollowUp):
+class AllRestored(FollowUp, frozen=True):
     """All stages that lost their state have one again."""
 
 
-@dataclass(frozen=True, slots=True)
-class AllReady(FollowUp):
+class AllReady(FollowUp, frozen=True):
     """All stages are at the official step."""
 
 
@@ -115,19 +117,21 @@ class TrainingRounds:
             return []
         job.round.replayed = dict.fromkeys(restoration.sources, restoration.base)
         passed: list[DriverCommand] = [
-            PassSnapshot(stage, restoration.base, holder, job.roles.places[stage])
+            SendSnapshot(stage, restoration.base, holder, job.roles.places[stage])
             for stage, holder in restoration.holders.items()
         ]
         replaying = frozenset(restoration.sources)
         return passed + [
             SendResume(
                 stage,
-                committed=job.step,
-                source=source,
-                base=restoration.base,
-                records=tuple(job.records[step] for step in range(restoration.base, job.step)),
-                replaying=replaying,
-                snapshot=job.wants_snapshot(stage),
+                Resumed(
+                    committed=job.step,
+                    source=source,
+                    base=restoration.base,
+                    records=tuple(job.records[step] for step in range(restoration.base, job.step)),
+                    replaying=replaying,
+                    snapshot=job.wants_snapshot(stage),
+                ),
             )
             for stage, source in restoration.sources.items()
         ]
@@ -156,13 +160,15 @@ class TrainingRounds:
         resumes: list[DriverCommand] = [
             SendResume(
                 stage,
-                committed=job.step,
-                source="keep",
-                base=base,
-                records=last,
-                replaying=replaying,
-                snapshot=job.wants_snapshot(stage),
-                watermark=job.watermark,
+                Resumed(
+                    committed=job.step,
+                    source="keep",
+                    base=base,
+                    records=last,
+                    replaying=replaying,
+                    snapshot=job.wants_snapshot(stage),
+                    watermark=job.watermark,
+                ),
             )
             for stage in job.roles.stages
             if stage not in replaying

@@ -16,12 +16,12 @@ Neighbours: `stage_interface` has the events and commands, `step` and `exchanges
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final
+from typing import Final
 
-from fusionai.coordination.machine import FollowUp, StatefulMachine, Table, Transition
+from fusionai.coordination.machine import FollowUp, StatefulMachine, Table, Transition, in_each
 from fusionai.coordination.training.exchanges import OuterUpdates
 from fusionai.coordination.training.stage_interface import (
     Attached,
@@ -75,13 +75,11 @@ class StagePhase(StrEnum):
     RUNNING = "running"
 
 
-@dataclass(frozen=True, slots=True)
-class StateLoaded(FollowUp):
+class StateLoaded(FollowUp, frozen=True):
     """The state that the resume asked for is in place."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateRestored(FollowUp):
+class StateRestored(FollowUp, frozen=True):
     """The state is that of the official step."""
 
 
@@ -456,30 +454,22 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
 DETACHED, ATTACHED, RESTORING, REPLAYING, RUNNING = StagePhase
 _WORKING: Final = (RESTORING, REPLAYING, RUNNING)
 _STEPPING: Final = (REPLAYING, RUNNING)
-_Row = Transition[StageMachine, Any, list[StageCommand]]
-
-
-def _in_each(
-    phases: Iterable[StagePhase], event: type, or_to: tuple[StagePhase, ...], act: Callable[..., list[StageCommand]]
-) -> Iterator[_Row]:
-    """Yield a row for each phase, in which the event leaves the machine in that phase or leads to one of `or_to`."""
-    return (Transition((phase,), event, (phase, *or_to), act) for phase in phases)
 
 
 TABLE: Final = Table[StageMachine, list[StageCommand]](
     "stage",
     [
-        *_in_each(StagePhase, Attached, (ATTACHED,), StageMachine.on_attached),
+        *in_each(StagePhase, Attached, (ATTACHED,), StageMachine.on_attached),
         Transition((ATTACHED,), Resumed, (ATTACHED, RESTORING), StageMachine.on_resumed),
         Transition((RESTORING,), StateArrived, (RESTORING, ATTACHED), StageMachine.on_state_arrived),
         Transition((RESTORING,), StateLoaded, (REPLAYING, RUNNING), StageMachine.on_loaded),
         Transition((RESTORING, REPLAYING), StateRestored, (RUNNING,), StageMachine.on_restored),
-        *_in_each(_WORKING, WorkDone, (), StageMachine.on_work_done),
+        *in_each(_WORKING, WorkDone, (), StageMachine.on_work_done),
         Transition(_WORKING, WorkFailed, (ATTACHED,), StageMachine.on_work_failed),
-        *_in_each(_WORKING, ForwardArrived, (), StageMachine.on_tensor),
-        *_in_each(_STEPPING, BackwardArrived, (), StageMachine.on_tensor),
-        *_in_each(_STEPPING, SharedArrived, (), StageMachine.on_tensor),
-        *_in_each(_WORKING, OuterUpdateArrived, (), StageMachine.on_outer_update),
+        *in_each(_WORKING, ForwardArrived, (), StageMachine.on_tensor),
+        *in_each(_STEPPING, BackwardArrived, (), StageMachine.on_tensor),
+        *in_each(_STEPPING, SharedArrived, (), StageMachine.on_tensor),
+        *in_each(_WORKING, OuterUpdateArrived, (), StageMachine.on_outer_update),
         Transition((RUNNING,), Committed, (RUNNING,), StageMachine.on_committed),
         Transition((RUNNING,), ExportAsked, (RUNNING,), StageMachine.on_export_asked),
         Transition(tuple(StagePhase), Detached, (DETACHED,), StageMachine.on_detached),

@@ -6,8 +6,9 @@ events and perform its commands.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from fusionai.wire.messages import CommitRecord, Fence, Mode
 
@@ -15,8 +16,7 @@ Source = Literal["keep", "initialise", "import", "snapshot"]
 """Where a stage's state comes from at a resume."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageWork:
+class StageWork(Struct, frozen=True):
     """One piece of work for the compute thread. `record` only for `apply`. `difference`: send this stage's
     pseudo-gradient, how far its parameters have changed since the last outer update. `adopt`: adopt an outer update."""
 
@@ -42,8 +42,7 @@ class StageWork:
 # ------------------------------------------------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
-class Attached:
+class Attached(Struct, frozen=True):
     """`retain`: keep sent tensors for a neighbour's replay. `snapshot_every`: 0 if the stage has no standby."""
 
     fence: Fence
@@ -51,8 +50,7 @@ class Attached:
     snapshot_every: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(Struct, frozen=True):
     """See `wire.messages.Resume`."""
 
     committed: int
@@ -64,37 +62,32 @@ class Resumed:
     watermark: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StateArrived:
+class StateArrived(Struct, frozen=True):
     """A complete state taken after `step` steps (imported, or from a snapshot) is in place."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardArrived:
+class ForwardArrived(Struct, frozen=True):
     mode: Mode
     step: int
     microbatch: int
     producer: int
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardArrived:
+class BackwardArrived(Struct, frozen=True):
     step: int
     microbatch: int
     consumer: int
 
 
-@dataclass(frozen=True, slots=True)
-class SharedArrived:
+class SharedArrived(Struct, frozen=True):
     step: int
     sender: int
     phase: Literal["partial", "total"]
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(Struct, frozen=True):
     """`save`: stream the resulting state before going on."""
 
     record: CommitRecord
@@ -102,35 +95,30 @@ class Committed:
     save: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class OuterUpdateArrived:
+class OuterUpdateArrived(Struct, frozen=True):
     """The outer update after this step has arrived completely."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class ExportAsked:
+class ExportAsked(Struct, frozen=True):
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkDone:
+class WorkDone(Struct, frozen=True):
     """`missing`: after `initialise`, entries without an initialisation rule are still to be imported."""
 
     work: StageWork
     missing: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class WorkFailed:
+class WorkFailed(Struct, frozen=True):
     """A piece of work failed, and the driver has been informed. The stage can continue only after another attach."""
 
     work: StageWork
 
 
-@dataclass(frozen=True, slots=True)
-class Detached:
+class Detached(Struct, frozen=True):
     reason: str
 
 
@@ -152,15 +140,13 @@ StageEvent = (
 # ----------------------------------------------------------------------------------------------------- commands
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(Struct, frozen=True):
     """Run this work now; at most one piece is under way. Answer with `WorkDone`."""
 
     work: StageWork
 
 
-@dataclass(frozen=True, slots=True)
-class ReportStatus:
+class ReportStatus(Struct, frozen=True):
     """`retained_from`: first step whose sent tensors are still retained, up to the applied steps."""
 
     applied: int
@@ -168,42 +154,35 @@ class ReportStatus:
     retained_from: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReportReady:
+class ReportReady(Struct, frozen=True):
     applied: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReportPrepared:
+class ReportPrepared(Struct, frozen=True):
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReportApplied:
+class ReportApplied(Struct, frozen=True):
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class DropSums:
+class DropSums(Struct, frozen=True):
     """Forget contexts and partial gradient sums."""
 
 
-@dataclass(frozen=True, slots=True)
-class DropRetained:
+class DropRetained(Struct, frozen=True):
     """Drop retained boundary tensors of steps below `watermark`."""
 
     watermark: int
 
 
-@dataclass(frozen=True, slots=True)
-class DropHeld:
+class DropHeld(Struct, frozen=True):
     """Drop received but unused tensors: those of steps before `below`, or all, because their fence is over."""
 
     below: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SendRetained:
+class SendRetained(Struct, frozen=True):
     """Stream the tensors that were sent in steps `first` to `below` - 1 to these neighbours again, in step order."""
 
     to: frozenset[int]
@@ -211,23 +190,20 @@ class SendRetained:
     below: int
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSnapshot:
+class LoadSnapshot(Struct, frozen=True):
     """Load the state from this machine's snapshot of `step` once it is complete; answer `StateArrived`."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class TakeSnapshot:
+class TakeSnapshot(Struct, frozen=True):
     """Send the present state, of `step`, to the standby, in parallel with other work. A later apply must not change
     what is sent."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(Struct, frozen=True):
     """Report to the driver that an event can't be obeyed."""
 
     reason: str

@@ -1,6 +1,6 @@
 """The state that all parts of a training driver's machine share: official steps, roles, the round, what is retained.
 
-Neighbours: `driver` is the machine with its table; `steps`, `rounds`, `plan_changes` and `spot_checks` are its parts.
+Neighbours: `driver` is the machine with its table; `steps`, `rounds` and `plan_changes` are its parts.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from enum import StrEnum
 from typing import Literal
 
 from fusionai.coordination.machine import FollowUp, StatefulMachine
+from fusionai.coordination.round.interface import AskPlan, EndJob
 from fusionai.coordination.round.verification import CheckVerdict, Inspector
-from fusionai.coordination.training.commands import AskPlan, DriverCommand, EndJob, Rewind, WriteCheckpoint
 from fusionai.coordination.training.evaluations import Evaluation, Standing, standing
+from fusionai.coordination.training.interface import DriverCommand, Rewind, Roles, WriteCheckpoint
 from fusionai.coordination.training.restoring import RestoringRound
-from fusionai.coordination.training.roles import Roles
 from fusionai.wire.messages import CommitRecord, Fence
 
 
@@ -154,8 +154,7 @@ class Retention:
         self.acked = {stage: min(of, step) for stage, of in self.acked.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class AllAnswered(FollowUp):
+class AllAnswered(FollowUp, frozen=True):
     """All members have reported, and no commit is being journalled."""
 
 

@@ -16,26 +16,24 @@ from typing import Final
 
 from fusionai.coordination.machine import FollowUp
 from fusionai.coordination.round.faults import Faults
-from fusionai.coordination.training.commands import (
+from fusionai.coordination.training.evaluations import Evaluation
+from fusionai.coordination.training.interface import (
+    CheckpointWritten,
+    CommitJournalled,
     DecideScale,
     DriverCommand,
     Evaluate,
+    EvaluationDone,
     FeedMicrobatch,
     JournalCommit,
+    LossArrived,
     NameBest,
+    ScaleDecided,
     SendCommit,
+    StagePrepared,
     StepCommitted,
     WarnTolerant,
     WriteCheckpoint,
-)
-from fusionai.coordination.training.evaluations import Evaluation
-from fusionai.coordination.training.events import (
-    CheckpointWritten,
-    CommitJournalled,
-    EvaluationDone,
-    LossArrived,
-    ScaleDecided,
-    StagePrepared,
 )
 from fusionai.coordination.training.state import DriverPhase, DriverState
 from fusionai.wire.messages import CommitRecord
@@ -44,18 +42,15 @@ REPLAY_AHEAD: Final = 2
 """Most steps that may be fed beyond what the slowest replaying stage has finished."""
 
 
-@dataclass(frozen=True, slots=True)
-class BetweenSteps(FollowUp):
+class BetweenSteps(FollowUp, frozen=True):
     """Another plan is pending and nothing is in progress."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExpulsionDue(FollowUp):
+class ExpulsionDue(FollowUp, frozen=True):
     """A peer was found to be faulty, and no commit is being journalled any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settled(FollowUp):
+class Settled(FollowUp, frozen=True):
     """The last step is committed; no check, evaluation or checkpoint is outstanding."""
 
 

@@ -12,7 +12,7 @@ driver numbers pages for all stages alike, so no more rows are kept than there a
 bits do not depend on the other sessions. The pieces are packed together, because a pass costs more than its positions
 alone.
 
-`serving.deployment` makes boundaries and sends them in `Load`; `execution.serving.stage` follows them.
+`serving.job` makes boundaries and sends them in `Load`; `execution.serving.stage` follows them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def lines(capsys: pytest.CaptureFixture[str], *events: ServeEvent) -> list[str]:
 
 
 def test_machines_are_called_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    loaded = progress.StageLoaded(
+    loaded = progress.WeightsLoaded(
         stage=2, peer="a" * 52, standby=True, resident_bytes=5_000_000, fetched_bytes=(("b" * 52, 4_000_000),)
     )
     refused = progress.SourceRefused(source="b" * 52, receiver="a" * 52, key="model.norm.weight")

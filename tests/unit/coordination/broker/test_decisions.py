@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fusionai.coordination.broker import events, requests, views
-from fusionai.coordination.broker.admission import MAX_VOUCHED
-from fusionai.coordination.broker.decisions import handle
+from fusionai.coordination.broker import events, requests, state
+from fusionai.coordination.broker.decisions import MAX_VOUCHED, handle
 from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.coordination.broker.pool import Pool, replay
 from fusionai.coordination.broker.requests import Answer, Certify, IssueTickets, Notify, Request
@@ -40,7 +39,7 @@ class Drive:
 
     def wait(self, seconds: float) -> Decision:
         self.now_s += seconds
-        return self.ask(requests.Tick())
+        return self.ask(requests.DeadlinePassed())
 
     def answer(self, request: Request) -> object:
         answers = [c.message for c in self.ask(request).commands if isinstance(c, Answer)]
@@ -172,7 +171,7 @@ def test_heartbeats_keep_a_lease_alive_without_writing_anything(drive: Drive):
     for _ in range(10):
         drive.now_s += 3.0
         assert drive.ask(requests.Beat(A, 97, 1)).facts == ()
-        drive.ask(requests.Tick())
+        drive.ask(requests.DeadlinePassed())
     assert (drive.phase(A), drive.phase(B)) == ("idle", "lost")
     assert list(drive.desk.leases) == [A]
 
@@ -225,13 +224,13 @@ def test_who_slept_when_its_job_ended_is_told_to_clear_with_the_next_heartbeat(d
     drive.ask(want(A))
     drive.ask(requests.ReportJob(OWNER, 1, JOB, "done", 1, ""))
     drive.ask(requests.Beat(A, 97, 1, (JOB,)))
-    (view,) = [one for one in views.pool_view(drive.desk, drive.now_s, WALL_S).members if one.peer == A]
+    (view,) = [one for one in state.pool_view(drive.desk, drive.now_s, WALL_S).members if one.peer == A]
     assert (view.state, view.clears) == ("idle", JOB)
     drive.now_s += 3.0
     assert "or has ended" in drive.refused(requests.Beat(A, 97, 1, (JOB,)), "stale_fence")
     drive.register(A)
     drive.ask(requests.Beat(A, 97, 1))
-    (view,) = [one for one in views.pool_view(drive.desk, drive.now_s, WALL_S).members if one.peer == A]
+    (view,) = [one for one in state.pool_view(drive.desk, drive.now_s, WALL_S).members if one.peer == A]
     assert view.clears == ""
 
 
@@ -256,35 +255,35 @@ def flap(drive: Drive, times: int) -> None:
             drive.ask(requests.Beat(peer, ord(peer[0]), 1))
 
 
-def state(drive: Drive, peer: PeerId) -> tuple[str, float]:
-    view = views.pool_view(drive.desk, drive.now_s, WALL_S + drive.now_s)
+def state_of(drive: Drive, peer: PeerId) -> tuple[str, float]:
+    view = state.pool_view(drive.desk, drive.now_s, WALL_S + drive.now_s)
     return next((member.state, member.rests_s) for member in view.members if member.peer == peer)
 
 
 def test_a_machine_lost_too_often_rests_and_comes_back_by_itself(drive: Drive):
     flap(drive, RULES.losses_before_rest - 1)
-    assert state(drive, A) == ("idle", 0.0)
+    assert state_of(drive, A) == ("idle", 0.0)
     drive.ask(want(A))
     drive.ask(report("done"))
     flap(drive, 1)
-    assert state(drive, A) == ("resting", RULES.rest_s)
+    assert state_of(drive, A) == ("resting", RULES.rest_s)
     assert "rests for another 300 s" in drive.refused(want(A, B), "busy")
     for _ in range(int(RULES.rest_s / 10)):
         drive.now_s += 10.0
         drive.ask(requests.Beat(A, 97, drive.desk.pool.members[A].boot))
         drive.ask(requests.Beat(B, 98, 1))
-    assert state(drive, A) == ("idle", 0.0)
+    assert state_of(drive, A) == ("idle", 0.0)
     drive.ask(want(A, B))
     assert drive.phase(A) == "active"
 
 
 def test_two_losses_or_old_ones_are_no_reason_to_rest(drive: Drive):
     flap(drive, 2)
-    assert state(drive, A)[0] == "idle"
+    assert state_of(drive, A)[0] == "idle"
     drive.now_s += RULES.loss_window_s
     drive.ask(requests.Stalled())
     flap(drive, RULES.losses_before_rest - 1)
-    assert state(drive, A)[0] == "idle"
+    assert state_of(drive, A)[0] == "idle"
 
 
 def test_rest_outlasts_a_restart_of_the_broker_and_is_not_prolonged_by_its_clock(drive: Drive):
@@ -312,7 +311,7 @@ def test_a_job_keeps_the_machine_it_has_although_that_flaps(drive: Drive):
 def test_no_machine_rests_where_the_rules_say_so(drive: Drive):
     drive.desk = replace(drive.desk, rules=replace(RULES, losses_before_rest=0))
     flap(drive, 10)
-    assert state(drive, A)[0] == "idle"
+    assert state_of(drive, A)[0] == "idle"
 
 
 def test_a_broken_connection_alone_loses_nobody(drive: Drive):
@@ -400,7 +399,7 @@ def test_standbys_are_reserved_and_no_other_job_takes_them(drive: Drive):
     drive.ask(has_standby)
     assert (drive.phase(B), drive.desk.pool.members[B].standbys) == ("active", (0,))
     drive.refused(want(B, job=JobId("other")), "busy")
-    view = views.pool_view(drive.desk, drive.now_s, WALL_S)
+    view = state.pool_view(drive.desk, drive.now_s, WALL_S)
     assert [(m.peer[0], m.state, m.stages, m.standbys) for m in view.members] == [
         ("a", "active", (0,), ()),
         ("b", "active", (), (0,)),
@@ -463,7 +462,7 @@ def test_reports_move_the_job_and_repeat_harmlessly(drive: Drive):
     drive.ask(want(A))
     assert [type(f).__name__ for f in drive.ask(report("running", step=1)).facts] == ["JobStarted"]
     assert drive.ask(report("running", step=2)).facts == ()
-    assert views.job_list(drive.desk).jobs[0].step == 2
+    assert state.job_list(drive.desk).jobs[0].step == 2
     drive.ask(report("done", step=9))
     assert drive.answer(report("done", step=9)) == Done()
     assert "is done" in drive.refused(report("running"), "bad_message")
@@ -504,7 +503,7 @@ def test_a_job_without_its_driver_runs_on_and_is_given_up_in_the_end(drive: Driv
         for _ in range(int(seconds / 3)):
             drive.now_s += 3.0
             drive.ask(requests.Beat(A, 97, 1))
-            drive.ask(requests.Tick())
+            drive.ask(requests.DeadlinePassed())
 
     keep(12.0)
     assert drive.notes()[-1] == "unattended: its driver is out of touch"
@@ -576,7 +575,7 @@ def test_a_dead_owners_machines_are_free_within_two_minutes(drive: Drive):
         held = (JOB,) if drive.now_s - died_s < ORPHANED_S else ()
         for peer in (A, B, C):
             drive.ask(requests.Beat(peer, ord(peer[0]), 1, held))
-        drive.ask(requests.Tick())
+        drive.ask(requests.DeadlinePassed())
     assert drive.now_s - died_s <= 120.0
     assert (drive.phase(A), drive.phase(B)) == ("idle", "idle")
 
@@ -589,7 +588,7 @@ def test_a_job_that_its_members_hold_runs_on_while_only_the_broker_misses_its_dr
         drive.now_s += 3.0
         for peer in (A, B, C):
             drive.ask(requests.Beat(peer, ord(peer[0]), 1, (JOB,) if peer != C else ()))
-        drive.ask(requests.Tick())
+        drive.ask(requests.DeadlinePassed())
     assert drive.desk.pool.jobs[JOB].phase == "running"
     assert (drive.phase(A), drive.phase(B)) == ("active", "active")
 
@@ -611,7 +610,7 @@ def test_a_job_asked_to_stop_just_after_its_driver_went_frees_its_members_when_t
     for _ in range(4):
         drive.now_s += 3.0
         drive.ask(requests.Beat(A, 97, 1))
-        drive.ask(requests.Tick())
+        drive.ask(requests.DeadlinePassed())
     assert drive.notes()[-1] == "failed: stopped while nobody attended to it"
     assert drive.phase(A) == "idle"
 
@@ -625,7 +624,7 @@ def test_after_a_restart_everybody_has_one_lease_of_grace(drive: Drive):
     drive.desk = recovered(RULES, replay(drive.facts), drive.now_s)
     assert drive.desk.next_deadline_s == drive.now_s + RULES.lease_s
     drive.now_s += 11.0
-    drive.ask(requests.Tick())
+    drive.ask(requests.DeadlinePassed())
     drive.ask(requests.Beat(A, 1, 1))
     drive.wait(1.0)
     assert (drive.phase(A), drive.phase(B)) == ("active", "lost")
@@ -635,7 +634,7 @@ def test_after_a_restart_everybody_has_one_lease_of_grace(drive: Drive):
 def test_nobody_is_blamed_while_the_broker_itself_stood_still(drive: Drive):
     drive.now_s += 60.0
     drive.ask(requests.Stalled())
-    drive.ask(requests.Tick())
+    drive.ask(requests.DeadlinePassed())
     assert drive.phase(A) == "idle"
     drive.wait(12.0)
     assert drive.phase(A) == "lost"
@@ -649,7 +648,7 @@ def test_the_pool_shows_processes_not_certificates(drive: Drive):
     drive.ask(requests.Disconnected(99))
     drive.ask(requests.AskLeave(A, 97, drain=False))
     drive.now_s += 4.0
-    view = views.pool_view(drive.desk, drive.now_s, WALL_S)
+    view = state.pool_view(drive.desk, drive.now_s, WALL_S)
     assert [(member.peer[0], member.state, member.job) for member in view.members] == [
         ("b", "active", JOB),
         ("c", "silent", ""),
@@ -659,7 +658,7 @@ def test_the_pool_shows_processes_not_certificates(drive: Drive):
 
 def test_a_story_is_told_only_when_asked_for(drive: Drive):
     drive.ask(want(A))
-    assert views.job_list(drive.desk).jobs[0].story == ()
-    [view] = views.job_list(drive.desk, JOB).jobs
+    assert state.job_list(drive.desk).jobs[0].story == ()
+    [view] = state.job_list(drive.desk, JOB).jobs
     assert view.story[0] == "1970-01-12 13:46:40Z asked for by oooooooo"
-    assert views.job_list(drive.desk, JobId("none")).jobs == ()
+    assert state.job_list(drive.desk, JobId("none")).jobs == ()

@@ -84,7 +84,7 @@ def test_every_pair_of_phase_and_event(phase: str, event: str):
         with pytest.raises(ForbiddenTransition):
             MEMBERSHIP.advance(member, EVENTS[event])
         return
-    moved, _ = MEMBERSHIP.advance(member, EVENTS[event])
+    moved = MEMBERSHIP.advance(member, EVENTS[event])
     assert moved.phase == target
     keeps_job = target in ("active", "draining") or (event == "lose" and member.job is not None)
     assert (moved.job is not None) == keeps_job
@@ -97,24 +97,24 @@ def test_the_table_has_no_other_phase():
 
 def test_a_lost_member_without_a_job_comes_back_as_a_spare():
     alone = replace(_member("lost"), job=None, stages=())
-    assert MEMBERSHIP.advance(alone, EVENTS["register"])[0].phase == "idle"
+    assert MEMBERSHIP.advance(alone, EVENTS["register"]).phase == "idle"
 
 
 def test_a_spare_that_standbys_has_a_job_and_no_stage():
-    guarding, _ = MEMBERSHIP.advance(replace(_member("idle"), standbys=()), Reserved(JOB, (), (1, 3)))
+    guarding = MEMBERSHIP.advance(replace(_member("idle"), standbys=()), Reserved(JOB, (), (1, 3)))
     assert (guarding.phase, guarding.job, guarding.stages, guarding.standbys) == ("active", JOB, (), (1, 3))
-    promoted, _ = MEMBERSHIP.advance(guarding, Reserved(JOB, (1,)))
+    promoted = MEMBERSHIP.advance(guarding, Reserved(JOB, (1,)))
     assert (promoted.stages, promoted.standbys) == ((1,), ())
-    freed, _ = MEMBERSHIP.advance(guarding, Released())
+    freed = MEMBERSHIP.advance(guarding, Released())
     assert (freed.phase, freed.job, freed.standbys) == ("idle", None, ())
 
 
 def test_who_drains_still_drains_after_a_loss_within_the_same_process_and_a_new_process_does_not():
-    draining, _ = MEMBERSHIP.advance(_member("active"), EVENTS["drain"])
-    lost, _ = MEMBERSHIP.advance(draining, EVENTS["lose"])
-    assert MEMBERSHIP.advance(lost, EVENTS["register"])[0].phase == "draining"
-    released, _ = MEMBERSHIP.advance(lost, Released())
-    back, _ = MEMBERSHIP.advance(released, EVENTS["register"])
+    draining = MEMBERSHIP.advance(_member("active"), EVENTS["drain"])
+    lost = MEMBERSHIP.advance(draining, EVENTS["lose"])
+    assert MEMBERSHIP.advance(lost, EVENTS["register"]).phase == "draining"
+    released = MEMBERSHIP.advance(lost, Released())
+    back = MEMBERSHIP.advance(released, EVENTS["register"])
     assert (back.phase, back.leaving) == ("idle", False)
     fresh = successor(lost, MemberRegistered(at_s=2.0, peer=PEER, boot=8, profile=b"", addresses=()))
     assert (fresh.phase, fresh.leaving) == ("idle", False)
@@ -149,7 +149,7 @@ def test_as_much_is_remembered_as_the_rules_may_ask_for():
 def test_losses_are_those_of_the_machine_and_bounded():
     member = _member("idle")
     for at_s in range(2 * REMEMBERED_LOSSES):
-        lost, _ = MEMBERSHIP.advance(member, MemberLost(at_s=float(at_s), peer=PEER, boot=7, reason=""))
+        lost = MEMBERSHIP.advance(member, MemberLost(at_s=float(at_s), peer=PEER, boot=7, reason=""))
         member = successor(lost, MemberRegistered(at_s=0.0, peer=PEER, boot=at_s + 8, profile=b"", addresses=()))
     assert member.losses == tuple(float(at_s) for at_s in range(REMEMBERED_LOSSES, 2 * REMEMBERED_LOSSES))
 
@@ -157,7 +157,7 @@ def test_losses_are_those_of_the_machine_and_bounded():
 def test_registering_keeps_profile_and_addresses():
     fresh = enrolled(PeerEnrolled(at_s=0.0, peer=PEER, purpose="provider", invitation="ab"))
     assert (fresh.phase, fresh.entity) == ("joining", "member qqqqqqqq")
-    idle, _ = MEMBERSHIP.advance(fresh, EVENTS["register"])
+    idle = MEMBERSHIP.advance(fresh, EVENTS["register"])
     assert (idle.boot, idle.profile, idle.addresses) == (7, b"p", ("tcp://a:1",))
 
 

@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.coordination.round.reputation import NEEDED, Reputation
-from fusionai.coordination.round.verification import OUTCOMES, Check, CheckVerdict, Inspector, Opinion, outcome_of
+from fusionai.coordination.round.verification import (
+    NEEDED,
+    OUTCOMES,
+    Check,
+    CheckVerdict,
+    Inspector,
+    Opinion,
+    Reputation,
+    outcome_of,
+)
 
 OWNER = "owner"
 PLACES = {0: "a", 1: "b", 2: "c", 3: OWNER}

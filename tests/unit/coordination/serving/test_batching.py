@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from fusionai.coordination.serving.admission import BatchLimits, QueueFull, TooLong
 from fusionai.coordination.serving.batching import Batcher
-from fusionai.coordination.serving.limits import BatchLimits, QueueFull, TooLong
 from fusionai.coordination.serving.sessions import PassPlan, SessionSpec
 from fusionai.wire.serving import MAX_SESSIONS, Segment
 

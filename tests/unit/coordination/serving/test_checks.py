@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from fusionai.coordination.round.reputation import NEEDED, Reputation
-from fusionai.coordination.round.verification import Inspector, Opinion
+from fusionai.coordination.round.verification import NEEDED, Inspector, Opinion, Reputation
+from fusionai.coordination.serving.admission import BatchLimits
 from fusionai.coordination.serving.batching import Batcher
 from fusionai.coordination.serving.checks import MOST_WAITING, TextChecks
-from fusionai.coordination.serving.limits import BatchLimits
 from fusionai.coordination.serving.sessions import SessionSpec
 
 PLACES = {0: "me", 1: "a", 2: "b", 3: "me"}

@@ -6,8 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from fusionai.coordination.serving import commands, events
-from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.round.interface import (
+    AskPlan,
+    DriverEvent,
+    EndJob,
+    LinkBroken,
+    MemberEnlisted,
+    PeerLost,
+    ReportFault,
+    StageFailure,
+    StopAsked,
+)
+from fusionai.coordination.serving import interface
+from fusionai.coordination.serving.interface import ServingRoles
 from fusionai.coordination.serving.sessions import SessionSpec
 from fusionai.coordination.serving.state import ServingPhase
 from fusionai.wire.base import Fence
@@ -17,18 +28,18 @@ from harness.serving_job import PLACES, Job, decoding, rebuilding, roles, runnin
 def test_passes_go_only_when_all_is_loaded_and_two_probes_are_equal() -> None:
     job = Job(roles())
     job.batcher.submit(SessionSpec(number=1, scope="", prompt=(1,), max_tokens=1), 0.0)
-    assert job.of(commands.BeginRound)[0].fence == Fence(1, 7, 0)
+    assert job.of(interface.BeginRound)[0].fence == Fence(1, 7, 0)
     job.enlist()
-    loads = job.of(commands.SendLoad)
+    loads = job.of(interface.SendLoad)
     assert {(load.peer, load.stage) for load in loads} == {(peer, stage) for stage, peer in PLACES.items()}
     assert all(load.fresh and not load.standby for load in loads)
     assert job.machine.next_pass(0.0) is None
     job.load()
-    assert len(job.of(commands.SendProbe)) == 2
+    assert len(job.of(interface.SendProbePass)) == 2
     assert job.machine.next_pass(0.0) is None
     job.probe("x", "x")
-    assert job.of(commands.ReportState)[0].state == "ready"
-    assert [(load.peer, load.stage, load.standby) for load in job.of(commands.SendLoad)] == [("g", 2, True)]
+    assert job.of(interface.ReportState)[0].state == "ready"
+    assert [(load.peer, load.stage, load.standby) for load in job.of(interface.SendLoad)] == [("g", 2, True)]
     assert job.machine.next_pass(0.0) is not None
 
 
@@ -38,12 +49,12 @@ def test_other_bits_the_second_time_end_the_job() -> None:
     job.load()
     job.probe("x", "y")
     assert job.phase is ServingPhase.ENDED
-    assert "other bits" in (job.of(commands.EndJob)[0].failed or "")
+    assert "other bits" in (job.of(EndJob)[0].failed or "")
 
 
 def test_a_standby_that_does_not_answer_holds_nobody_up() -> None:
     job = Job(roles())
-    job.tell(*(events.MemberEnlisted(job.fence, peer) for peer in ("me", "a", "b", "c")))
+    job.tell(*(MemberEnlisted(peer, fence=job.fence) for peer in ("me", "a", "b", "c")))
     job.load()
     assert job.phase is ServingPhase.PROBING
 
@@ -51,34 +62,34 @@ def test_a_standby_that_does_not_answer_holds_nobody_up() -> None:
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_standby_that_answers_late_loads_once_passes_run(loaded: bool) -> None:
     job = Job(roles())
-    job.tell(*(events.MemberEnlisted(job.fence, peer) for peer in ("me", "a", "b", "c")))
+    job.tell(*(MemberEnlisted(peer, fence=job.fence) for peer in ("me", "a", "b", "c")))
     if loaded:
         job.load()
-    job.tell(events.MemberEnlisted(job.fence, "g"))
+    job.tell(MemberEnlisted("g", fence=job.fence))
     if not loaded:
         job.load()
     job.probe("x", "x")
-    assert [(load.peer, load.stage, load.standby) for load in job.of(commands.SendLoad)] == [("g", 2, True)]
+    assert [(load.peer, load.stage, load.standby) for load in job.of(interface.SendLoad)] == [("g", 2, True)]
 
 
 def test_a_standby_takes_over_at_once_and_its_cache_is_rebuilt_from_the_stage_before() -> None:
     job = running()
     computed = decoding(job)
-    job.tell(events.PeerLost("b", "silent"))
-    told, begun, asked = job.of(commands.ReportFault)[0], job.of(commands.BeginRound)[0], job.of(commands.AskPlan)[0]
+    job.tell(PeerLost("b", "silent"))
+    told, begun, asked = job.of(ReportFault)[0], job.of(interface.BeginRound)[0], job.of(AskPlan)[0]
     assert told.successors == {2: "g"}
     assert begun.fence == Fence(1, 7, 1)
     assert begun.roles.places[2] == "g"
     assert begun.roles.standbys == {}
     assert (asked.urgent, asked.without) == (False, frozenset({"b"}))
-    assert job.of(commands.Dismiss)[0].peer == "b"
+    assert job.of(interface.Dismiss)[0].peer == "b"
     job.enlist()
-    assert {load.stage for load in job.of(commands.SendLoad) if load.fresh} == {2}
+    assert {load.stage for load in job.of(interface.SendLoad) if load.fresh} == {2}
     job.load({1: ((1, computed),), 3: ((1, computed),)})
-    (rebuild,) = job.of(commands.SendRebuild)
+    (rebuild,) = job.of(interface.SendRebuild)
     assert (rebuild.source, rebuild.through, rebuild.tokens) == (1, 2, ())
     assert [(one.session, one.start, one.length) for one in rebuild.segments] == [(1, 0, computed)]
-    assert len(job.of(commands.SendProbe)) == 1
+    assert len(job.of(interface.SendProbePass)) == 1
     job.rebuild()
     assert job.phase is ServingPhase.PROBING
     job.probe("other bits", distance=0.05)
@@ -91,78 +102,78 @@ def test_a_standby_takes_over_at_once_and_its_cache_is_rebuilt_from_the_stage_be
 def test_contiguous_lost_stages_are_rebuilt_in_one_run_others_in_their_own() -> None:
     job = running(roles(standbys={1: "g", 3: "h"}))
     computed = decoding(job)
-    job.tell(events.PeerLost("a", "x"), events.PeerLost("c", "x"))
+    job.tell(PeerLost("a", "x"), PeerLost("c", "x"))
     job.enlist()
     job.load({2: ((1, computed),)})
-    assert [(one.source, one.through) for one in job.of(commands.SendRebuild)] == [(0, 1), (2, 3)]
+    assert [(one.source, one.through) for one in job.of(interface.SendRebuild)] == [(0, 1), (2, 3)]
     both = running(roles(standbys={1: "g", 2: "h"}))
     decoding(both)
-    both.tell(events.PeerLost("a", "x"), events.PeerLost("b", "x"))
+    both.tell(PeerLost("a", "x"), PeerLost("b", "x"))
     both.enlist()
     both.load({3: ((1, computed),)})
-    assert [(one.source, one.through) for one in both.of(commands.SendRebuild)] == [(0, 2)]
+    assert [(one.source, one.through) for one in both.of(interface.SendRebuild)] == [(0, 2)]
 
 
 def test_with_nobody_before_the_lost_stage_the_tokens_are_sent() -> None:
     given = ServingRoles(version=1, owner="me", places={0: "a", 1: "b"}, standbys={0: "g"}, caching=frozenset({0, 1}))
     job = running(given)
     computed = decoding(job)
-    job.tell(events.PeerLost("a", "x"))
+    job.tell(PeerLost("a", "x"))
     job.enlist()
     job.load({1: ((1, computed),)})
-    (rebuild,) = job.of(commands.SendRebuild)
+    (rebuild,) = job.of(interface.SendRebuild)
     assert (rebuild.source, rebuild.through, rebuild.tokens) == (-1, 0, (5,) * 6)
 
 
 def test_what_a_returned_peer_says_of_its_cache_does_not_count() -> None:
     job = running(roles(standbys={}))
     computed = decoding(job)
-    job.tell(events.PeerLost("b", "frozen"))
+    job.tell(PeerLost("b", "frozen"))
     assert job.phase is ServingPhase.WAITING
-    assert job.of(commands.AskPlan)[0].urgent
-    job.tell(events.PlanGiven(roles(2, standbys={}), frozenset({"b"})))
+    assert job.of(AskPlan)[0].urgent
+    job.tell(interface.PlanGiven(roles(2, standbys={}), frozenset({"b"})))
     assert job.fence == Fence(2, 7, 1)
     job.enlist()
     job.load(dict.fromkeys((1, 2, 3), ((1, computed),)))
-    assert [(one.source, one.through) for one in job.of(commands.SendRebuild)] == [(1, 2)]
+    assert [(one.source, one.through) for one in job.of(interface.SendRebuild)] == [(1, 2)]
 
 
 @pytest.mark.parametrize("cut", ["", "another"])
 def test_a_stage_that_moved_away_and_back_before_passes_ran_has_no_cache(cut: str) -> None:
     """Whoever a round does not place with a stage, or with a stage of another cut, drops it."""
     job = running(roles(standbys={}))
-    job.tell(events.PlanGiven(replace(roles(2, standbys={}, s2="n"), partition=cut)))
-    for standing in job.of(commands.EnlistStandby):
-        job.tell(events.MemberEnlisted(standing.fence, "n"), events.StandbyLoaded(standing.fence, "n", 2))
+    job.tell(interface.PlanGiven(replace(roles(2, standbys={}, s2="n"), partition=cut)))
+    for standing in job.of(interface.EnlistStandby):
+        job.tell(MemberEnlisted("n", fence=standing.fence), interface.StandbyLoaded("n", 2, fence=standing.fence))
     assert job.machine.roles.places[2] == "n"
-    job.tell(events.PeerLost("n", "silent"), events.PlanGiven(roles(3, standbys={}), frozenset({"n"})))
+    job.tell(PeerLost("n", "silent"), interface.PlanGiven(roles(3, standbys={}), frozenset({"n"})))
     job.enlist()
-    fresh = {load.stage for load in job.of(commands.SendLoad) if load.fresh}
+    fresh = {load.stage for load in job.of(interface.SendLoad) if load.fresh}
     assert fresh == ({2} if cut == "" else set(PLACES))
     job.load()
-    assert job.of(commands.SendProbe)
+    assert job.of(interface.SendProbePass)
 
 
 def test_who_waits_is_told_for_what_and_whose_loss_it_is() -> None:
     job = running(roles(standbys={3: "g"}))
-    job.tell(events.PeerLost("c", "it ended a connection."))
-    (told,) = job.of(commands.ReportState)
+    job.tell(PeerLost("c", "it ended a connection."))
+    (told,) = job.of(interface.ReportState)
     assert (told.state, told.detail) == ("recovering", "lost c (it ended a connection)")
-    job.tell(events.PeerLost("b", "frozen"))
-    (told,) = job.of(commands.ReportState)
+    job.tell(PeerLost("b", "frozen"))
+    (told,) = job.of(interface.ReportState)
     assert (told.state, told.detail) == ("waiting", "waiting for a machine to run stage 2: lost b (frozen)")
 
 
 def test_a_broken_link_is_a_round_without_rebuild_or_probe_and_the_second_costs_a_peer() -> None:
     job = running()
     computed = decoding(job)
-    job.tell(events.LinkBroken(job.fence, "a", "b", "reset"))
+    job.tell(LinkBroken("a", "b", "reset", fence=job.fence))
     assert job.phase is ServingPhase.ENLISTING
     job.enlist()
     job.load(dict.fromkeys((1, 2, 3), ((1, computed),)))
     assert job.phase is ServingPhase.RUNNING
-    job.tell(events.LinkBroken(job.fence, "b", "a", "reset"))
-    assert job.of(commands.ReportFault)[0].peer == "b"
+    job.tell(LinkBroken("b", "a", "reset", fence=job.fence))
+    assert job.of(ReportFault)[0].peer == "b"
     assert job.machine.roles.places[2] == "g"
 
 
@@ -170,8 +181,8 @@ def test_a_pass_that_came_back_forgives_the_link() -> None:
     job = running()
     for number in (1, 2):
         computed = decoding(job, number)
-        job.tell(events.LinkBroken(job.fence, "a", "b", "reset"))
-        assert not job.of(commands.AskPlan)
+        job.tell(LinkBroken("a", "b", "reset", fence=job.fence))
+        assert not job.of(AskPlan)
         job.enlist()
         live = tuple((one, computed) for one in job.batcher.live)
         job.load(dict.fromkeys((1, 2, 3), live))
@@ -185,14 +196,14 @@ def test_messages_of_older_rounds_change_nothing() -> None:
     job.batcher.submit(SessionSpec(number=2, scope="", prompt=(1, 2), max_tokens=3), 0.0)
     plan = job.machine.next_pass(0.0)
     assert plan is not None
-    job.tell(events.LinkBroken(old, "a", "b", "reset"))
-    late: tuple[events.ServingEvent, ...] = (
-        events.MemberEnlisted(old, "a"),
-        events.StageLoaded(old, "a", 1),
-        events.StandbyLoaded(old, "g", 2),
-        events.LinkBroken(old, "c", "b", "reset"),
-        events.PassFailed(old, plan.number, 1, "late"),
-        events.StageFailed(old, "a", 1, "late"),
+    job.tell(LinkBroken("a", "b", "reset", fence=old))
+    late: tuple[DriverEvent, ...] = (
+        MemberEnlisted("a", fence=old),
+        interface.StageLoaded("a", 1, fence=old),
+        interface.StandbyLoaded("g", 2, fence=old),
+        LinkBroken("c", "b", "reset", fence=old),
+        interface.PassFailure(plan.number, 1, "late", fence=old),
+        StageFailure(1, "late", peer="a", fence=old),
     )
     assert job.tell(*late) == []
     assert job.machine.sessions_of(old, plan.number) == ()
@@ -212,63 +223,63 @@ def test_a_probe_too_far_off_counts_while_caches_are_rebuilt_too() -> None:
     job = rebuilding()
     job.probe("z", distance=float("nan"))
     assert job.phase is ServingPhase.WAITING
-    assert job.of(commands.ReportFault)[0].kind == "probe"
+    assert job.of(ReportFault)[0].kind == "probe"
 
 
 def test_a_probe_that_fails_while_caches_are_rebuilt_is_a_fault_of_that_stage() -> None:
     job = rebuilding()
     (number,) = job.machine.rounds.probes
-    job.tell(events.PassFailed(job.fence, number, 3, "no pages"))
+    job.tell(interface.PassFailure(number, 3, "no pages", fence=job.fence))
     assert job.phase is ServingPhase.ENLISTING
-    assert job.of(commands.ReportFault)[0].stages == (3,)
+    assert job.of(ReportFault)[0].stages == (3,)
 
 
 def test_a_probe_too_far_off_after_a_takeover_costs_whoever_is_new() -> None:
     job = running(roles(standbys={2: "g", 3: "h"}))
-    job.tell(events.PeerLost("b", "x"))
+    job.tell(PeerLost("b", "x"))
     job.enlist()
     job.load()
     job.probe("z", distance=float("nan"))
     assert job.phase is ServingPhase.WAITING
-    assert job.of(commands.ReportFault)[0].kind == "probe"
-    assert job.of(commands.AskPlan)[0].without == {"b", "g"}
+    assert job.of(ReportFault)[0].kind == "probe"
+    assert job.of(AskPlan)[0].without == {"b", "g"}
 
 
 def test_other_standbys_cost_no_round_and_passes_go_on() -> None:
     job = running(roles(standbys={}))
     fence = job.fence
-    job.tell(events.PlanGiven(roles(2, standbys={2: "n"})))
-    (brought,) = job.of(commands.EnlistStandby)
+    job.tell(interface.PlanGiven(roles(2, standbys={2: "n"})))
+    (brought,) = job.of(interface.EnlistStandby)
     assert (brought.peer, brought.fence) == ("n", Fence(2, 7, 0))
     assert job.fence == fence
-    job.tell(events.MemberEnlisted(brought.fence, "n"))
-    (load,) = job.of(commands.SendLoad)
+    job.tell(MemberEnlisted("n", fence=brought.fence))
+    (load,) = job.of(interface.SendLoad)
     assert (load.peer, load.stage, load.standby, load.fence) == ("n", 2, True, brought.fence)
-    job.tell(events.StandbyLoaded(brought.fence, "n", 2))
+    job.tell(interface.StandbyLoaded("n", 2, fence=brought.fence))
     assert job.machine.is_warm(2)
     assert job.phase is ServingPhase.RUNNING
-    job.tell(events.PeerLost("b", "x"))
+    job.tell(PeerLost("b", "x"))
     assert job.fence == Fence(2, 7, 1)
     assert job.machine.roles.places[2] == "n"
 
 
 def test_a_plan_that_moves_a_stage_waits_until_its_new_holder_has_loaded() -> None:
     job = running(roles(standbys={}))
-    job.tell(events.PlanGiven(roles(2, standbys={}, s2="n")))
+    job.tell(interface.PlanGiven(roles(2, standbys={}, s2="n")))
     assert job.phase is ServingPhase.RUNNING
-    fence = job.of(commands.EnlistStandby)[0].fence
-    job.tell(events.MemberEnlisted(fence, "n"))
+    fence = job.of(interface.EnlistStandby)[0].fence
+    job.tell(MemberEnlisted("n", fence=fence))
     assert job.phase is ServingPhase.RUNNING
-    job.tell(events.StandbyLoaded(fence, "n", 2))
+    job.tell(interface.StandbyLoaded("n", 2, fence=fence))
     assert job.fence == Fence(2, 7, 1)
-    assert [command.peer for command in job.of(commands.Dismiss)] == ["b"]
+    assert [command.peer for command in job.of(interface.Dismiss)] == ["b"]
 
 
 def test_a_plan_with_somebody_lost_since_is_void() -> None:
     job = running()
-    job.tell(events.PeerLost("b", "x"))
-    assert job.tell(events.PlanGiven(roles(2))) == []
-    job.tell(events.PlanGiven(roles(3, standbys={}, s2="g")))
+    job.tell(PeerLost("b", "x"))
+    assert job.tell(interface.PlanGiven(roles(2))) == []
+    job.tell(interface.PlanGiven(roles(3, standbys={}, s2="g")))
     assert job.machine.roles.version == 3
 
 
@@ -276,13 +287,13 @@ def test_a_standby_that_is_given_another_stage_is_enlisted_for_both_before_it_lo
     """It takes no stage that it was not told to stand by for."""
     job = running()
     fence = job.fence
-    job.tell(events.PlanGiven(roles(2, standbys={1: "g", 2: "g"})))
-    (anew,) = job.of(commands.EnlistStandby)
+    job.tell(interface.PlanGiven(roles(2, standbys={1: "g", 2: "g"})))
+    (anew,) = job.of(interface.EnlistStandby)
     assert (anew.peer, anew.fence, anew.roles.standby_of("g")) == ("g", Fence(2, 7, 0), (1, 2))
-    assert job.of(commands.SendLoad) == []
-    job.tell(events.MemberEnlisted(anew.fence, "g"))
-    assert [(load.peer, load.stage, load.fence) for load in job.of(commands.SendLoad)] == [("g", 1, anew.fence)]
-    job.tell(events.StandbyLoaded(anew.fence, "g", 1))
+    assert job.of(interface.SendLoad) == []
+    job.tell(MemberEnlisted("g", fence=anew.fence))
+    assert [(load.peer, load.stage, load.fence) for load in job.of(interface.SendLoad)] == [("g", 1, anew.fence)]
+    job.tell(interface.StandbyLoaded("g", 1, fence=anew.fence))
     assert job.machine.is_warm(1)
     assert job.machine.is_warm(2)
     assert job.fence == fence
@@ -290,8 +301,8 @@ def test_a_standby_that_is_given_another_stage_is_enlisted_for_both_before_it_lo
 
 def test_whoever_is_to_take_a_stage_over_is_told_to_standby_it_until_then() -> None:
     job = running(roles(standbys={}))
-    job.tell(events.PlanGiven(roles(2, standbys={}, s2="n")))
-    (brought,) = job.of(commands.EnlistStandby)
+    job.tell(interface.PlanGiven(roles(2, standbys={}, s2="n")))
+    (brought,) = job.of(interface.EnlistStandby)
     assert brought.roles.standby_of("n") == (2,)
     assert brought.roles.places == PLACES
 
@@ -299,33 +310,33 @@ def test_whoever_is_to_take_a_stage_over_is_told_to_standby_it_until_then() -> N
 def test_a_stage_that_moves_to_whoever_runs_another_moves_at_once() -> None:
     """It can't be prepared beside the round that it takes part in."""
     job = running(roles(standbys={}))
-    job.tell(events.PlanGiven(roles(2, standbys={}, s2="a")))
+    job.tell(interface.PlanGiven(roles(2, standbys={}, s2="a")))
     assert job.fence == Fence(2, 7, 1)
 
 
 def test_what_a_standby_was_not_told_to_keep_is_not_warm() -> None:
     job = running(roles(standbys={1: "g", 2: "g"}))
-    job.tell(events.PlanGiven(roles(2, standbys={2: "g"})))
-    job.tell(events.LinkBroken(job.fence, "a", "b", "x"))
+    job.tell(interface.PlanGiven(roles(2, standbys={2: "g"})))
+    job.tell(LinkBroken("a", "b", "x", fence=job.fence))
     job.enlist()
     job.load()
     assert job.phase is ServingPhase.RUNNING
-    job.tell(events.PlanGiven(roles(3, standbys={1: "g", 2: "g"})))
+    job.tell(interface.PlanGiven(roles(3, standbys={1: "g", 2: "g"})))
     assert not job.machine.is_warm(1)
     assert job.machine.is_warm(2)
 
 
 def test_whoever_leaves_hands_over_to_its_warm_standby() -> None:
     job = running()
-    job.tell(events.MemberLeaving("b"))
+    job.tell(interface.MemberLeaving("b"))
     assert job.machine.roles.places[2] == "g"
-    assert job.of(commands.BeginRound)
-    assert "b" in {command.peer for command in job.of(commands.Dismiss)}
+    assert job.of(interface.BeginRound)
+    assert "b" in {command.peer for command in job.of(interface.Dismiss)}
     cold = running(warm=False)
-    cold.tell(events.MemberLeaving("b"))
+    cold.tell(interface.MemberLeaving("b"))
     assert cold.phase is ServingPhase.RUNNING
-    assert cold.of(commands.AskPlan)[0].without == {"b"}
-    cold.tell(events.StandbyLoaded(cold.fence, "g", 2))
+    assert cold.of(AskPlan)[0].without == {"b"}
+    cold.tell(interface.StandbyLoaded("g", 2, fence=cold.fence))
     assert cold.machine.roles.places[2] == "g"
 
 
@@ -333,15 +344,15 @@ def test_a_failed_rebuild_or_none_retained_reads_sessions_again() -> None:
     for retain in (True, False):
         job = running(retain=retain)
         computed = decoding(job)
-        job.tell(events.PeerLost("b", "x"))
+        job.tell(PeerLost("b", "x"))
         job.enlist()
         job.load({1: ((1, computed),), 3: ((1, computed),)})
         if retain:
-            (rebuild,) = job.of(commands.SendRebuild)
-            job.tell(events.PassFailed(job.fence, rebuild.number, rebuild.source, "nothing retained"))
+            (rebuild,) = job.of(interface.SendRebuild)
+            job.tell(interface.PassFailure(rebuild.number, rebuild.source, "nothing retained", fence=job.fence))
             job.enlist()
             job.load()
-        assert not job.of(commands.SendRebuild)
+        assert not job.of(interface.SendRebuild)
         job.probe("x")
         plan = job.machine.next_pass(0.0)
         assert plan is not None
@@ -350,7 +361,7 @@ def test_a_failed_rebuild_or_none_retained_reads_sessions_again() -> None:
 
 def test_a_failure_of_a_rebuild_that_is_over_changes_nothing() -> None:
     job = rebuilding()
-    job.tell(events.PassFailed(job.fence, max(job.machine.rounds.rebuilds) + 100, 1, "late"))
+    job.tell(interface.PassFailure(max(job.machine.rounds.rebuilds) + 100, 1, "late", fence=job.fence))
     assert (job.phase, job.given) == (ServingPhase.REBUILDING, [])
 
 
@@ -358,9 +369,9 @@ def test_a_rebuild_is_over_when_the_last_position_of_each_session_is_there() -> 
     job = rebuilding()
     ((number, (_, left)),) = job.machine.rounds.rebuilds.items()
     ((session, end),) = left.items()
-    job.tell(events.CacheRebuilt(job.fence, number, session, end - 1))
+    job.tell(interface.CacheRebuilt(number, session, end - 1, fence=job.fence))
     assert job.machine.rounds.rebuilds
-    job.tell(events.CacheRebuilt(job.fence, number, session, end))
+    job.tell(interface.CacheRebuilt(number, session, end, fence=job.fence))
     assert not job.machine.rounds.rebuilds
 
 
@@ -370,26 +381,26 @@ def test_a_failed_pass_is_tried_once_more_then_its_session_fails_alone() -> None
     for told in (0, 1):
         plan = job.machine.next_pass(0.0)
         assert plan is not None
-        job.tell(events.PassFailed(job.fence, plan.number, 2, "no memory"))
-        assert len(job.of(commands.FailSessions)) == told
-    assert job.of(commands.FailSessions)[0].sessions == (1,)
+        job.tell(interface.PassFailure(plan.number, 2, "no memory", fence=job.fence))
+        assert len(job.of(interface.FailSessions)) == told
+    assert job.of(interface.FailSessions)[0].sessions == (1,)
     assert job.phase is ServingPhase.RUNNING
 
 
 @pytest.mark.parametrize("phase", ["enlisting", "loading"])
 def test_whoever_does_not_come_along_in_time_is_replaced(phase: str) -> None:
     job = Job(roles())
-    job.tell(events.Tick(0.0))
+    job.tell(interface.Tick(0.0))
     if phase == "loading":
         job.enlist()
         others = {stage: peer for stage, peer in PLACES.items() if stage != 2}
-        job.tell(*(events.StageLoaded(job.fence, peer, stage) for stage, peer in others.items()))
+        job.tell(*(interface.StageLoaded(peer, stage, fence=job.fence) for stage, peer in others.items()))
     else:
-        job.tell(*(events.MemberEnlisted(job.fence, peer) for peer in ("me", "a", "c", "g")))
-    job.tell(events.Tick(100.0))
-    assert not job.of(commands.ReportFault)
-    job.tell(events.Tick(161.0))
-    assert [(told.kind, told.peer) for told in job.of(commands.ReportFault)] == [("late", "b")]
+        job.tell(*(MemberEnlisted(peer, fence=job.fence) for peer in ("me", "a", "c", "g")))
+    job.tell(interface.Tick(100.0))
+    assert not job.of(ReportFault)
+    job.tell(interface.Tick(161.0))
+    assert [(told.kind, told.peer) for told in job.of(ReportFault)] == [("late", "b")]
     assert job.machine.roles.places[2] == "g"
 
 
@@ -397,18 +408,18 @@ def test_signs_of_loading_put_the_deadline_off() -> None:
     job = Job(roles())
     job.enlist()
     for second in range(0, 300, 50):
-        job.tell(events.Tick(float(second)), events.LoadProgressed(job.fence, "b", 2))
-        assert not job.of(commands.ReportFault)
+        job.tell(interface.Tick(float(second)), interface.LoadProgressed("b", 2, fence=job.fence))
+        assert not job.of(ReportFault)
 
 
 def test_a_stage_that_only_says_that_it_loads_is_not_waited_for_for_ever() -> None:
     job = Job(roles())
     job.enlist()
     for second in range(0, 1800, 50):
-        job.tell(events.Tick(float(second)), events.LoadProgressed(job.fence, "b", 2, 700))
-        assert not job.of(commands.ReportFault)
+        job.tell(interface.Tick(float(second)), interface.LoadProgressed("b", 2, 700, fence=job.fence))
+        assert not job.of(ReportFault)
     for second in range(1800, 2000, 50):
-        job.tell(events.LoadProgressed(job.fence, "b", 2, 700), events.Tick(float(second)))
+        job.tell(interface.LoadProgressed("b", 2, 700, fence=job.fence), interface.Tick(float(second)))
     assert "b" in job.machine.lost
 
 
@@ -416,17 +427,17 @@ def test_a_pass_that_never_comes_back_begins_a_round() -> None:
     job = running()
     job.batcher.submit(SessionSpec(number=1, scope="", prompt=(1, 2), max_tokens=3), 0.0)
     assert job.machine.next_pass(0.0) is not None
-    job.tell(events.Tick(29.0))
+    job.tell(interface.Tick(29.0))
     assert job.phase is ServingPhase.RUNNING
-    job.tell(events.Tick(31.0))
+    job.tell(interface.Tick(31.0))
     assert job.phase is ServingPhase.ENLISTING
 
 
 def test_stopping_ends_it_from_everywhere() -> None:
     for job in (Job(roles()), running()):
-        job.tell(events.StopAsked("asked to"))
-        assert job.of(commands.EndJob)[0].stopped == "asked to"
-        assert job.tell(events.PeerLost("b", "x"), events.Tick(1.0)) == []
+        job.tell(StopAsked("asked to"))
+        assert job.of(EndJob)[0].stopped == "asked to"
+        assert job.tell(PeerLost("b", "x"), interface.Tick(1.0)) == []
 
 
 def test_the_driver_samples_for_whoever_is_in_a_pass_of_this_round() -> None:
@@ -440,7 +451,7 @@ def test_the_driver_samples_for_whoever_is_in_a_pass_of_this_round() -> None:
 
 def told_to_forget(job: Job) -> set[int]:
     """By what was sent last: probes, else by the next pass."""
-    probes = job.of(commands.SendProbe)
+    probes = job.of(interface.SendProbePass)
     if probes:
         return {session for probe in probes for session in probe.forget}
     job.batcher.submit(SessionSpec(number=99, scope="", prompt=(1, 2), max_tokens=3), 0.0)
@@ -452,7 +463,7 @@ def told_to_forget(job: Job) -> set[int]:
 def test_what_a_stage_still_has_of_sessions_that_are_over_is_forgotten_and_of_no_others() -> None:
     job = running()
     computed = decoding(job)
-    job.tell(events.LinkBroken(job.fence, "a", "b", "x"))
+    job.tell(LinkBroken("a", "b", "x", fence=job.fence))
     job.enlist()
     job.load({1: ((1, computed), (77, 5)), 2: ((1, computed), (78, 5)), 3: ((1, computed),)})
     assert told_to_forget(job) == {77, 78}
@@ -463,11 +474,11 @@ def test_what_a_probe_told_to_forget_is_told_again_unless_it_came_back() -> None
     job = running()
     decoding(job)
     job.batcher.cancel(1)
-    job.tell(events.PeerLost("b", "x"))
+    job.tell(PeerLost("b", "x"))
     job.enlist()
     job.load()
     assert told_to_forget(job) == {1}
-    job.tell(events.LinkBroken(job.fence, "a", "c", "x"))
+    job.tell(LinkBroken("a", "c", "x", fence=job.fence))
     job.enlist()
     job.load()
     assert told_to_forget(job) == {1}
@@ -479,10 +490,10 @@ def test_what_a_probe_told_to_forget_is_told_again_where_it_failed() -> None:
     job = running()
     decoding(job)
     job.batcher.cancel(1)
-    job.tell(events.PeerLost("b", "x"))
+    job.tell(PeerLost("b", "x"))
     job.enlist()
     job.load()
-    job.tell(events.PassFailed(job.fence, max(job.machine.rounds.probes), 3, "no memory"))
+    job.tell(interface.PassFailure(max(job.machine.rounds.probes), 3, "no memory", fence=job.fence))
     job.enlist()
     job.load()
     assert told_to_forget(job) == {1}
@@ -497,7 +508,7 @@ def test_what_a_pass_told_to_forget_is_told_again_after_the_round_it_was_lost_in
     plan = job.machine.next_pass(0.0)
     assert plan is not None
     assert plan.forget == (1,)
-    job.tell(events.LinkBroken(job.fence, "a", "b", "x"))
+    job.tell(LinkBroken("a", "b", "x", fence=job.fence))
     job.enlist()
     job.load(dict.fromkeys((1, 2, 3), ((2, 6),)))
     assert told_to_forget(job) == {1}
@@ -509,7 +520,7 @@ def test_a_prefix_is_found_again_unless_a_stage_lost_its_cache(lost: bool) -> No
     job = running()
     decoding(job)
     job.batcher.cancel(1)
-    job.tell(events.PeerLost("b", "x") if lost else events.LinkBroken(job.fence, "a", "b", "x"))
+    job.tell(PeerLost("b", "x") if lost else LinkBroken("a", "b", "x", fence=job.fence))
     job.enlist()
     job.load()
     if lost:
@@ -522,25 +533,25 @@ def test_a_prefix_is_found_again_unless_a_stage_lost_its_cache(lost: bool) -> No
 
 def test_a_stage_may_have_loaded_before_all_have_answered() -> None:
     job = Job(roles())
-    job.tell(events.MemberEnlisted(job.fence, "a"), events.StageLoaded(job.fence, "a", 1))
-    job.tell(*(events.MemberEnlisted(job.fence, peer) for peer in ("me", "b", "c")))
+    job.tell(MemberEnlisted("a", fence=job.fence), interface.StageLoaded("a", 1, fence=job.fence))
+    job.tell(*(MemberEnlisted(peer, fence=job.fence) for peer in ("me", "b", "c")))
     assert job.phase is ServingPhase.LOADING
-    job.tell(*(events.StageLoaded(job.fence, peer, stage) for stage, peer in PLACES.items() if peer != "a"))
+    job.tell(*(interface.StageLoaded(peer, stage, fence=job.fence) for stage, peer in PLACES.items() if peer != "a"))
     assert job.phase is ServingPhase.PROBING
 
 
 def test_what_somebody_without_a_part_says_does_not_count() -> None:
     """Nor later, when it gets one."""
     job = running(roles(standbys={}))
-    assert job.tell(events.StandbyLoaded(job.fence, "n", 2)) == []
-    job.tell(events.PlanGiven(roles(2, standbys={2: "n"})))
+    assert job.tell(interface.StandbyLoaded("n", 2, fence=job.fence)) == []
+    job.tell(interface.PlanGiven(roles(2, standbys={2: "n"})))
     assert not job.machine.is_warm(2)
-    assert [command.peer for command in job.of(commands.EnlistStandby)] == ["n"]
+    assert [command.peer for command in job.of(interface.EnlistStandby)] == ["n"]
 
 
 def test_a_result_that_comes_while_the_job_waits_or_is_over_counts_for_nobody() -> None:
     """Its fence is still that of the last round."""
-    for end in (events.PeerLost("b", "x"), events.StopAsked("asked to")):
+    for end in (PeerLost("b", "x"), StopAsked("asked to")):
         job = running(roles(standbys={}))
         job.batcher.submit(SessionSpec(number=1, scope="", prompt=(1, 2), max_tokens=3), 0.0)
         plan = job.machine.next_pass(0.0)

@@ -3,8 +3,9 @@ once."""
 
 from __future__ import annotations
 
+from fusionai.coordination.round.interface import Distrust, MemberEnlisted, PeerLost, ReportCheck, ReportFault
 from fusionai.coordination.round.verification import Opinion
-from fusionai.coordination.serving import commands, events
+from fusionai.coordination.serving import interface
 from fusionai.coordination.serving.sessions import SessionSpec
 from fusionai.coordination.serving.state import ServingPhase
 from harness.serving_job import Job, decoding, roles, running
@@ -13,7 +14,7 @@ FINE = Opinion()
 WRONG = Opinion(own="activations differ", links=frozenset({"c"}))
 
 
-def over(job: Job, number: int = 1) -> tuple[commands.BeginCheck, ...]:
+def over(job: Job, number: int = 1) -> tuple[interface.BeginCheck, ...]:
     """A text is over; what is to be checked of it."""
     job.batcher.submit(SessionSpec(number=number, scope="", prompt=(5,) * 6, max_tokens=1), 0.0)
     plan = job.machine.next_pass(0.0)
@@ -22,8 +23,8 @@ def over(job: Job, number: int = 1) -> tuple[commands.BeginCheck, ...]:
     return job.machine.next_checks()
 
 
-def told(job: Job, command: commands.BeginCheck, opinion: Opinion) -> list[commands.ServingCommand]:
-    return job.tell(events.TextChecked(job.fence, command.check, opinion))
+def told(job: Job, command: interface.BeginCheck, opinion: Opinion) -> list[interface.ServingCommand]:
+    return job.tell(interface.TextChecked(command.check, opinion, fence=job.fence))
 
 
 def test_a_warm_standby_reads_the_text_again_under_the_fence_it_goes_by() -> None:
@@ -34,11 +35,11 @@ def test_a_warm_standby_reads_the_text_again_under_the_fence_it_goes_by() -> Non
     assert job.machine.next_checks() == ()
     told(job, begun, FINE)
     (command,) = job.given
-    assert isinstance(command, commands.ReportCheck)
+    assert isinstance(command, ReportCheck)
     assert command.outcome == "valid"
-    job.tell(events.PlanGiven(roles(2, standbys={2: "h"})))
-    (brought,) = job.of(commands.EnlistStandby)
-    job.tell(events.MemberEnlisted(brought.fence, "h"), events.StandbyLoaded(brought.fence, "h", 2))
+    job.tell(interface.PlanGiven(roles(2, standbys={2: "h"})))
+    (brought,) = job.of(interface.EnlistStandby)
+    job.tell(MemberEnlisted("h", fence=brought.fence), interface.StandbyLoaded("h", 2, fence=brought.fence))
     (begun,) = over(job, 2)
     assert (begun.check.verifier, begun.fence) == ("h", brought.fence)
     assert begun.fence != job.fence
@@ -60,12 +61,12 @@ def test_what_a_standby_takes_exception_to_the_owner_reads_and_the_faulty_peer_g
     (begun,) = over(job)
     computed = decoding(job, 2)
     told(job, begun, WRONG)
-    (again,) = job.of(commands.BeginCheck)
+    (again,) = job.of(interface.BeginCheck)
     assert (again.check.verifier, again.text, again.fence) == ("me", begun.text, job.fence)
     told(job, again, WRONG)
-    (distrusted,) = job.of(commands.Distrust)
+    (distrusted,) = job.of(Distrust)
     assert distrusted.peer == "b"
-    (fault,) = job.of(commands.ReportFault)
+    (fault,) = job.of(ReportFault)
     assert (fault.kind, fault.peer, fault.stages, fault.successors) == ("faulty", "b", (2,), {2: "g"})
     assert job.phase is ServingPhase.ENLISTING
     job.enlist()
@@ -82,10 +83,10 @@ def test_a_standby_whose_word_did_not_hold_goes_and_no_round_begins() -> None:
     job = running(checks=True)
     (begun,) = over(job)
     told(job, begun, WRONG)
-    (again,) = job.of(commands.BeginCheck)
+    (again,) = job.of(interface.BeginCheck)
     told(job, again, FINE)
-    assert [one.peer for one in job.of(commands.Distrust)] == ["g"]
-    (fault,) = job.of(commands.ReportFault)
+    assert [one.peer for one in job.of(Distrust)] == ["g"]
+    (fault,) = job.of(ReportFault)
     assert (fault.kind, fault.peer, fault.stages) == ("faulty", "g", ())
     assert job.phase is ServingPhase.RUNNING
     assert 2 not in job.machine.roles.standbys
@@ -95,9 +96,9 @@ def test_no_plan_brings_a_faulty_peer_back() -> None:
     job = running(checks=True)
     (begun,) = over(job)
     told(job, begun, WRONG)
-    (again,) = job.of(commands.BeginCheck)
+    (again,) = job.of(interface.BeginCheck)
     told(job, again, FINE)
-    job.tell(events.PlanGiven(roles(2, standbys={2: "g"}), job.machine.lost))
+    job.tell(interface.PlanGiven(roles(2, standbys={2: "g"}), job.machine.lost))
     assert job.machine.roles.version == 1
 
 
@@ -105,7 +106,7 @@ def test_a_round_ends_what_was_being_checked() -> None:
     job = running(roles(standbys={2: "g", 3: "h"}), checks=True)
     begun = over(job)
     assert len(begun) == 2
-    job.tell(events.PeerLost("a", "x"))
+    job.tell(PeerLost("a", "x"))
     assert told(job, begun[0], WRONG) == []
     assert job.machine.next_checks() == ()
     assert not job.batcher.is_held(1)

@@ -10,59 +10,60 @@ from collections.abc import Mapping
 import pytest
 
 from fusionai.coordination.machine import FollowUp
-from fusionai.coordination.round.verification import Check, Inspector, Opinion
-from fusionai.coordination.training.commands import (
-    AnnounceReady,
+from fusionai.coordination.round.interface import (
     AskPlan,
-    DecideScale,
+    CommandFailed,
     Distrust,
-    DriverCommand,
+    DriverEvent,
     EndJob,
+    LinkBroken,
+    MemberEnlisted,
+    PeerLost,
+    ReportCheck,
+    ReportFault,
+    StageFailure,
+    StopAsked,
+)
+from fusionai.coordination.round.verification import Check, Inspector, Opinion
+from fusionai.coordination.training.driver import TABLE, DriverMachine
+from fusionai.coordination.training.evaluations import Evaluation
+from fusionai.coordination.training.interface import (
+    AnnounceReady,
+    CheckpointWritten,
+    CommitJournalled,
+    DecideScale,
+    DriverCommand,
     Evaluate,
+    EvaluationDone,
+    EvidenceLost,
     FeedMicrobatch,
     GatherEvidence,
     JournalCommit,
+    LossArrived,
     NameBest,
-    PassSnapshot,
-    ReportCheck,
-    ReportFault,
+    PlanGranted,
+    ProbeAnswered,
     ReportRestored,
     Rewind,
+    Roles,
+    ScaleDecided,
     SendAttach,
     SendCommit,
     SendProbe,
     SendResume,
-    StartCheck,
-    StepCommitted,
-    WarnTolerant,
-    WriteCheckpoint,
-)
-from fusionai.coordination.training.driver import TABLE, DriverMachine
-from fusionai.coordination.training.evaluations import Evaluation
-from fusionai.coordination.training.events import (
-    CheckpointWritten,
-    CommandFailed,
-    CommitJournalled,
-    DriverEvent,
-    EvaluationDone,
-    EvidenceLost,
-    LinkBroken,
-    LossArrived,
-    MemberEnlisted,
-    PeerLost,
-    PlanGranted,
-    ProbeAnswered,
-    ScaleDecided,
+    SendSnapshot,
     SnapshotStored,
     StageChecked,
-    StageFailed,
     StagePrepared,
     StageReady,
     StageReported,
-    StopAsked,
+    StartCheck,
+    StepCommitted,
     VerifierReady,
+    WarnTolerant,
+    WriteCheckpoint,
 )
-from fusionai.coordination.training.roles import Roles
+from fusionai.coordination.training.stage_interface import Resumed
 from fusionai.coordination.training.state import DriverPhase, JobShape
 from fusionai.coordination.training.steps import norms_hash
 from fusionai.wire.messages import CommitRecord, Fence
@@ -214,7 +215,7 @@ EVENTS: tuple[DriverEvent, ...] = (
     StopAsked("enough"),
     PeerLost("p1", "gone"),
     LinkBroken("p0", "p1", "cut"),
-    StageFailed(0, "no memory"),
+    StageFailure(0, "no memory"),
     VerifierReady("g0", 0, 0, 2),
     EvidenceLost("p1", 1, 0),
     StageChecked(Check(0, "p0", "g0", 0, 2), Opinion()),
@@ -285,7 +286,7 @@ def test_all_status_then_resume_then_all_ready_then_work():
     both = frozenset({0, 1})
     assert machine.handle(StageReported(0, -1, -1)) == [
         ReportRestored(committed=3, base=3, restored=(0, 1), rollback=False),
-        *[SendResume(stage, committed=3, source="import", base=3, replaying=both) for stage in (0, 1)],
+        *[SendResume(stage, Resumed(committed=3, source="import", base=3, replaying=both)) for stage in (0, 1)],
     ]
     assert machine.phase is DriverPhase.LOADING
     assert machine.handle(StageReady(0, 3)) == []
@@ -583,7 +584,7 @@ def promoted(steps: int = 3, **changes: object) -> DriverMachine:
             for stage, standby in GUARDS.items():
                 machine.handle(SnapshotStored(stage, 2, standby))
     assert machine.handle(PeerLost("p1", "gone")) == [
-        ReportFault("peer", "p1", (1,), steps, "gone"),
+        ReportFault("peer", "p1", (1,), "gone", steps),
         AskPlan(frozenset({"p1"}), "gone"),
     ]
     new = plan(2, places={0: "p0", 1: "g1"}, standbys={0: "g0"})
@@ -597,18 +598,22 @@ def test_a_lost_stage_starts_from_its_snapshot_with_the_records_and_then_its_nei
     replaying = frozenset({1})
     assert report(machine, 3, 2, s1=-1) == [
         ReportRestored(committed=3, base=2, restored=(1,), rollback=False),
-        SendResume(1, committed=3, source="snapshot", base=2, records=(machine.records[2],), replaying=replaying),
+        SendResume(
+            1, Resumed(committed=3, source="snapshot", base=2, records=(machine.records[2],), replaying=replaying)
+        ),
     ]
     assert machine.handle(StageReady(1, 2)) == [
         SendResume(
             0,
-            committed=3,
-            source="keep",
-            base=2,
-            records=(machine.records[2],),
-            replaying=replaying,
-            snapshot=True,
-            watermark=2,
+            Resumed(
+                committed=3,
+                source="keep",
+                base=2,
+                records=(machine.records[2],),
+                replaying=replaying,
+                snapshot=True,
+                watermark=2,
+            ),
         )
     ]
     assert machine.phase is DriverPhase.REPLAYING
@@ -621,7 +626,7 @@ def test_a_lost_stage_starts_from_its_snapshot_with_the_records_and_then_its_nei
 def test_whoever_holds_the_snapshot_elsewhere_is_told_to_pass_it_on():
     machine = promoted()
     enlist(machine, {"g0": {(0, 2), (1, 2)}})
-    assert PassSnapshot(1, 2, "g0", "g1") in report(machine, 3, 2, s1=-1)
+    assert SendSnapshot(1, 2, "g0", "g1") in report(machine, 3, 2, s1=-1)
     commands = machine.handle(PeerLost("g0", "gone"))
     assert commands[1] == SendAttach(Fence(2, 1, 2), machine.roles, {}), "the snapshot was on its way"
 
@@ -687,7 +692,7 @@ def test_a_stage_at_a_snapshot_of_the_official_step_is_ready_when_it_has_loaded(
     machine = promoted()
     enlist(machine, {"g0": {(0, 2)}, "g1": {(1, 3)}})
     commands = report(machine, 3, 2, s1=-1)
-    assert commands[1] == SendResume(1, committed=3, source="snapshot", base=3, replaying=frozenset({1}))
+    assert commands[1] == SendResume(1, Resumed(committed=3, source="snapshot", base=3, replaying=frozenset({1})))
     machine.handle(StageReady(1, 3))
     assert fed(machine.handle(StageReady(0, 3))) == [(3, 0), (3, 1)]
 
@@ -746,7 +751,7 @@ def test_a_lost_standby_is_struck_out_without_a_round():
     machine.handle(SnapshotStored(1, 2, "g1"))
     attempt = machine.attempt
     commands = machine.handle(PeerLost("g0", "gone"))
-    assert commands == [ReportFault("standby", "g0", (), 2, "gone"), FeedMicrobatch(2, 0), FeedMicrobatch(2, 1)], (
+    assert commands == [ReportFault("standby", "g0", (), "gone", 2), FeedMicrobatch(2, 0), FeedMicrobatch(2, 1)], (
         "it is waited for no more"
     )
     assert (machine.attempt, machine.watermark) == (attempt, 2)
@@ -775,7 +780,7 @@ def test_after_a_recovery_those_give_a_snapshot_whose_standby_has_not_the_offici
     commit(machine, 0)
     machine.handle(LinkBroken("p0", "p1", "cut"))
     enlist(machine, {"g0": {(0, 0), (0, 1)}, "g1": {(1, 0)}})
-    wanted = {c.stage: c.snapshot for c in report(machine, 1) if isinstance(c, SendResume)}
+    wanted = {c.stage: c.resume.snapshot for c in report(machine, 1) if isinstance(c, SendResume)}
     assert wanted == {0: False, 1: True}
 
 
@@ -784,7 +789,7 @@ def test_a_snapshot_of_a_step_still_to_be_done_again_does_not_count():
     commit(machine, 0)
     machine.handle(LinkBroken("p0", "p1", "cut"))
     enlist(machine, {"g0": {(0, 1), (0, 2)}, "g1": {(1, 2), (0, 1)}})
-    wanted = {c.stage: c.snapshot for c in report(machine, 1) if isinstance(c, SendResume)}
+    wanted = {c.stage: c.resume.snapshot for c in report(machine, 1) if isinstance(c, SendResume)}
     assert wanted == {0: False, 1: True}
     assert machine.watermark == 0
 
@@ -822,7 +827,7 @@ def test_a_roll_back_takes_the_line_back_and_snapshots_of_later_steps_do_not_cou
     commands = report(machine, 1, 1, s1=-1)
     assert commands[0] == ReportRestored(committed=1, base=0, restored=(0, 1), rollback=True)
     assert (machine.step, machine.official, machine.watermark) == (0, 1, 0)
-    assert [c.snapshot for c in commands if isinstance(c, SendResume)] == [True, False]
+    assert [c.resume.snapshot for c in commands if isinstance(c, SendResume)] == [True, False]
 
 
 def test_a_roll_back_to_a_checkpoint_beyond_what_standbys_hold_leaves_the_line_to_the_standbys():
@@ -830,10 +835,12 @@ def test_a_roll_back_to_a_checkpoint_beyond_what_standbys_hold_leaves_the_line_t
     for step in range(2):
         commit(machine, step)
         machine.handle(CheckpointWritten(step + 1))
-    machine.handle(StageFailed(0, "out of memory", fatal=False))
+    machine.handle(StageFailure(0, "out of memory", fatal=False))
     enlist(machine, {standby: {(stage, 0)} for stage, standby in GUARDS.items()})
     commands = report(machine, -1)
-    assert [(c.source, c.base, c.snapshot) for c in commands if isinstance(c, SendResume)] == [("import", 2, True)] * 2
+    assert [(c.resume.source, c.resume.base, c.resume.snapshot) for c in commands if isinstance(c, SendResume)] == [
+        ("import", 2, True)
+    ] * 2
     assert (machine.step, machine.watermark) == (2, 0), "a checkpoint is no standby's word"
     assert fed(all_ready(machine)) == [], "rule 12 holds after a roll-back as well"
     assert fed(machine.handle(SnapshotStored(0, 2, "g0"))) == []
@@ -1073,7 +1080,7 @@ def test_a_fault_voids_the_step_under_way_and_begins_a_round_with_a_higher_fence
     machine.handle(LossArrived(0, 0, 1.0))
     machine.handle(StagePrepared(0, 0, NORMS[0]))
     commands = machine.handle(LinkBroken("p0", "p1", "cut"))
-    assert commands == [ReportFault("link", "p1", (1,), 0, "cut"), SendAttach(Fence(1, 1, 1), machine.roles, {})]
+    assert commands == [ReportFault("link", "p1", (1,), "cut", 0), SendAttach(Fence(1, 1, 1), machine.roles, {})]
     enlist(machine)
     report(machine, 0)
     assert fed(all_ready(machine)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -1103,7 +1110,7 @@ def test_a_round_waits_for_a_commit_on_its_way_to_the_disk_and_stages_learn_it_f
     assert told == StepCommitted(written, (1.0, 2.0), replayed=False)
     assert isinstance(restored, ReportRestored)
     assert (restored.committed, machine.official) == (1, 1)
-    assert [r.records for r in resumes if isinstance(r, SendResume)] == [(written,), (written,)]
+    assert [r.resume.records for r in resumes if isinstance(r, SendResume)] == [(written,), (written,)]
     assert Evaluate(1) in all_ready(machine), "it has become due"
 
 
@@ -1157,7 +1164,7 @@ def test_the_owner_is_never_blamed_for_a_link_and_its_feed_counts():
 
 def test_the_owner_s_feed_counts_also_when_its_machine_standbys_no_more():
     machine = running(standbys={1: "owner"})
-    assert machine.handle(PeerLost("owner", "gone"))[0] == ReportFault("standby", "owner", (), 0, "gone")
+    assert machine.handle(PeerLost("owner", "gone"))[0] == ReportFault("standby", "owner", (), "gone", 0)
     assert kinds(machine.handle(LinkBroken("owner", "p0", "cut"))) == [ReportFault, SendAttach]
 
 
@@ -1178,7 +1185,7 @@ def test_a_standby_whose_link_breaks_again_before_a_snapshot_came_through_is_str
     assert kinds(machine.handle(LinkBroken("p0", "g0", "cut"))) == [ReportFault, SendAttach]
     again(machine)
     commit(machine, 0)
-    assert machine.handle(LinkBroken("g0", "p0", "cut"))[0] == ReportFault("standby", "g0", (), 1, "cut")
+    assert machine.handle(LinkBroken("g0", "p0", "cut"))[0] == ReportFault("standby", "g0", (), "cut", 1)
     assert machine.phase is DriverPhase.RUNNING
     machine = has_standby(snapshot_every=3)
     machine.handle(LinkBroken("p0", "g0", "cut"))
@@ -1198,28 +1205,28 @@ def test_a_standby_struck_out_for_its_link_while_all_report_does_not_hold_the_ro
 
 def test_a_stage_that_fails_is_retried_once_then_moved_then_the_job_fails():
     machine = running()
-    assert kinds(machine.handle(StageFailed(1, "no memory"))) == [ReportFault, SendAttach]
+    assert kinds(machine.handle(StageFailure(1, "no memory"))) == [ReportFault, SendAttach]
     again(machine)
-    commands = machine.handle(StageFailed(1, "no memory"))
-    assert commands == [ReportFault("stage", "p1", (1,), 0, "no memory"), AskPlan(frozenset({"p1"}), "no memory")]
+    commands = machine.handle(StageFailure(1, "no memory"))
+    assert commands == [ReportFault("stage", "p1", (1,), "no memory", 0), AskPlan(frozenset({"p1"}), "no memory")]
     machine.handle(PlanGranted(plan(2, places={0: "p0", 1: "new"})))
-    assert failure(machine.handle(StageFailed(1, "no memory"))) == "stage 1 failed: no memory"
+    assert failure(machine.handle(StageFailure(1, "no memory"))) == "stage 1 failed: no memory"
 
 
 def test_failures_are_forgiven_by_a_commit_and_fatal_ones_never():
     machine = running()
-    machine.handle(StageFailed(1, "no memory"))
+    machine.handle(StageFailure(1, "no memory"))
     again(machine)
     commit(machine, 0)
-    assert kinds(machine.handle(StageFailed(1, "no memory"))) == [ReportFault, SendAttach]
-    assert "nobody can" in failure(running().handle(StageFailed(1, "nobody can", fatal=True)))
+    assert kinds(machine.handle(StageFailure(1, "no memory"))) == [ReportFault, SendAttach]
+    assert "nobody can" in failure(running().handle(StageFailure(1, "nobody can", fatal=True)))
 
 
 def test_the_owner_s_own_stage_can_not_be_moved():
     machine = running(places={0: "p0", 1: "owner"})
-    machine.handle(StageFailed(1, "no memory"))
+    machine.handle(StageFailure(1, "no memory"))
     again(machine)
-    assert "the job's own machine" in failure(machine.handle(StageFailed(1, "no memory")))
+    assert "the job's own machine" in failure(machine.handle(StageFailure(1, "no memory")))
 
 
 def test_strangers_and_those_already_lost_are_not_lost_again():
@@ -1356,7 +1363,7 @@ def test_a_plan_brings_a_lost_standby_back():
     machine.handle(PlanGranted(plan(2, standbys=GUARDS)))
     assert commit(machine, 0)[-1] == SendAttach(Fence(2, 1, 1), plan(2, standbys=GUARDS), GUARDS)
     assert machine.standbys == GUARDS
-    assert machine.handle(PeerLost("g0", "again"))[0] == ReportFault("standby", "g0", (), 1, "again")
+    assert machine.handle(PeerLost("g0", "again"))[0] == ReportFault("standby", "g0", (), "again", 1)
     assert machine.standbys == {1: "g1"}
 
 

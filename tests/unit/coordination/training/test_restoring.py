@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusionai.coordination.training.interface import Roles
 from fusionai.coordination.training.restoring import Restoration, StagePosition, decide, is_fine
-from fusionai.coordination.training.roles import Roles
 from harness.examples import examples
 
 HELD = dict[str, set[tuple[int, int]]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.coordination.serving.fair_queue import FairQueue
+from fusionai.coordination.serving.admission import FairQueue
 
 
 def order(queue: FairQueue, charged: dict[int, tuple[str, int]]) -> list[int]:

@@ -9,8 +9,8 @@ import pytest
 
 from fusionai.serving.generating import Generating
 from fusionai.serving.interface import Generation, Sampling
-from fusionai.serving.proposing import Acceptance, NgramProposer, PassTimes, best_count, expected_tokens
 from fusionai.serving.sampling import TokenHistory, choose
+from fusionai.serving.speculating import Acceptance, NgramProposer, PassTimes, best_count, expected_tokens
 
 VOCABULARY = 40
 

@@ -7,9 +7,18 @@ from math import inf
 
 import pytest
 
-from fusionai.coordination.serving.piece_sizes import FILLING, FIXED_TIMES, TARGET_S, PieceSizes
-from fusionai.coordination.serving.roles import ServingRoles
-from fusionai.coordination.serving.stage_times import FEW, MARGIN, PassWork, Patience, StageTimes
+from fusionai.coordination.serving.interface import ServingRoles
+from fusionai.coordination.serving.stage_times import (
+    FEW,
+    FILLING,
+    FIXED_TIMES,
+    MARGIN,
+    TARGET_S,
+    PassWork,
+    Patience,
+    PieceSizes,
+    StageTimes,
+)
 from fusionai.wire.serving import Segment
 
 TILE = 32

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.coordination.round.reputation import (
+from fusionai.coordination.round.verification import (
     CHEATED,
     LEAST,
     MISSED,
