@@ -98,7 +98,7 @@ def wire_page() -> str:
     meanings = tomllib.loads((DOCS / "wire_fields.toml").read_text(encoding="utf-8"))
     unused = {(section, name) for section, fields in meanings.items() for name in fields}
     lines = ["## Messages", ""]
-    sent = get_args(messages.Message)
+    sent = messages.MESSAGES
     for struct in sent:
         lines += _struct_section(struct, meanings, unused)
     lines += ["## Structs inside messages", ""]

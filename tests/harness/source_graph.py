@@ -75,7 +75,10 @@ def _bindings(nodes: Iterable[ast.AST], known: set[str]) -> dict[str, tuple[str,
             case ast.ImportFrom(module=str(source)):
                 for alias in node.names:
                     whole = f"{source}.{alias.name}"
-                    found[alias.asname or alias.name] = (whole, "") if whole in known else (source, alias.name)
+                    bound = (source if alias.name == "*" else whole, "")
+                    found[whole if alias.name == "*" else alias.asname or alias.name] = (
+                        bound if bound[0] in known else (source, alias.name)
+                    )
             case ast.Import():
                 for alias in node.names:
                     if alias.asname is not None:
@@ -271,6 +274,10 @@ def _handed_on(module: str, name: str) -> Iterator[tuple[str, str]]:
     """Where `name` of `module` may be defined: there, or where it is imported from."""
     while module in modules():
         yield module, name
-        if name not in modules()[module].bindings:
+        bindings = modules()[module].bindings
+        if name not in bindings:
+            for whole, (source, _) in bindings.items():
+                if whole.endswith(".*"):
+                    yield from _handed_on(source, name)
             return
-        module, name = modules()[module].bindings[name]
+        module, name = bindings[name]

@@ -35,7 +35,7 @@ from fusionai.storage.safetensors_file import ByteRange, ByteRanges, Safetensors
 from fusionai.storage.weight_memory import FileStamp, PartsStamp, WeightMemory
 from fusionai.storage.weight_pieces import make_spec, pieces_of
 from fusionai.storage.weight_store import WeightStore
-from fusionai.wire.weights import PIECE_BYTES, WeightSpec
+from fusionai.wire.job import PIECE_BYTES, WeightSpec
 
 State = Callable[[Iterable[str]], Iterator[tuple[str, HostTensor]]]
 """Yields the tensors of the given keys, like `Captured.state`."""

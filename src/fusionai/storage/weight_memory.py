@@ -19,7 +19,7 @@ from fusionai.storage.atomic import storage_errors, write_atomic
 from fusionai.storage.lock import directory_lock
 from fusionai.storage.safetensors_file import ByteRange, ByteRanges, SafetensorsFile
 from fusionai.storage.weight_pieces import spec_bytes
-from fusionai.wire.weights import WeightSpec
+from fusionai.wire.job import WeightSpec
 
 log = logging.getLogger(__name__)
 

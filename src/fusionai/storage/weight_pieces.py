@@ -19,7 +19,7 @@ from fusionai.primitives.errors import StorageError
 from fusionai.primitives.tensors import tensor_bytes
 from fusionai.primitives.units import format_bytes
 from fusionai.storage.atomic import FULL, storage_errors, sync_directory
-from fusionai.wire.weights import PIECE_BYTES, WeightSpec
+from fusionai.wire.job import PIECE_BYTES, WeightSpec
 
 
 def spec_bytes(spec: WeightSpec) -> int:

@@ -33,7 +33,7 @@ from fusionai.storage.lock import directory_lock
 from fusionai.storage.safetensors_file import ByteRange, ByteRanges
 from fusionai.storage.weight_memory import WeightsInFiles
 from fusionai.storage.weight_pieces import PART_SUFFIX, WeightPart, good_pieces, spec_bytes
-from fusionai.wire.weights import PIECE_BYTES, WeightSpec
+from fusionai.wire.job import PIECE_BYTES, WeightSpec
 
 log = logging.getLogger(__name__)
 

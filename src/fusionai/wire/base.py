@@ -1,6 +1,6 @@
-"""Common parts of all messages: bounded field types, the fence, tensor headers, refusal codes.
+"""Parts of all messages (bounded field types, fence, tensor headers, refusal codes); messages of any connection.
 
-Neighbours: `wire.messages` and `wire.serving` build messages from these parts and re-export their names.
+The other modules of `wire` build the messages of their pair of sides from these parts.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ REFUSAL_SENTENCES: Final[dict[str, str]] = {
 }
 
 
-class WireMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="m"):
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="m"):
     """Base of all messages. The tag identifies the message type."""
 
 
@@ -103,3 +103,59 @@ class Neighbour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     stage: Count
     peer: Peer
     addresses: Addresses
+
+
+MAX_BACK_BYTES: Final = 4 * 2**20
+"""Most bytes that a member may ask to be sent back for a bandwidth measurement."""
+
+
+class Hello(Message, frozen=True, kw_only=True, tag="hello"):
+    """First message of the dialling side. `stream` says what this connection is for."""
+
+    oldest_version: Count = OLDEST_PROTOCOL_VERSION
+    newest_version: Count = PROTOCOL_VERSION
+    stream: Stream = "control"
+    software: Name = ""
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+    """The listening side accepts and names the version both speak."""
+
+    version: Count
+    software: Name = ""
+
+
+class Refused(Message, frozen=True, kw_only=True, tag="refused"):
+    """Refusal, with its reason. May answer any message. After a handshake it ends the connection."""
+
+    code: RefusalCode
+    reason: Text = ""
+
+
+class Done(Message, frozen=True, kw_only=True, tag="done"):
+    """Acknowledgement without further content."""
+
+
+class Ping(Message, frozen=True, kw_only=True, tag="ping"):
+    """Measures liveness and round-trip time between members, on any stream."""
+
+    sequence: Count
+    sent_at_s: Seconds
+
+
+class Pong(Message, frozen=True, kw_only=True, tag="pong"):
+    """Answer to `Ping` and `Probe`: repeats their numbers and carries as many bytes as the probe asked for."""
+
+    sequence: Count
+    sent_at_s: Seconds
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=1)] = ()
+
+
+class Probe(Message, frozen=True, kw_only=True, tag="probe"):
+    """Bulk bytes to measure a link's bandwidth. Answered by `Pong` when the last byte has arrived."""
+
+    sequence: Count
+    sent_at_s: Seconds
+    back_bytes: Annotated[int, Meta(ge=0, le=MAX_BACK_BYTES)] = 0
+    """Bytes that the answer carries, to measure the other direction."""
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=1)] = ()

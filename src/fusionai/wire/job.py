@@ -1,28 +1,30 @@
-"""Messages of a round in any job: opening a connection, adopting a fence, and losing a stage or a link."""
+"""Messages of any job: opening a connection, adopting a fence, losing a stage or a link, fetching weights."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from fusionai.wire.base import (
+    Addresses,
     Blob,
     Count,
     Fence,
     Job,
+    Message,
     Name,
     Neighbour,
     Peer,
     Placement,
     RefusalCode,
+    TensorHeader,
     Text,
-    WireMessage,
 )
 
 
-class OpenJob(WireMessage, frozen=True, kw_only=True, tag="open_job"):
+class OpenJob(Message, frozen=True, kw_only=True, tag="open_job"):
     """First message on a connection between members of a job: the dialling side shows its ticket."""
 
     job: Job
@@ -34,7 +36,7 @@ class OpenJob(WireMessage, frozen=True, kw_only=True, tag="open_job"):
     """Kind of worker that the listener opens if it has no part in this job yet."""
 
 
-class Enlist(WireMessage, frozen=True, kw_only=True, tag="enlist"):
+class Enlist(Message, frozen=True, kw_only=True, tag="enlist"):
     """Driver -> member, first message of every round and once per member: adopt this (higher) fence. It defines the
     member's whole part in the job: the member drops stages that `neighbours` places elsewhere and keeps snapshots."""
 
@@ -59,7 +61,7 @@ class SnapshotAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     step: Count
 
 
-class Enlisted(WireMessage, frozen=True, kw_only=True, tag="enlisted"):
+class Enlisted(Message, frozen=True, kw_only=True, tag="enlisted"):
     """Member -> driver, answer to `Enlist`: the snapshots it holds. Its stages answer with `Status`."""
 
     fence: Fence
@@ -67,14 +69,14 @@ class Enlisted(WireMessage, frozen=True, kw_only=True, tag="enlisted"):
     snapshots: Annotated[tuple[SnapshotAt, ...], Meta(max_length=4096)] = ()
 
 
-class Detach(WireMessage, frozen=True, kw_only=True, tag="detach"):
+class Detach(Message, frozen=True, kw_only=True, tag="detach"):
     """Driver -> member: the job is over for this member. Drop all its stages and snapshots."""
 
     fence: Fence
     reason: Text = ""
 
 
-class StageFailed(WireMessage, frozen=True, kw_only=True, tag="stage_failed"):
+class StageFailed(Message, frozen=True, kw_only=True, tag="stage_failed"):
     """Member -> driver: the stage can't go on."""
 
     fence: Fence
@@ -83,9 +85,61 @@ class StageFailed(WireMessage, frozen=True, kw_only=True, tag="stage_failed"):
     reason: Text
 
 
-class LinkLost(WireMessage, frozen=True, kw_only=True, tag="link_lost"):
+class LinkLost(Message, frozen=True, kw_only=True, tag="link_lost"):
     """Member -> driver: the connection to `peer` broke, fell silent or could not be opened."""
 
     fence: Fence
     peer: Peer
     reason: Text
+
+
+Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+"""A SHA-256 digest."""
+PIECE_BYTES: Final = 1_048_576
+"""Bytes of a weight piece, the unit in which weights are requested and verified."""
+
+
+class WeightSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One tensor as stored in the model's files. `pieces`: SHA-256 of each piece of `PIECE_BYTES`; the last piece may
+    be shorter."""
+
+    key: Name
+    dtype: Annotated[str, Meta(max_length=16)]
+    shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
+    digest: Digest
+    """SHA-256 over all bytes of the tensor. Peers request the tensor by it."""
+    pieces: Annotated[tuple[Digest, ...], Meta(max_length=65_536)]
+
+
+class WeightSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A member that has tensors or is fetching them. `digests`: which ones; empty means all."""
+
+    peer: Peer
+    addresses: Addresses
+    digests: Annotated[tuple[Digest, ...], Meta(max_length=100_000)] = ()
+
+
+class WeightRefused(Message, frozen=True, kw_only=True, tag="weight_refused"):
+    """Member -> driver: `source` sent bytes that do not match this tensor's digests. They were fetched from another
+    source."""
+
+    fence: Fence
+    stage: Count
+    source: Peer
+    key: Name
+
+
+class WeightAsk(Message, frozen=True, kw_only=True, tag="weight_ask"):
+    """Member -> member, on a state connection: requests pieces [first, first + count) of a tensor."""
+
+    digest: Digest
+    first: Count
+    count: Annotated[int, Meta(ge=1, le=64)]
+
+
+class WeightPieces(Message, frozen=True, kw_only=True, tag="weight_pieces"):
+    """Answer to `WeightAsk`: tensor `bytes` (uint8). Without it, the sender does not have the pieces (any more)."""
+
+    digest: Digest
+    first: Count
+    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=1)] = ()

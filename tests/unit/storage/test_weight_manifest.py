@@ -19,7 +19,7 @@ from fusionai.storage.assembly import Assembly, Extent
 from fusionai.storage.safetensors_file import write_safetensors
 from fusionai.storage.weight_manifest import ModelWeights, manifest
 from fusionai.storage.weight_store import WeightStore
-from fusionai.wire.weights import PIECE_BYTES, WeightSpec
+from fusionai.wire.job import PIECE_BYTES, WeightSpec
 
 MIB = 2**20
 

@@ -43,8 +43,8 @@ from fusionai.storage.weight_pieces import piece_bytes, pieces_of, spec_bytes
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.interface import Channel, Envelope, Transport
 from fusionai.wire import messages as wire
+from fusionai.wire.job import PIECE_BYTES, WeightSource, WeightSpec
 from fusionai.wire.messages import RouteKind, Stream
-from fusionai.wire.weights import PIECE_BYTES, WeightSource, WeightSpec
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 from fusionai.wire.frame import describe
-from fusionai.wire.weights import PIECE_BYTES, WeightSource, WeightSpec
+from fusionai.wire.job import PIECE_BYTES, WeightSource, WeightSpec
 from harness.memory_transport import MemoryNetwork
 from harness.patience import CEILING_S
 
