@@ -34,7 +34,7 @@ from fusionai.cli.running import run
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import ChannelClosed
 from fusionai.primitives.tensors import host_tensor
-from fusionai.transport.channels import bulk
+from fusionai.transport.channels import uplink
 from fusionai.transport.channels.link import answer_probe, measure_link
 from fusionai.transport.channels.uplink import TransferLimits
 from fusionai.transport.interface import Channel
@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--way", default=WAYS[0], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.way == "cubic":
-        bulk.SAMPLE_EVERY_S, bulk.LOSSY_PATHS = math.inf, "cubic"
+        uplink.SAMPLE_EVERY_S, uplink.LOSSY_PATHS = math.inf, "cubic"
     match arguments.side:
         case "far":
             run(far(arguments.home, arguments.host))

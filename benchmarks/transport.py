@@ -35,8 +35,7 @@ from fusionai.cli.running import loop_factory, run
 from fusionai.primitives.tensors import host_tensor
 from fusionai.transport.interface import Channel
 from fusionai.transport.routes.tcp import TcpTransport
-from fusionai.transport.security.authority import load_authority
-from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.certificates import MemberCredentials, load_authority
 from fusionai.transport.security.identity import load_identity
 from fusionai.wire.messages import Pong, Probe, TensorHeader
 

@@ -22,7 +22,7 @@ from fusionai.transport.routes import quic as quic_binding
 from fusionai.transport.routes.addresses import parse_address
 from fusionai.transport.routes.quic import QuicTransport
 from fusionai.transport.routes.tcp import TcpTransport
-from fusionai.transport.security.credentials import MemberCredentials, StrangerCredentials
+from fusionai.transport.security.certificates import MemberCredentials, StrangerCredentials
 from fusionai.transport.security.identity import peer_of
 from fusionai.wire.frame import (
     GREETING_LIMITS,

@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 
 from fusionai.primitives.ids import PeerId
-from fusionai.transport.security.authority import Authority, CertifiedRole, load_authority
-from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.certificates import Authority, CertifiedRole, MemberCredentials, load_authority
 from fusionai.transport.security.identity import load_identity
 
 

@@ -31,8 +31,7 @@ from fusionai.transport.enrolment import Membership
 from fusionai.transport.interface import Channel, Listener, Remote
 from fusionai.transport.peer_transport import PeerTransport
 from fusionai.transport.routes.tcp import TcpTransport
-from fusionai.transport.security.authority import Authority, CertifiedRole, load_authority
-from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.certificates import Authority, CertifiedRole, MemberCredentials, load_authority
 from fusionai.transport.security.identity import load_identity, public_bytes
 from fusionai.transport.security.signed import Seal
 from fusionai.transport.security.trust import Signer, TrustList, TrustListFile, endorse, key_text, save_trust_list

@@ -21,8 +21,7 @@ from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, St
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.enrolment import Membership, enrol, format_invitation, load_membership, parse_invitation
 from fusionai.transport.routes.tcp import TcpTransport
-from fusionai.transport.security.authority import load_authority
-from fusionai.transport.security.credentials import MemberCredentials, StrangerCredentials
+from fusionai.transport.security.certificates import MemberCredentials, StrangerCredentials, load_authority
 from fusionai.transport.security.identity import load_identity
 from fusionai.wire.messages import (
     Heartbeat,

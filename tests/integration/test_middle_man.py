@@ -25,8 +25,13 @@ from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.interface import Channel, Remote, Role
 from fusionai.transport.routes.tcp import TcpTransport
-from fusionai.transport.security.authority import Authority, load_authority
-from fusionai.transport.security.credentials import Credentials, MemberCredentials, StrangerCredentials
+from fusionai.transport.security.certificates import (
+    Authority,
+    Credentials,
+    MemberCredentials,
+    StrangerCredentials,
+    load_authority,
+)
 from fusionai.transport.security.identity import Identity, load_identity
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, Message

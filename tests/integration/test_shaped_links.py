@@ -14,7 +14,7 @@ import pytest
 
 from fusionai.cli.running import run
 from fusionai.primitives.tensors import host_tensor
-from fusionai.transport.channels.bulk import bulk_is_available
+from fusionai.transport.channels.uplink import bulk_is_available
 from fusionai.transport.interface import Channel
 from fusionai.transport.routes.tcp import TcpTransport
 from fusionai.transport.security.identity import load_identity

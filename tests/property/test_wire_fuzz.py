@@ -30,7 +30,7 @@ from fusionai.transport.channels.framed import AcceptLimits
 from fusionai.transport.interface import Channel
 from fusionai.transport.routes.addresses import parse_address
 from fusionai.transport.routes.tcp import TcpTransport
-from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.certificates import MemberCredentials
 from fusionai.wire import messages
 from fusionai.wire.frame import (
     GREETING_LIMITS,

@@ -30,14 +30,14 @@ from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, keep_membe
 from fusionai.transport.routes.addresses import parse_address, port_of
 from fusionai.transport.routes.relay import PAIR_BYTES_PER_S, Relay, RelayLimits
 from fusionai.transport.routes.tcp import TcpTransport
-from fusionai.transport.security.authority import (
+from fusionai.transport.security.certificates import (
     CERTIFICATE_FILE,
     MAX_POOL_NAME_LENGTH,
     Authority,
+    MemberCredentials,
     load_authority,
     pool_of,
 )
-from fusionai.transport.security.credentials import MemberCredentials
 from fusionai.transport.security.identity import Identity, load_identity, make_private_directory, read_private
 from fusionai.transport.security.trust import Endorsement, Signer, TrustList, TrustListFile, key_text, load_trust_list
 

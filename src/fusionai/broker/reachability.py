@@ -25,8 +25,7 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.transport.interface import Accept, Remote, Transport
 from fusionai.transport.routes.addresses import RELAY_SCHEME, format_address, host_of
 from fusionai.transport.routes.quic import QuicListener, QuicTransport
-from fusionai.transport.security.authority import Authority
-from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.certificates import Authority, MemberCredentials
 from fusionai.transport.security.signed import LIFETIME_S, MEETING_BYTES, PairingToken, Side, sign_pairing
 from fusionai.wire.messages import Introduced, Meet, MeetNotice, Observe, Observed
 

@@ -33,7 +33,7 @@ from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.transport.enrolment import InvitationContent, format_invitation
 from fusionai.transport.interface import Remote
-from fusionai.transport.security.authority import Authority
+from fusionai.transport.security.certificates import Authority
 from fusionai.transport.security.identity import peer_of, public_key_of
 from fusionai.transport.security.signed import DRIVER_STAGE, Role, Ticket, sign_ticket
 from fusionai.wire.messages import (

@@ -33,7 +33,7 @@ from fusionai.primitives import environment
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import short
 from fusionai.primitives.units import format_bytes, format_seconds
-from fusionai.transport.channels.bulk import bulk_is_available
+from fusionai.transport.channels.uplink import bulk_is_available
 from fusionai.transport.enrolment import MEMBERSHIP_FILE
 from fusionai.transport.routes import quic as quic_binding
 from fusionai.wire.messages import LinkView

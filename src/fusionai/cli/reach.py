@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from fusionai.client.pool.session import PoolSession
 from fusionai.primitives.errors import RefusedError, UsageError
 from fusionai.primitives.ids import PeerId
+from fusionai.transport.conversation import Introductions
 from fusionai.transport.enrolment import Membership
 from fusionai.transport.interface import Channel
 from fusionai.transport.routes.addresses import best_links
-from fusionai.transport.routes.introductions import Introductions
 from fusionai.transport.routes.tcp import TcpTransport
 from fusionai.wire.messages import LinkView, Observed
 

@@ -3,7 +3,7 @@
 The broker proves its identity first: its certificate must be signed by the authority whose key the invitation holds.
 Only then is the token sent. The returned certificate is checked the same way before anything is written.
 
-`invitation` provides address, key and token; the broker answers `JoinRequest`; `credentials` uses the result.
+The broker answers `JoinRequest`; `security.certificates` uses the result.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ from fusionai.primitives.errors import TransportError, TrustError, UsageError, W
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.channels.framed import refusal
 from fusionai.transport.routes.tcp import TcpTransport
-from fusionai.transport.security.authority import authority_key_of, pool_of, verify_certificate
-from fusionai.transport.security.credentials import MemberCredentials, StrangerCredentials
+from fusionai.transport.security.certificates import (
+    MemberCredentials,
+    StrangerCredentials,
+    authority_key_of,
+    pool_of,
+    verify_certificate,
+)
 from fusionai.transport.security.identity import Identity, load_identity, read_private_json, write_private_json
 from fusionai.wire.messages import JoinGranted, JoinRequest, Refused
 

@@ -5,7 +5,7 @@ it wins only if nothing else answers, or if it is what worked last time. While a
 are tried again in the background, and the next connection uses the one that was found. The other side proves its
 identity on every route alike.
 
-`tcp` dials, `quic` goes through NATs, `introductions` asks the broker, `relay` connects through its relay, `addresses`
+`tcp` dials, `quic` goes through NATs, `conversation` asks the broker, `relay` connects through its relay, `addresses`
 decides which attempt wins. `peer` passes on the broker's notices.
 """
 
@@ -22,7 +22,7 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.transport.channels.framed import Dialling, FramedChannel
 from fusionai.transport.channels.quic import QuicChannel
 from fusionai.transport.channels.uplink import TransferLimits
-from fusionai.transport.conversation import Conversation
+from fusionai.transport.conversation import Conversation, Introductions, Meeting
 from fusionai.transport.interface import Accept, Channel
 from fusionai.transport.routes.addresses import (
     RELAY_SCHEME,
@@ -34,11 +34,10 @@ from fusionai.transport.routes.addresses import (
     parse_address,
     port_of,
 )
-from fusionai.transport.routes.introductions import Introductions, Meeting
 from fusionai.transport.routes.quic import QuicListener, QuicTransport, format_quic, parse_quic
 from fusionai.transport.routes.relay import through_relay
 from fusionai.transport.routes.tcp import TcpListener, TcpTransport
-from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.certificates import MemberCredentials
 from fusionai.wire.messages import LinkView, MeetNotice, Observe, Observed, Stream
 
 _OBSERVE_S: Final = 3.0

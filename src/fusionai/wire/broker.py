@@ -1,7 +1,7 @@
 """Messages between the broker and a member: joining, leases, jobs, invitations, and introductions between two members.
 
 A member that can't dial another one asks the broker to introduce it. The broker answers with a pairing token and sends
-the other side a token of its own; both sides then connect as the introduction says (`transport.routes.introductions`
+the other side a token of its own; both sides then connect as the introduction says (`transport.conversation`
 asks, `broker.reachability` answers). No message of this module carries text, tokens or tensors of a job."""
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 from fusionai.broker.main import DEFAULT_POOL, BrokerHome
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.transport.enrolment import load_membership
-from fusionai.transport.security.authority import load_authority, read_certificate
+from fusionai.transport.security.certificates import load_authority, read_certificate
 
 NOW_S = 1.75e9
 

@@ -13,7 +13,7 @@ from fusionai.coordination.broker.requests import Refusal
 from fusionai.coordination.broker.state import BrokerRules, BrokerState
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.interface import Remote
-from fusionai.transport.security.authority import Authority, load_authority
+from fusionai.transport.security.certificates import Authority, load_authority
 from fusionai.transport.security.identity import peer_of
 from fusionai.transport.security.signed import LIFETIME_S, PairingToken, verify_pairing
 from fusionai.wire.messages import Meet

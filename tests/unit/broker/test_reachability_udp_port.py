@@ -15,7 +15,7 @@ from fusionai.primitives.errors import TransportError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.interface import Channel, Remote
 from fusionai.transport.routes import quic as quic_binding
-from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.certificates import MemberCredentials
 from fusionai.wire.messages import Observe
 from harness.credentials import CertifiedPool
 from harness.memory_transport import MemoryNetwork

@@ -21,7 +21,7 @@ from fusionai.primitives.tensors import host_tensor
 from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, StagePlacement, Standby
 from fusionai.transport.enrolment import parse_invitation
 from fusionai.transport.interface import Channel, Remote
-from fusionai.transport.security.authority import Authority, load_authority, verify_certificate
+from fusionai.transport.security.certificates import Authority, load_authority, verify_certificate
 from fusionai.transport.security.identity import peer_of, public_bytes
 from fusionai.transport.security.signed import verify_ticket
 from fusionai.wire.frame import describe

@@ -17,7 +17,7 @@ from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, StagePlacement
 from fusionai.transport.interface import Remote
-from fusionai.transport.security.authority import load_authority
+from fusionai.transport.security.certificates import load_authority
 from fusionai.transport.security.identity import peer_of, public_bytes
 from fusionai.transport.security.trust import Revoked, Signer, TrustList, endorse, key_text, save_trust_list
 from fusionai.wire.messages import Done, Heartbeat, JobRequest, Message, Refused, Register, Registered

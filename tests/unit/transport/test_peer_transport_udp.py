@@ -10,10 +10,10 @@ import pytest
 from fusionai.primitives.errors import TransportError
 from fusionai.transport import peer_transport as peer_transport
 from fusionai.transport.channels.uplink import TransferLimits
+from fusionai.transport.conversation import Introductions
 from fusionai.transport.interface import Channel, Remote
 from fusionai.transport.peer_transport import UdpAcceptor, opened_or_none
 from fusionai.transport.routes import quic as quic_binding
-from fusionai.transport.routes.introductions import Introductions
 from fusionai.transport.routes.quic import QuicTransport, parse_quic
 from fusionai.transport.security.identity import peer_of
 from fusionai.wire.messages import Observe, Observed

@@ -25,8 +25,7 @@ from fusionai.transport.channels.framed import Dialling, FramedChannel, joined
 from fusionai.transport.channels.link import DEAD_AFTER_S, UNKNOWN, LinkFigures, part
 from fusionai.transport.channels.uplink import TransferLimits
 from fusionai.transport.interface import Remote, Role
-from fusionai.transport.security.authority import verify_certificate
-from fusionai.transport.security.credentials import Credentials, MemberCredentials
+from fusionai.transport.security.certificates import Credentials, MemberCredentials, verify_certificate
 from fusionai.transport.security.identity import peer_of
 from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, RouteKind

@@ -4,7 +4,7 @@ Reading: TLS writes directly into the frame reader's buffers, so a tensor is cop
 small frame goes in one write. A large body goes in slices; each waits for a grant of the machine's uplink and until the
 connection is below its high-water mark.
 
-`bulk` watches large bodies, `framed` defines what frames mean, `routes.tcp` dials and accepts.
+`uplink` watches large bodies, `framed` defines what frames mean, `routes.tcp` dials and accepts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Final, cast
 
 from fusionai.primitives.errors import ChannelClosed, FusionError, TrustError
 from fusionai.primitives.tensors import HostTensor
-from fusionai.transport.channels.bulk import Bulk
 from fusionai.transport.channels.framed import Dialling, FramedChannel, joined
 from fusionai.transport.channels.link import (
     CHECK_EVERY_S,
@@ -29,10 +28,10 @@ from fusionai.transport.channels.link import (
     tcp_figures,
     unacknowledged_s,
 )
-from fusionai.transport.channels.uplink import RateLimit, TransferLimits
+from fusionai.transport.channels.uplink import Bulk, RateLimit, TransferLimits
 from fusionai.transport.interface import Role
 from fusionai.transport.routes.addresses import route_to
-from fusionai.transport.security.credentials import Credentials
+from fusionai.transport.security.certificates import Credentials
 from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, RouteKind
 

@@ -26,7 +26,7 @@ from fusionai.transport.channels.framed import AcceptLimits, Dialling, FramedCha
 from fusionai.transport.channels.link import LinkFigures
 from fusionai.transport.channels.uplink import TransferLimits
 from fusionai.transport.interface import Role
-from fusionai.transport.security.credentials import Credentials, MemberCredentials, StrangerCredentials
+from fusionai.transport.security.certificates import Credentials, MemberCredentials, StrangerCredentials
 from fusionai.wire.messages import MAX_LINKS, LinkView, RouteKind, Stream
 
 SCHEME: Final = "tcp"

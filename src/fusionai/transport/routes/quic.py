@@ -27,7 +27,7 @@ from fusionai.transport.channels.quic import QuicChannel
 from fusionai.transport.channels.uplink import TransferLimits
 from fusionai.transport.interface import Accept
 from fusionai.transport.routes.addresses import Attempt, RacingTransport, candidates, format_address, parse_address
-from fusionai.transport.security.credentials import Credentials, MemberCredentials
+from fusionai.transport.security.certificates import Credentials, MemberCredentials
 from fusionai.transport.security.identity import public_key_of
 
 VERSION: Final = "1.2.0"

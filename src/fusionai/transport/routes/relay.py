@@ -23,9 +23,8 @@ from typing import Final
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import TransportError, TrustError, WireError
 from fusionai.primitives.ids import PeerId, short
-from fusionai.transport.channels.bulk import use_for_bulk
 from fusionai.transport.channels.link import CHECK_EVERY_S, DEAD_AFTER_S, set_options, silent_s
-from fusionai.transport.channels.uplink import RateLimit
+from fusionai.transport.channels.uplink import RateLimit, use_for_bulk
 from fusionai.transport.routes.addresses import format_address
 from fusionai.transport.security.identity import Identity, public_key_of
 from fusionai.transport.security.signed import (

@@ -1,7 +1,7 @@
 """The network transport: mutual TLS 1.3 over TCP.
 
 Candidate addresses are raced in order. Decides which errors a failed connection raises. Runs on any asyncio event
-loop, faster on uvloop. `addresses` decides which attempt wins, `channels.tcp` moves the bytes, `credentials` proves
+loop, faster on uvloop. `addresses` decides which attempt wins, `channels.tcp` moves the bytes, `certificates` proves
 this machine's identity.
 """
 
@@ -31,7 +31,7 @@ from fusionai.transport.routes.addresses import (
     parse_address,
 )
 from fusionai.transport.routes.relay import MAGIC, Relay
-from fusionai.transport.security.credentials import Credentials, MemberCredentials
+from fusionai.transport.security.certificates import Credentials, MemberCredentials
 
 _LOG = logging.getLogger(__name__)
 _BACKLOG: Final = 256

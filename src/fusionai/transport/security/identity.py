@@ -1,7 +1,7 @@
 """One Ed25519 key per machine is its identity everywhere. Decides how a key becomes a peer id and where it is stored.
 
-The private key never leaves this machine and is never part of a message. `authority` certifies public keys,
-`credentials` presents the certificate in TLS.
+The private key never leaves this machine and is never part of a message. `certificates` certifies public
+keys and presents the certificate in TLS.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from fusionai.primitives.errors import FusionError, StorageError, TrustError, UsageError
 from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId, short
-from fusionai.transport.security.authority import CLOCK_SKEW_S
+from fusionai.transport.security.certificates import CLOCK_SKEW_S
 from fusionai.transport.security.identity import (
     load_key,
     peer_of,

@@ -16,7 +16,7 @@ from fusionai.primitives.errors import ChannelClosed, TransportError, TrustError
 from fusionai.transport.interface import Channel
 from fusionai.transport.routes import quic as quic_binding
 from fusionai.transport.routes.quic import QuicTransport, format_quic, parse_quic
-from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.certificates import MemberCredentials
 from fusionai.wire.messages import Ping
 from harness.patience import CEILING_S
 
@@ -109,7 +109,7 @@ def test_a_certificate_of_another_key_is_not_believed(pool: Any):
 SERVES = """
 import asyncio, sys
 from pathlib import Path
-from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.certificates import MemberCredentials
 from fusionai.transport.security.identity import load_identity
 from fusionai.transport.routes.quic import QuicTransport
 

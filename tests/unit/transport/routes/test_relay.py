@@ -24,7 +24,7 @@ from fusionai.transport.interface import Channel
 from fusionai.transport.routes.addresses import parse_address
 from fusionai.transport.routes.relay import BAD_GREETING, BAD_TOKEN, Relay, RelayLimits, greeting, through_relay
 from fusionai.transport.routes.tcp import TcpTransport
-from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.certificates import MemberCredentials
 from fusionai.transport.security.signed import PairingToken, Side, prove_holding, sign_pairing
 from fusionai.wire.frame import describe
 from fusionai.wire.messages import Fence, Ping, StateChunk

@@ -19,14 +19,14 @@ import pytest
 from fusionai.cli import running
 from fusionai.primitives.errors import ChannelClosed, TransportError, TrustError, UsageError, WireError
 from fusionai.primitives.tensors import host_tensor
-from fusionai.transport.channels import bulk
+from fusionai.transport.channels import uplink
 from fusionai.transport.channels.framed import AcceptLimits
 from fusionai.transport.channels.tcp import TcpChannel
 from fusionai.transport.channels.uplink import TransferLimits
 from fusionai.transport.interface import Channel, Listener
 from fusionai.transport.routes.addresses import parse_address
 from fusionai.transport.routes.tcp import TcpTransport
-from fusionai.transport.security.credentials import MemberCredentials, StrangerCredentials
+from fusionai.transport.security.certificates import MemberCredentials, StrangerCredentials
 from fusionai.wire.frame import GREETING_LIMITS, encode_frame_head, encode_header
 from fusionai.wire.messages import Fence, Hello, Ping, StateChunk, TensorHeader
 from harness.patience import CEILING_S
@@ -489,7 +489,7 @@ def test_a_connection_that_breaks_ends_every_call(pool, run: Run):
 def test_a_frame_whose_connection_goes_while_others_have_their_turn_is_not_taken_for_sent(
     by_us: bool, pool, run: Run, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(bulk, "NEARBY_S", 0.0)  # loopback, too, is a line that is shared
+    monkeypatch.setattr(uplink, "NEARBY_S", 0.0)  # loopback, too, is a line that is shared
 
     async def main() -> None:
         door = Door(pool.credentials("broker", "broker"))

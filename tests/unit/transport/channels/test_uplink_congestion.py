@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.transport.channels import bulk as congestion
-from fusionai.transport.channels.bulk import KernelView, Pacing, kernel_view, set_pacing_rate, use_for_bulk
+from fusionai.transport.channels import uplink as congestion
+from fusionai.transport.channels.uplink import KernelView, Pacing, kernel_view, set_pacing_rate, use_for_bulk
 from harness.examples import examples
 
 LINE = 12.5e6

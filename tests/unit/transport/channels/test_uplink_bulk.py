@@ -11,9 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from fusionai.transport.channels import bulk as module
-from fusionai.transport.channels.bulk import Bulk, KernelView
-from fusionai.transport.channels.uplink import UplinkScheduler
+from fusionai.transport.channels import uplink as module
+from fusionai.transport.channels.uplink import Bulk, KernelView, UplinkScheduler
 from harness.in_a_loop import in_a_loop
 from harness.patience import CEILING_S
 

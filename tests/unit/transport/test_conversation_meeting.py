@@ -9,7 +9,7 @@ import pytest
 
 from fusionai.primitives.errors import RefusedError, TransportError
 from fusionai.primitives.ids import PeerId
-from fusionai.transport.routes.introductions import Introduction, Meeting
+from fusionai.transport.conversation import Introduction, Meeting
 
 PEER = PeerId("a" * 52)
 

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.x509.oid import NameOID
 
 from fusionai.primitives.errors import TrustError, UsageError
-from fusionai.transport.security.authority import (
+from fusionai.transport.security.certificates import (
     CERTIFICATE_LIFETIME_S,
     CLOCK_SKEW_S,
     authority_key_of,

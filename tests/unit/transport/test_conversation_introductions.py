@@ -8,9 +8,9 @@ import pytest
 
 from fusionai.primitives.errors import RefusedError, TransportError, WireError
 from fusionai.primitives.ids import PeerId
+from fusionai.transport import conversation as introductions
+from fusionai.transport.conversation import Introductions
 from fusionai.transport.interface import Channel, Listener
-from fusionai.transport.routes import introductions
-from fusionai.transport.routes.introductions import Introductions
 from fusionai.wire.messages import Done, Introduced, Meet, Message, Observe, Observed, Refused
 from harness.memory_transport import MemoryNetwork
 
