@@ -73,7 +73,7 @@ REFUSAL_SENTENCES: Final[dict[str, str]] = {
 }
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="m"):
+class WireMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="m"):
     """Base of all messages. The tag identifies the message type."""
 
 
@@ -109,7 +109,7 @@ MAX_BACK_BYTES: Final = 4 * 2**20
 """Most bytes that a member may ask to be sent back for a bandwidth measurement."""
 
 
-class Hello(Message, frozen=True, kw_only=True, tag="hello"):
+class Hello(WireMessage, frozen=True, kw_only=True, tag="hello"):
     """First message of the dialling side. `stream` says what this connection is for."""
 
     oldest_version: Count = OLDEST_PROTOCOL_VERSION
@@ -118,32 +118,32 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     software: Name = ""
 
 
-class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+class Welcome(WireMessage, frozen=True, kw_only=True, tag="welcome"):
     """The listening side accepts and names the version both speak."""
 
     version: Count
     software: Name = ""
 
 
-class Refused(Message, frozen=True, kw_only=True, tag="refused"):
+class Refused(WireMessage, frozen=True, kw_only=True, tag="refused"):
     """Refusal, with its reason. May answer any message. After a handshake it ends the connection."""
 
     code: RefusalCode
     reason: Text = ""
 
 
-class Done(Message, frozen=True, kw_only=True, tag="done"):
+class Done(WireMessage, frozen=True, kw_only=True, tag="done"):
     """Acknowledgement without further content."""
 
 
-class Ping(Message, frozen=True, kw_only=True, tag="ping"):
+class Ping(WireMessage, frozen=True, kw_only=True, tag="ping"):
     """Measures liveness and round-trip time between members, on any stream."""
 
     sequence: Count
     sent_at_s: Seconds
 
 
-class Pong(Message, frozen=True, kw_only=True, tag="pong"):
+class Pong(WireMessage, frozen=True, kw_only=True, tag="pong"):
     """Answer to `Ping` and `Probe`: repeats their numbers and carries as many bytes as the probe asked for."""
 
     sequence: Count
@@ -151,7 +151,7 @@ class Pong(Message, frozen=True, kw_only=True, tag="pong"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=1)] = ()
 
 
-class Probe(Message, frozen=True, kw_only=True, tag="probe"):
+class Probe(WireMessage, frozen=True, kw_only=True, tag="probe"):
     """Bulk bytes to measure a link's bandwidth. Answered by `Pong` when the last byte has arrived."""
 
     sequence: Count

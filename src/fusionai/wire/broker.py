@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fusionai.wire.base import Addresses, Blob, Count, Job, Message, Name, Peer, Seconds, StepIndex, Text
+from fusionai.wire.base import Addresses, Blob, Count, Job, Name, Peer, Seconds, StepIndex, Text, WireMessage
 
 RouteKind = Literal["lan", "direct", "quic", "relay"]
 """Route of a link: within one network, direct over the internet, direct through routers by UDP, or over a relay that
@@ -22,7 +22,7 @@ MAX_NEAR: Final = 16
 """Most nearby peers that the broker names to a new member."""
 
 
-class Meet(Message, frozen=True, kw_only=True, tag="meet"):
+class Meet(WireMessage, frozen=True, kw_only=True, tag="meet"):
     """A member asks the broker to introduce it to another member that it can't dial."""
 
     peer: Peer
@@ -31,7 +31,7 @@ class Meet(Message, frozen=True, kw_only=True, tag="meet"):
     """Addresses where the asking side can be dialled now, so that the other side can try at the same time."""
 
 
-class Introduced(Message, frozen=True, kw_only=True, tag="introduced"):
+class Introduced(WireMessage, frozen=True, kw_only=True, tag="introduced"):
     """Answer to `Meet`: the other side has been notified."""
 
     token: Blob
@@ -41,7 +41,7 @@ class Introduced(Message, frozen=True, kw_only=True, tag="introduced"):
     """Addresses where the other side listens now."""
 
 
-class MeetNotice(Message, frozen=True, kw_only=True, tag="meet_notice"):
+class MeetNotice(WireMessage, frozen=True, kw_only=True, tag="meet_notice"):
     """The broker tells a peer that another member wants to reach it and can't dial it: connect to the relay."""
 
     peer: Peer
@@ -53,14 +53,14 @@ class MeetNotice(Message, frozen=True, kw_only=True, tag="meet_notice"):
     """Addresses where the other side can be dialled now."""
 
 
-class Observe(Message, frozen=True, kw_only=True, tag="observe"):
+class Observe(WireMessage, frozen=True, kw_only=True, tag="observe"):
     """A member asks the broker from which address its connection comes, and whether one of its ports can be dialled."""
 
     port: Annotated[int, Meta(ge=0, le=65_535)] = 0
     """TCP port for the broker to dial at that address; 0: none."""
 
 
-class Observed(Message, frozen=True, kw_only=True, tag="observed"):
+class Observed(WireMessage, frozen=True, kw_only=True, tag="observed"):
     """Answer to `Observe`."""
 
     host: Name
@@ -98,7 +98,7 @@ class Near(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     addresses: Addresses
 
 
-class JoinRequest(Message, frozen=True, kw_only=True, tag="join"):
+class JoinRequest(WireMessage, frozen=True, kw_only=True, tag="join"):
     """A stranger with an invitation asks for a certificate. Sent on a connection without a client certificate."""
 
     token: Annotated[bytes, Meta(max_length=64)]
@@ -106,7 +106,7 @@ class JoinRequest(Message, frozen=True, kw_only=True, tag="join"):
     purpose: Literal["provider", "owner"]
 
 
-class JoinGranted(Message, frozen=True, kw_only=True, tag="joined"):
+class JoinGranted(WireMessage, frozen=True, kw_only=True, tag="joined"):
     """DER certificates: the newcomer's own and the pool's authority."""
 
     peer: Peer
@@ -114,7 +114,7 @@ class JoinGranted(Message, frozen=True, kw_only=True, tag="joined"):
     authority: Blob
 
 
-class Register(Message, frozen=True, kw_only=True, tag="register"):
+class Register(WireMessage, frozen=True, kw_only=True, tag="register"):
     """A provider offers itself. `boot` differs at each start of the process. `profile` is `scheduling.PeerProfile`."""
 
     boot: Count
@@ -122,7 +122,7 @@ class Register(Message, frozen=True, kw_only=True, tag="register"):
     addresses: Addresses
 
 
-class Registered(Message, frozen=True, kw_only=True, tag="registered"):
+class Registered(WireMessage, frozen=True, kw_only=True, tag="registered"):
     """The broker has registered a provider; says how often the provider must send a heartbeat."""
 
     heartbeat_s: Seconds
@@ -132,7 +132,7 @@ class Registered(Message, frozen=True, kw_only=True, tag="registered"):
     wall_s: Seconds = 0.0
 
 
-class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
+class Heartbeat(WireMessage, frozen=True, kw_only=True, tag="heartbeat"):
     """Peer -> broker: this process is alive and works on these jobs."""
 
     boot: Count
@@ -141,25 +141,25 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     """Current links to other members, for display, and links it has probed, for planners."""
 
 
-class HeartbeatAck(Message, frozen=True, kw_only=True, tag="heartbeat_ack"):
+class HeartbeatAck(WireMessage, frozen=True, kw_only=True, tag="heartbeat_ack"):
     """The lease is renewed from now on."""
 
     wall_s: Seconds = 0.0
 
 
-class Leave(Message, frozen=True, kw_only=True, tag="leave"):
+class Leave(WireMessage, frozen=True, kw_only=True, tag="leave"):
     """This machine's peer leaves the pool: after its work is handed over (`drain`), or at once."""
 
     drain: bool = True
 
 
-class LeaveNotice(Message, frozen=True, kw_only=True, tag="leave_notice"):
+class LeaveNotice(WireMessage, frozen=True, kw_only=True, tag="leave_notice"):
     """The broker tells a peer's process that its machine's owner asked it to leave."""
 
     drain: bool = True
 
 
-class PoolQuery(Message, frozen=True, kw_only=True, tag="pool_query"):
+class PoolQuery(WireMessage, frozen=True, kw_only=True, tag="pool_query"):
     """Asks for the members of the pool."""
 
 
@@ -185,13 +185,13 @@ class MemberView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Links to other members, from its last heartbeat."""
 
 
-class PoolView(Message, frozen=True, kw_only=True, tag="pool_view"):
+class PoolView(WireMessage, frozen=True, kw_only=True, tag="pool_view"):
     """Answer to `PoolQuery`."""
 
     members: Annotated[tuple[MemberView, ...], Meta(max_length=100_000)] = ()
 
 
-class JobRequest(Message, frozen=True, kw_only=True, tag="job_request"):
+class JobRequest(WireMessage, frozen=True, kw_only=True, tag="job_request"):
     """A job owner asks the broker to put a plan into force: leases, a plan version, tickets. `plan` is
     `scheduling.Plan`."""
 
@@ -208,7 +208,7 @@ class TicketFor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     ticket: Blob
 
 
-class JobGranted(Message, frozen=True, kw_only=True, tag="job_granted"):
+class JobGranted(WireMessage, frozen=True, kw_only=True, tag="job_granted"):
     """`plan` with its version; one ticket per member and one for the driver; where each member listens."""
 
     job: Job
@@ -218,7 +218,7 @@ class JobGranted(Message, frozen=True, kw_only=True, tag="job_granted"):
     wall_s: Seconds = 0.0
 
 
-class JobReport(Message, frozen=True, kw_only=True, tag="job_report"):
+class JobReport(WireMessage, frozen=True, kw_only=True, tag="job_report"):
     """The driver reports the state of its job. It carries no text, token or tensor of the job."""
 
     job: Job
@@ -227,7 +227,7 @@ class JobReport(Message, frozen=True, kw_only=True, tag="job_report"):
     detail: Text = ""
 
 
-class JobQuery(Message, frozen=True, kw_only=True, tag="job_query"):
+class JobQuery(WireMessage, frozen=True, kw_only=True, tag="job_query"):
     """Asks for the jobs of the pool. With `job`, asks for that job only, with its history."""
 
     job: Name = ""
@@ -247,32 +247,32 @@ class JobView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     story: Annotated[tuple[Text, ...], Meta(max_length=10_000)] = ()
 
 
-class JobList(Message, frozen=True, kw_only=True, tag="job_list"):
+class JobList(WireMessage, frozen=True, kw_only=True, tag="job_list"):
     """Answer to `JobQuery`."""
 
     jobs: Annotated[tuple[JobView, ...], Meta(max_length=10_000)] = ()
 
 
-class JobStop(Message, frozen=True, kw_only=True, tag="job_stop"):
+class JobStop(WireMessage, frozen=True, kw_only=True, tag="job_stop"):
     """End this job cleanly. Allowed to its owner and to the broker's owner."""
 
     job: Job
 
 
-class StopNotice(Message, frozen=True, kw_only=True, tag="stop_notice"):
+class StopNotice(WireMessage, frozen=True, kw_only=True, tag="stop_notice"):
     """The broker tells a job's driver that an authorised member asked to stop the job."""
 
     job: Job
 
 
-class InviteRequest(Message, frozen=True, kw_only=True, tag="invite_request"):
+class InviteRequest(WireMessage, frozen=True, kw_only=True, tag="invite_request"):
     """The broker's owner asks for a new invitation."""
 
     uses: Annotated[int, Meta(ge=1, le=100_000)] = 1
     lifetime_s: Seconds = 86_400.0
 
 
-class Invited(Message, frozen=True, kw_only=True, tag="invited"):
+class Invited(WireMessage, frozen=True, kw_only=True, tag="invited"):
     """Answer to `InviteRequest`: text to hand to the newcomer over a channel both trust."""
 
     invitation: Text

@@ -13,7 +13,6 @@ from fusionai.wire.base import (
     Count,
     Fence,
     Job,
-    Message,
     Name,
     Neighbour,
     Peer,
@@ -21,10 +20,11 @@ from fusionai.wire.base import (
     RefusalCode,
     TensorHeader,
     Text,
+    WireMessage,
 )
 
 
-class OpenJob(Message, frozen=True, kw_only=True, tag="open_job"):
+class OpenJob(WireMessage, frozen=True, kw_only=True, tag="open_job"):
     """First message on a connection between members of a job: the dialling side shows its ticket."""
 
     job: Job
@@ -36,7 +36,7 @@ class OpenJob(Message, frozen=True, kw_only=True, tag="open_job"):
     """Kind of worker that the listener opens if it has no part in this job yet."""
 
 
-class Enlist(Message, frozen=True, kw_only=True, tag="enlist"):
+class Enlist(WireMessage, frozen=True, kw_only=True, tag="enlist"):
     """Driver -> member, first message of every round and once per member: adopt this (higher) fence. It defines the
     member's whole part in the job: the member drops stages that `neighbours` places elsewhere and keeps snapshots."""
 
@@ -61,7 +61,7 @@ class SnapshotAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     step: Count
 
 
-class Enlisted(Message, frozen=True, kw_only=True, tag="enlisted"):
+class Enlisted(WireMessage, frozen=True, kw_only=True, tag="enlisted"):
     """Member -> driver, answer to `Enlist`: the snapshots it holds. Its stages answer with `Status`."""
 
     fence: Fence
@@ -69,14 +69,14 @@ class Enlisted(Message, frozen=True, kw_only=True, tag="enlisted"):
     snapshots: Annotated[tuple[SnapshotAt, ...], Meta(max_length=4096)] = ()
 
 
-class Detach(Message, frozen=True, kw_only=True, tag="detach"):
+class Detach(WireMessage, frozen=True, kw_only=True, tag="detach"):
     """Driver -> member: the job is over for this member. Drop all its stages and snapshots."""
 
     fence: Fence
     reason: Text = ""
 
 
-class StageFailed(Message, frozen=True, kw_only=True, tag="stage_failed"):
+class StageFailed(WireMessage, frozen=True, kw_only=True, tag="stage_failed"):
     """Member -> driver: the stage can't go on."""
 
     fence: Fence
@@ -85,7 +85,7 @@ class StageFailed(Message, frozen=True, kw_only=True, tag="stage_failed"):
     reason: Text
 
 
-class LinkLost(Message, frozen=True, kw_only=True, tag="link_lost"):
+class LinkLost(WireMessage, frozen=True, kw_only=True, tag="link_lost"):
     """Member -> driver: the connection to `peer` broke, fell silent or could not be opened."""
 
     fence: Fence
@@ -119,7 +119,7 @@ class WeightSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     digests: Annotated[tuple[Digest, ...], Meta(max_length=100_000)] = ()
 
 
-class WeightRefused(Message, frozen=True, kw_only=True, tag="weight_refused"):
+class WeightRefused(WireMessage, frozen=True, kw_only=True, tag="weight_refused"):
     """Member -> driver: `source` sent bytes that do not match this tensor's digests. They were fetched from another
     source."""
 
@@ -129,7 +129,7 @@ class WeightRefused(Message, frozen=True, kw_only=True, tag="weight_refused"):
     key: Name
 
 
-class WeightAsk(Message, frozen=True, kw_only=True, tag="weight_ask"):
+class WeightAsk(WireMessage, frozen=True, kw_only=True, tag="weight_ask"):
     """Member -> member, on a state connection: requests pieces [first, first + count) of a tensor."""
 
     digest: Digest
@@ -137,7 +137,7 @@ class WeightAsk(Message, frozen=True, kw_only=True, tag="weight_ask"):
     count: Annotated[int, Meta(ge=1, le=64)]
 
 
-class WeightPieces(Message, frozen=True, kw_only=True, tag="weight_pieces"):
+class WeightPieces(WireMessage, frozen=True, kw_only=True, tag="weight_pieces"):
     """Answer to `WeightAsk`: tensor `bytes` (uint8). Without it, the sender does not have the pieces (any more)."""
 
     digest: Digest

@@ -11,9 +11,7 @@ commands; `transport` moves them.
 
 from __future__ import annotations
 
-import functools
-import operator
-from typing import Any, Final
+from typing import Any, Final, Union, cast
 
 import msgspec
 
@@ -23,10 +21,10 @@ from fusionai.wire.job import *
 from fusionai.wire.serving import *
 from fusionai.wire.training import *
 
+Message = WireMessage
 MESSAGES: Final[tuple[type[Message], ...]] = tuple(Message.__subclasses__())
 """All messages that a connection may carry."""
-_UNION: Final[Any] = functools.reduce(operator.or_, MESSAGES)
-_DECODER: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(_UNION)
+_DECODER: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(cast("Any", Union)[MESSAGES])
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fusionai.wire.base import Count, Fence, Job, Message, Name, Peer, Seconds, Secret, TensorHeader, Text
+from fusionai.wire.base import Count, Fence, Job, Name, Peer, Seconds, Secret, TensorHeader, Text, WireMessage
 from fusionai.wire.job import WeightSource, WeightSpec
 
 WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "int4"]
@@ -69,7 +69,7 @@ class StageDelay(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     compute_s: Seconds
 
 
-class Load(Message, frozen=True, kw_only=True, tag="load"):
+class Load(WireMessage, frozen=True, kw_only=True, tag="load"):
     """Driver -> member, after `Enlist`: load this stage's program and weights. Answered by `Loaded` or `StageFailed`. A
     stage that is already loaded answers at once and keeps its caches. Tensor `graph` (uint8): canonical JSON of the
     stage's graph. `boundary` as in `Attach`."""
@@ -95,7 +95,7 @@ class Load(Message, frozen=True, kw_only=True, tag="load"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
-class Loading(Message, frozen=True, kw_only=True, tag="loading"):
+class Loading(WireMessage, frozen=True, kw_only=True, tag="loading"):
     """Member -> driver, from time to time while it fetches weights: progress in bytes."""
 
     fence: Fence
@@ -104,7 +104,7 @@ class Loading(Message, frozen=True, kw_only=True, tag="loading"):
     total_bytes: Count
 
 
-class Loaded(Message, frozen=True, kw_only=True, tag="loaded"):
+class Loaded(WireMessage, frozen=True, kw_only=True, tag="loaded"):
     """Member -> driver: the stage is ready for passes (on `standby`: its weights are loaded)."""
 
     fence: Fence
@@ -119,7 +119,7 @@ class Loaded(Message, frozen=True, kw_only=True, tag="loaded"):
     """(session, positions) that are still valid in its cache."""
 
 
-class Pass(Message, frozen=True, kw_only=True, tag="pass"):
+class Pass(WireMessage, frozen=True, kw_only=True, tag="pass"):
     """Driver or stage -> next stage: values of all `segments`, packed in order along the sequence. Values that only
     later stages need travel along. `rebuild`: the last stage to compute the pass, which then answers `Rebuilt` instead
     of sending on; -1: an ordinary pass."""
@@ -139,7 +139,7 @@ class Pass(Message, frozen=True, kw_only=True, tag="pass"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
 
 
-class PassResult(Message, frozen=True, kw_only=True, tag="pass_result"):
+class PassResult(WireMessage, frozen=True, kw_only=True, tag="pass_result"):
     """Last stage -> driver: the output of the wanted rows, shape [1, rows, vocabulary or hidden size]."""
 
     fence: Fence
@@ -149,7 +149,7 @@ class PassResult(Message, frozen=True, kw_only=True, tag="pass_result"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
-class Rebuild(Message, frozen=True, kw_only=True, tag="rebuild"):
+class Rebuild(WireMessage, frozen=True, kw_only=True, tag="rebuild"):
     """Driver -> member with `stage`: send again what the stage retains of these segments, for stages `stage` + 1 to
     `through`, whose caches are empty. It is sent as passes of at most `pass_tokens`, each with one or more segments."""
 
@@ -160,7 +160,7 @@ class Rebuild(Message, frozen=True, kw_only=True, tag="rebuild"):
     segments: Annotated[tuple[Segment, ...], Meta(max_length=MAX_SESSIONS)]
 
 
-class Rebuilt(Message, frozen=True, kw_only=True, tag="rebuilt"):
+class Rebuilt(WireMessage, frozen=True, kw_only=True, tag="rebuilt"):
     """Stage -> driver: the cache contains the whole segment."""
 
     fence: Fence
@@ -170,7 +170,7 @@ class Rebuilt(Message, frozen=True, kw_only=True, tag="rebuilt"):
     length: Count
 
 
-class PassFailed(Message, frozen=True, kw_only=True, tag="pass_failed"):
+class PassFailed(WireMessage, frozen=True, kw_only=True, tag="pass_failed"):
     """Stage -> driver: this pass could not be computed. The stage and its other sessions go on."""
 
     fence: Fence
@@ -179,7 +179,7 @@ class PassFailed(Message, frozen=True, kw_only=True, tag="pass_failed"):
     reason: Text
 
 
-class Working(Message, frozen=True, kw_only=True, tag="working"):
+class Working(WireMessage, frozen=True, kw_only=True, tag="working"):
     """Stage -> driver, every second while passes are present: it has computed pass `number`, which may be of an earlier
     round, for `busy_s` so far. `number` -1: no pass is being computed; `busy_s` is the age of the first waiting pass,
     or 0.0 if none waits and some were computed since the last message."""
@@ -190,7 +190,7 @@ class Working(Message, frozen=True, kw_only=True, tag="working"):
     busy_s: Seconds
 
 
-class RequestSketches(Message, frozen=True, kw_only=True, tag="request_sketches"):
+class RequestSketches(WireMessage, frozen=True, kw_only=True, tag="request_sketches"):
     """Driver -> member: report your sketches of these positions of a text that has ended. Answered by
     `TextSketches`."""
 
@@ -202,7 +202,7 @@ class RequestSketches(Message, frozen=True, kw_only=True, tag="request_sketches"
     length: Annotated[int, Meta(ge=1, le=MAX_TEXT)]
 
 
-class TextSketches(Message, frozen=True, kw_only=True, tag="text_sketches"):
+class TextSketches(WireMessage, frozen=True, kw_only=True, tag="text_sketches"):
     """Answer to `RequestSketches`: tensors `got` and `gave`, float32 [positions, 16]. NaN where the stage has no
     sketch."""
 
@@ -212,7 +212,7 @@ class TextSketches(Message, frozen=True, kw_only=True, tag="text_sketches"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=2)] = ()
 
 
-class ReadAgain(Message, frozen=True, kw_only=True, tag="read_again"):
+class ReadAgain(WireMessage, frozen=True, kw_only=True, tag="read_again"):
     """Driver -> verifier: compute a text of `stage` again, all positions at once, and report the sketches in a
     `ReadText`. Answered first by `Reading`; then the stage's inputs arrive as `ShownRows`."""
 
@@ -228,7 +228,7 @@ class ReadAgain(Message, frozen=True, kw_only=True, tag="read_again"):
     """Fence for the answer. A standby may have been enlisted under a different one."""
 
 
-class Reading(Message, frozen=True, kw_only=True, tag="reading"):
+class Reading(WireMessage, frozen=True, kw_only=True, tag="reading"):
     """Verifier -> driver: ready to receive the stage's inputs."""
 
     fence: Fence
@@ -236,7 +236,7 @@ class Reading(Message, frozen=True, kw_only=True, tag="reading"):
     number: Count
 
 
-class ShowRows(Message, frozen=True, kw_only=True, tag="show_rows"):
+class ShowRows(WireMessage, frozen=True, kw_only=True, tag="show_rows"):
     """Driver -> member: send the verifier `peer` what your `stage` sent on and retains of this text, as `ShownRows`."""
 
     fence: Fence
@@ -248,7 +248,7 @@ class ShowRows(Message, frozen=True, kw_only=True, tag="show_rows"):
     """Fence under which the verifier accepts the rows."""
 
 
-class ShownRows(Message, frozen=True, kw_only=True, tag="shown_rows"):
+class ShownRows(WireMessage, frozen=True, kw_only=True, tag="shown_rows"):
     """Member -> verifier, in order: rows from position `start` on, as `stage` sent them. Stage -1 is the driver."""
 
     fence: Fence
@@ -258,7 +258,7 @@ class ShownRows(Message, frozen=True, kw_only=True, tag="shown_rows"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
 
 
-class ReadText(Message, frozen=True, kw_only=True, tag="read_text"):
+class ReadText(WireMessage, frozen=True, kw_only=True, tag="read_text"):
     """Verifier -> driver: sketches of all positions, float32 [positions, 16]. Tensors `got` and `gave`: the sketches
     the stage should have. `seen`: the sketches that the receiver of its rows should have."""
 
@@ -271,7 +271,7 @@ class ReadText(Message, frozen=True, kw_only=True, tag="read_text"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=3)] = ()
 
 
-class CheckFailed(Message, frozen=True, kw_only=True, tag="check_failed"):
+class CheckFailed(WireMessage, frozen=True, kw_only=True, tag="check_failed"):
     """Member -> driver: the data requested for a check is not available (any more). The stage itself has not failed."""
 
     fence: Fence

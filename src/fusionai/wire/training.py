@@ -17,7 +17,6 @@ from fusionai.wire.base import (
     Fence,
     Index,
     Job,
-    Message,
     Mode,
     Name,
     Peer,
@@ -26,6 +25,7 @@ from fusionai.wire.base import (
     StepIndex,
     TensorHeader,
     Text,
+    WireMessage,
 )
 from fusionai.wire.codecs import Codec, Exchanged, PackedTensor, ParameterForm
 
@@ -117,7 +117,7 @@ class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     loss: float
 
 
-class Attach(Message, frozen=True, kw_only=True, tag="attach"):
+class Attach(WireMessage, frozen=True, kw_only=True, tag="attach"):
     """Driver -> member, after `Enlist`: run this stage under this fence. Drop partial sums, keep the prepared step.
     Tensor `graph` (uint8): canonical JSON of the stage's graph (`ir.schema.Graph`). `boundary` holds the routes of each
     stage value (`ir.partition.StageGraph` without the graph); `execution` decodes it."""
@@ -141,7 +141,7 @@ class Attach(Message, frozen=True, kw_only=True, tag="attach"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
-class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
+class Prepare(WireMessage, frozen=True, kw_only=True, tag="prepare"):
     """Driver -> standby, once the round runs: load and test this stage's program in advance, for the `Attach` that
     follows if the stage's peer is lost. It has no answer. Fields as in `Attach`, with tensor `graph`."""
 
@@ -153,7 +153,7 @@ class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
-class Status(Message, frozen=True, kw_only=True, tag="status"):
+class Status(WireMessage, frozen=True, kw_only=True, tag="status"):
     """Member -> driver: state of this stage. `applied` is the number of steps applied, -1 without any state."""
 
     fence: Fence
@@ -167,7 +167,7 @@ class Status(Message, frozen=True, kw_only=True, tag="status"):
     clock_s: Seconds
 
 
-class Resume(Message, frozen=True, kw_only=True, tag="resume"):
+class Resume(WireMessage, frozen=True, kw_only=True, tag="resume"):
     """Driver -> member: reach `committed` applied steps, starting from the state of step `base`.
 
     `source` says where that state comes from. `keep`: keep the present state, apply the last record if it was missed,
@@ -191,7 +191,7 @@ class Resume(Message, frozen=True, kw_only=True, tag="resume"):
     """For `keep`, as in `Commit`: without it, a stage that misses commits repeatedly would retain more and more."""
 
 
-class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
+class Snapshot(WireMessage, frozen=True, kw_only=True, tag="snapshot"):
     """Stage -> its standby (or holder -> holder, see `PassSnapshot`), on a state connection: some entries of the state
     of `step`. Snapshots of this job taken before step `watermark` are no longer needed."""
 
@@ -209,7 +209,7 @@ class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
 
 
-class SnapshotKept(Message, frozen=True, kw_only=True, tag="snapshot_kept"):
+class SnapshotKept(WireMessage, frozen=True, kw_only=True, tag="snapshot_kept"):
     """Standby -> driver: this snapshot is complete."""
 
     fence: Fence
@@ -217,7 +217,7 @@ class SnapshotKept(Message, frozen=True, kw_only=True, tag="snapshot_kept"):
     step: Count
 
 
-class PassSnapshot(Message, frozen=True, kw_only=True, tag="pass_snapshot"):
+class PassSnapshot(WireMessage, frozen=True, kw_only=True, tag="pass_snapshot"):
     """Driver -> holder of a snapshot: send it to `peer`, which will run the stage."""
 
     fence: Fence
@@ -227,7 +227,7 @@ class PassSnapshot(Message, frozen=True, kw_only=True, tag="pass_snapshot"):
     addresses: Addresses
 
 
-class StateChunk(Message, frozen=True, kw_only=True, tag="state_chunk"):
+class StateChunk(WireMessage, frozen=True, kw_only=True, tag="state_chunk"):
     """Some entries of a stage's state, in either direction. Entry names: `model/<key>`, `optimizer/<key>/<slot>`."""
 
     fence: Fence
@@ -237,7 +237,7 @@ class StateChunk(Message, frozen=True, kw_only=True, tag="state_chunk"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
 
 
-class Ready(Message, frozen=True, kw_only=True, tag="ready"):
+class Ready(WireMessage, frozen=True, kw_only=True, tag="ready"):
     """Member -> driver: the stage is at `applied`, its links are up, its program answered a probe."""
 
     fence: Fence
@@ -245,7 +245,7 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
     applied: Count
 
 
-class Forward(Message, frozen=True, kw_only=True, tag="forward"):
+class Forward(WireMessage, frozen=True, kw_only=True, tag="forward"):
     """Activations (or job inputs) for one microbatch. `producer` is a stage number, or -1 for the data feed."""
 
     fence: Fence
@@ -259,7 +259,7 @@ class Forward(Message, frozen=True, kw_only=True, tag="forward"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
 
 
-class Backward(Message, frozen=True, kw_only=True, tag="backward"):
+class Backward(WireMessage, frozen=True, kw_only=True, tag="backward"):
     """Gradients from stage `consumer` to stage `producer`. `producer` computed the values or adds to the gradient sums
     of them, of their aliases and of shared parameters."""
 
@@ -273,7 +273,7 @@ class Backward(Message, frozen=True, kw_only=True, tag="backward"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
 
 
-class Output(Message, frozen=True, kw_only=True, tag="output"):
+class Output(WireMessage, frozen=True, kw_only=True, tag="output"):
     """Stage -> driver: job outputs (`loss`, `logits`) of one microbatch, by output name."""
 
     fence: Fence
@@ -285,7 +285,7 @@ class Output(Message, frozen=True, kw_only=True, tag="output"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
-class SharedGradient(Message, frozen=True, kw_only=True, tag="shared_gradient"):
+class SharedGradient(WireMessage, frozen=True, kw_only=True, tag="shared_gradient"):
     """Gradients of parameters that several stages hold (tied weights, replicas), summed over a step's microbatches.
     `partial`: to the parameter's home stage, for gradients that do not travel with each microbatch. `total`: the sum,
     back from it. Sent as `parts` consecutive messages."""
@@ -321,7 +321,7 @@ class Sketch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
     values: Annotated[tuple[float, ...], Meta(max_length=64)]
 
 
-class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
+class Prepared(WireMessage, frozen=True, kw_only=True, tag="prepared"):
     """Stage -> driver: all microbatches of `step` are summed. Carries one gradient norm per parameter (exact
     binary64)."""
 
@@ -342,7 +342,7 @@ class StepKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     key: Secret
 
 
-class Recheck(Message, frozen=True, kw_only=True, tag="recheck"):
+class Recheck(WireMessage, frozen=True, kw_only=True, tag="recheck"):
     """Driver -> verifier: run steps `first` to `below` - 1 of a stage that another peer ran, starting from your
     snapshot of `first`, and report the sketches. Answered by `Rechecking` once the program is loaded. The stage's
     inputs then arrive on state connections, in their original form. Fields as in `Attach`, with tensor `graph`."""
@@ -361,7 +361,7 @@ class Recheck(Message, frozen=True, kw_only=True, tag="recheck"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
-class Rechecking(Message, frozen=True, kw_only=True, tag="rechecking"):
+class Rechecking(WireMessage, frozen=True, kw_only=True, tag="rechecking"):
     """Verifier -> driver: ready to receive the stage's inputs."""
 
     fence: Fence
@@ -370,7 +370,7 @@ class Rechecking(Message, frozen=True, kw_only=True, tag="rechecking"):
     below: Count
 
 
-class SendEvidence(Message, frozen=True, kw_only=True, tag="send_evidence"):
+class SendEvidence(WireMessage, frozen=True, kw_only=True, tag="send_evidence"):
     """Driver -> member: send the verifier `peer` again the retained tensors that your `stage` sent to stage `about` in
     steps `first` to `below` - 1."""
 
@@ -383,7 +383,7 @@ class SendEvidence(Message, frozen=True, kw_only=True, tag="send_evidence"):
     addresses: Addresses
 
 
-class EvidenceMissing(Message, frozen=True, kw_only=True, tag="evidence_missing"):
+class EvidenceMissing(WireMessage, frozen=True, kw_only=True, tag="evidence_missing"):
     """Member -> driver, answer to a `SendEvidence` that it can't obey: some of what `stage` sent to `about` is not
     retained."""
 
@@ -407,7 +407,7 @@ class StepNorms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     norms: Annotated[dict[Name, float], Meta(max_length=1_000_000)]
 
 
-class Rechecked(Message, frozen=True, kw_only=True, tag="rechecked"):
+class Rechecked(WireMessage, frozen=True, kw_only=True, tag="rechecked"):
     """Verifier -> driver: the result of running an audit interval again, or the `reason` why there is no result."""
 
     fence: Fence
@@ -425,7 +425,7 @@ class Rechecked(Message, frozen=True, kw_only=True, tag="rechecked"):
     reason: Text = ""
 
 
-class Commit(Message, frozen=True, kw_only=True, tag="commit"):
+class Commit(WireMessage, frozen=True, kw_only=True, tag="commit"):
     """Driver -> stages: apply this step. Retained tensors of steps below `watermark` may be discarded. `save`: stream
     the resulting state (`StateChunk`) before going on."""
 
@@ -436,7 +436,7 @@ class Commit(Message, frozen=True, kw_only=True, tag="commit"):
     save: bool = False
 
 
-class Applied(Message, frozen=True, kw_only=True, tag="applied"):
+class Applied(WireMessage, frozen=True, kw_only=True, tag="applied"):
     """Stage -> driver: the step of the last `Commit` has been applied."""
 
     fence: Fence
@@ -444,7 +444,7 @@ class Applied(Message, frozen=True, kw_only=True, tag="applied"):
     step: Count
 
 
-class PseudoGradient(Message, frozen=True, kw_only=True, tag="pseudo_gradient"):
+class PseudoGradient(WireMessage, frozen=True, kw_only=True, tag="pseudo_gradient"):
     """Stage -> driver, after the last optimizer step before an exchange: the change of the stage's parameters since the
     last outer update (agreed - present, plus the packing error of the last exchange). Each message carries some of the
     parameters."""
@@ -457,7 +457,7 @@ class PseudoGradient(Message, frozen=True, kw_only=True, tag="pseudo_gradient"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
 
 
-class OuterUpdateChunk(Message, frozen=True, kw_only=True, tag="outer_update"):
+class OuterUpdateChunk(WireMessage, frozen=True, kw_only=True, tag="outer_update"):
     """Driver -> stage: the parameters agreed on after `step`, in one of the forms of `ParameterForm`. Each message
     carries some of the parameters."""
 
@@ -470,7 +470,7 @@ class OuterUpdateChunk(Message, frozen=True, kw_only=True, tag="outer_update"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
 
 
-class Export(Message, frozen=True, kw_only=True, tag="export"):
+class Export(WireMessage, frozen=True, kw_only=True, tag="export"):
     """Driver -> stage: stream your state after `step` applied steps on the state stream."""
 
     fence: Fence

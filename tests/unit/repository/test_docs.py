@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import get_args
@@ -11,6 +12,7 @@ from typing import get_args
 import pytest
 
 from fusionai.wire import messages
+from harness.source_graph import modules
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,6 +26,8 @@ def generate() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    # What other tests of this process have parsed is not parsed again.
+    module.module_map.trees = cache(lambda: {name: one.tree for name, one in modules().items()})
     return module
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import gc
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 
 import numpy as np
-import pytest
 
 from harness.source_graph import modules
 
@@ -55,14 +53,6 @@ SHARED_NAMES: frozenset[str] = frozenset()
 """Public names of classes that several modules define."""
 PREFIXES = re.compile(r"(serving|driver|training|weight|replica)_\w+")
 ROOMS = ("fusionai.coordination.", "fusionai.execution.")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collector_waits() -> Iterator[None]:
-    """Half a million syntax nodes are made, and all of them live until the end of the module."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gc
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -11,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from harness.source_graph import ROOT, Module, modules
+
 SOURCE = ROOT / "src" / "fusionai"
-FILES = sorted(SOURCE.rglob("*.py"))
 PACKAGES = sorted(path.parent for path in SOURCE.glob("*/__init__.py"))
 
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
@@ -32,23 +31,9 @@ UNSAFE_ATTRIBUTES = {
 ENVIRONMENT_FILE = SOURCE / "primitives" / "environment.py"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _collector_waits() -> Iterator[None]:
-    """A third of the time of making half a million nodes would be its, and none of them goes before the end."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@cache
-def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """Walked once for all rules: walking costs as much as parsing."""
-    return tuple(ast.walk(tree(path)))
+def files() -> dict[Path, Module]:
+    return {module.path: module for module in modules().values()}
 
 
 def dotted(node: ast.expr) -> tuple[str, ...]:
@@ -122,25 +107,24 @@ def test_the_rule_finds_what_it_is_for(code: str):
 
 
 def test_nothing_is_unpickled_or_evaluated():
-    found = {relative(path): list(unsafe(nodes(path))) for path in FILES}
+    found = {relative(path): list(unsafe(module.nodes)) for path, module in files().items()}
     assert not {path: lines for path, lines in found.items() if lines}
 
 
 def test_the_environment_is_read_in_one_file():
-    assert list(environment_reads(nodes(ENVIRONMENT_FILE)))
-    found = {relative(path): list(environment_reads(nodes(path))) for path in FILES if path != ENVIRONMENT_FILE}
-    assert not {path: lines for path, lines in found.items() if lines}
+    found = {relative(path): list(environment_reads(module.nodes)) for path, module in files().items()}
+    assert [path for path, lines in found.items() if lines] == [relative(ENVIRONMENT_FILE)]
 
 
 def test_every_module_says_what_it_is():
-    silent = [relative(path) for path in FILES if not ast.get_docstring(tree(path))]
+    silent = [relative(path) for path, module in files().items() if not ast.get_docstring(module.tree)]
     assert not silent, f"without a module docstring: {silent}"
 
 
 def test_every_package_names_packages_that_it_works_with():
     silent: list[str] = []
     for package in PACKAGES:
-        said = ast.get_docstring(tree(package / "__init__.py")) or ""
+        said = ast.get_docstring(files()[package / "__init__.py"].tree) or ""
         others = {other.name for other in PACKAGES} - {package.name}
         if package.name != "primitives" and not set(re.findall(r"`(\w+)", said)) & others:
             silent.append(relative(package))
@@ -149,8 +133,8 @@ def test_every_package_names_packages_that_it_works_with():
 
 def test_every_public_function_is_typed():
     bare = []
-    for path in FILES:
-        for node in nodes(path):
+    for path, module in files().items():
+        for node in module.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 untyped = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
@@ -161,14 +145,14 @@ def test_every_public_function_is_typed():
 
 def test_no_module_has_a_banned_name():
     banned = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
-    found = [relative(path) for path in FILES if banned & {path.stem, path.parent.name}]
+    found = [relative(path) for path in files() if banned & {path.stem, path.parent.name}]
     assert not found
 
 
 def test_annotations_are_postponed_everywhere():
     eager = []
-    for path in FILES:
-        body = [node for node in tree(path).body if not isinstance(node, ast.Expr)]
+    for path, module in files().items():
+        body = [node for node in module.tree.body if not isinstance(node, ast.Expr)]
         if body and path.name != "__init__.py":
             first = body[0]
             if not (isinstance(first, ast.ImportFrom) and first.module == "__future__"):
