@@ -28,7 +28,7 @@ from fusionai.cli.running import run
 from fusionai.client.pool.local_pool import LocalPeer, LocalPool
 from fusionai.client.training.replicas import InReplica, ReplicasEvent, train_replicas
 from fusionai.client.training.train import RunEvent, TrainOptions, train
-from fusionai.corpus import python_library
+from fusionai.corpus.files import select_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.storage.atomic import write_atomic
 from fusionai.training.progress import Evaluated
@@ -170,7 +170,7 @@ def _recipe(
             }
         },
         "data": {
-            "files": [str(path) for path in python_library.select(CORPUS_BYTES).files],
+            "files": [str(path) for path in select_library(CORPUS_BYTES).files],
             "format": "text",
             "sequence_length": LENGTH,
             "evaluation_fraction": 0.05,

@@ -33,7 +33,7 @@ from typing import Any, Final
 from fusionai.cli.running import run
 from fusionai.client.pool.local_pool import LocalPeer, LocalPool
 from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
-from fusionai.corpus import python_library
+from fusionai.corpus.files import select_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
@@ -231,7 +231,7 @@ def _recipe(directory: Path, steps: int, saving: str, sizes: Sizes) -> Recipe:
                 }
             },
             "data": {
-                "files": [str(path) for path in python_library.select(1_000_000).files],
+                "files": [str(path) for path in select_library(1_000_000).files],
                 "format": "text",
                 "sequence_length": sizes.length,
                 "tokenizer": {"train": 1024},

@@ -38,7 +38,7 @@ from fusionai.client.pool.local_pool import LocalPeer, LocalPool
 from fusionai.client.serving.job import ServeRequest
 from fusionai.client.serving.serve import serving
 from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
-from fusionai.corpus import python_library
+from fusionai.corpus.files import select_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
 from fusionai.scheduling.problem.embedding_and_head import owners_part
@@ -167,7 +167,7 @@ def _model(directory: Path, config: dict[str, Any]) -> Path:
 
 
 def _recipe(directory: Path, config: dict[str, Any], level: PrivacyLevel, number: int, steps: int) -> Recipe:
-    files = [str(path) for path in python_library.select(400_000).files]
+    files = [str(path) for path in select_library(400_000).files]
     name = f"{level}-{number}"
     return recipe_from_table(
         {

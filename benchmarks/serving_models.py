@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from fusionai.corpus import python_library
+from fusionai.corpus.files import select_library
 from fusionai.corpus.tokens import CorpusTokenizer, train_tokenizer
 
 LLAMA_134M: Final = {
@@ -115,7 +115,7 @@ def trained_pair(work: Path, text: Path | None, steps: int, say: Any) -> Trained
 def _text(path: Path | None) -> str:
     if path is not None:
         return path.read_text(encoding="utf-8")
-    return "\n".join(file.read_text(encoding="utf-8") for file in python_library.select(CORPUS_BYTES).files)
+    return "\n".join(file.read_text(encoding="utf-8") for file in select_library(CORPUS_BYTES).files)
 
 
 def _train(

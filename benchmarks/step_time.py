@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from fusionai.corpus import python_library
+from fusionai.corpus.files import select_library
 from fusionai.storage.atomic import write_atomic
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -145,7 +145,7 @@ def _links(homes: Homes, directory: Path) -> list[dict[str, Any]]:
 
 
 def _recipe(directory: Path, codec: str, steps: int) -> Path:
-    files = [str(path) for path in python_library.select(400_000).files]
+    files = [str(path) for path in select_library(400_000).files]
     path = directory / "recipe.toml"
     path.write_text(
         f"""

@@ -26,7 +26,7 @@ from typing import Any
 from fusionai.cli.running import run
 from fusionai.client.pool.local_pool import LocalPeer, LocalPool
 from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
-from fusionai.corpus import python_library
+from fusionai.corpus.files import select_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.training.progress import StepDone
 
@@ -49,7 +49,7 @@ def config(small: bool) -> dict[str, Any]:
 
 def recipe(directory: Path, small: bool, stages: int, steps: int, loss: str) -> Recipe:
     """The pool's job: real text, the model above."""
-    files = [str(path) for path in python_library.select(1_000_000).files]
+    files = [str(path) for path in select_library(1_000_000).files]
     return recipe_from_table(
         {
             "job": {"name": "bench", "steps": steps, "directory": str(directory / "job")},

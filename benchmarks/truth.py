@@ -40,7 +40,7 @@ import msgspec
 from fusionai.cli.running import run
 from fusionai.client.pool.local_pool import LocalPeer, LocalPool
 from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
-from fusionai.corpus import python_library
+from fusionai.corpus.files import select_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.ir.cost import block_costs
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement
@@ -125,7 +125,7 @@ def recipe(
     compression: Compression = "none",
     replicas: Mapping[str, object] | None = None,
 ) -> Recipe:
-    files = [str(path) for path in python_library.select(300_000).files]
+    files = [str(path) for path in select_library(300_000).files]
     return recipe_from_table(
         {
             "job": {"name": "truth", "steps": steps, "directory": str(directory / "job")},

@@ -60,8 +60,7 @@ from fusionai.corpus.tables import (
 from fusionai.dashboard.analysis_page import document
 from fusionai.ir.operators import OPERATORS
 from fusionai.primitives.units import format_seconds
-from fusionai.privacy.findings import BoundaryFindings, Findings
-from fusionai.privacy.measured import ADVERSARIES, shipped
+from fusionai.privacy.findings import ADVERSARIES, BoundaryFindings, Findings, shipped
 from fusionai.wire import messages
 from fusionai.wire.messages import OptimizerSpec
 

@@ -18,10 +18,9 @@ from fusionai.backends.state import as_stored, state_entries
 from fusionai.backends.tolerance import TOLERANCES
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
-from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph, Stored
-from fusionai.ir.stored import stored_bytes, with_stored
 from fusionai.ir.validate import validate
+from fusionai.ir.weights import initialise, stored_bytes, with_stored
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import OptimizerSpec, StageOptions
 from harness.opened_weights import unpack_stored

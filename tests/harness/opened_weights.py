@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionai.ir.schema import Stored
-from fusionai.ir.stored import Bytes, Floats, group_of
+from fusionai.ir.weights import Bytes, Floats, group_of
 
 
 def unpack_stored(data: Bytes, shape: tuple[int, ...], form: Stored) -> Floats:

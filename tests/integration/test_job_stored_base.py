@@ -16,7 +16,7 @@ from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.adapter import Lora
 from fusionai.capture.models.source import DirectorySource
 from fusionai.ir.schema import Stored, content_hash
-from fusionai.ir.stored import pack_stored, stored_bytes, with_stored
+from fusionai.ir.weights import pack_stored, stored_bytes, with_stored
 from fusionai.training import progress
 from fusionai.wire import messages as wire
 from harness.one_process import as_it_stands

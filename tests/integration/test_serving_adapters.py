@@ -15,7 +15,7 @@ import torch
 from fusionai.backends.interface import Backend
 from fusionai.backends.registry import open_backend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.models.adapter import slots_of
+from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.source import DirectorySource
 from fusionai.ir.partition import ends
 from fusionai.ir.serving import require_servable, serving_graph
@@ -66,7 +66,7 @@ class Trained:
     merged: tuple[Any, ...]
 
     def captured(self) -> Captured:
-        slots = slots_of([read_adapter(path) for path in self.adapters])
+        slots = AdapterSlots(tuple(read_adapter(path) for path in self.adapters)) if self.adapters else None
         return capture(DirectorySource(self.base), batch=(1, 2), sequence=(1, 64), train=False, adapter=slots)
 
     @property
@@ -300,7 +300,7 @@ def test_numbers_that_are_not_finite_are_refused(llama: Trained, tmp_path: Path)
     first = min(tensors)
     tensors[first][0, 0] = np.inf
     save_file(tensors, broken / "adapter_model.safetensors")
-    slots = slots_of([read_adapter(broken)])
+    slots = AdapterSlots((read_adapter(broken),))
     assert slots is not None
     with pytest.raises(ModelError, match="not finite"):
         list(map(slots.tensor, sorted(slots.keys)))

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Engine
 
-from fusionai.corpus.chat_tokens import ChatEncoder, ChatWriter
+from fusionai.corpus.chat_file import ChatEncoder, ChatWriter
 from fusionai.corpus.conversations import conversation_of
-from fusionai.corpus.rows import packed
+from fusionai.corpus.order import packed
 from fusionai.corpus.tables import LocalTokenizer
 from fusionai.corpus.tokens import CorpusTokenizer, load_tokenizer
 from fusionai.serving.model_text import ModelText

@@ -14,9 +14,8 @@ import msgspec
 import numpy as np
 
 from fusionai.backends.binding import nearest
-from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph, ParamSpec
-from fusionai.ir.stored import pack_stored, stored_bytes
+from fusionai.ir.weights import initialise, pack_stored, stored_bytes
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
 from fusionai.primitives.units import format_bytes, format_count

@@ -30,9 +30,8 @@ from fusionai.capture.models.source import ModelSource
 from fusionai.capture.models.state import CapturedState, Checkpoint, group, index_checkpoint
 from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs, model_inputs
 from fusionai.capture.tracing.by_mode import mode_reads
-from fusionai.capture.tracing.experts import by_products, derived_routers
 from fusionai.capture.tracing.export import export, output_dims
-from fusionai.capture.tracing.recurrence import semantic_recurrences
+from fusionai.capture.tracing.layers import by_products, semantic_layers
 from fusionai.ir.blocks import assign_blocks
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, ParamSpec
@@ -75,12 +74,11 @@ class Captured:
 
     def state(self, keys: Iterable[str]) -> Iterator[tuple[str, HostTensor]]:
         """Yield buffers, constants, pretrained weights and parameters without an initialisation program, one at a time.
-        Raises `ModelError` on an unknown key."""
+        Raises `ModelError`."""
         return self.source.tensors(keys)
 
     def layout(self) -> dict[str, Assembly]:
-        """Return name in `save_pretrained`'s files -> the parts of keys it consists of, for tensors that are not simply
-        one key."""
+        """Return name in `save_pretrained`'s files -> the parts of keys it consists of, unless it is one key."""
         keys = (spec.key for spec in self.graph.params.values())
         return self.source.layout(key for key in keys if key not in self.private_keys)
 
@@ -160,7 +158,7 @@ def draft(
     constants = _constants(program, lowered)
     evaluates = True
     if train and reads and not lowered.unsupported:
-        evaluates = run.take_evaluation(lowered, constants, reads.first, whole=whole)
+        evaluates = run.take_evaluation(lowered, constants, reads[0], whole=whole)
     return run.assembled(lowered, {built.key(key): tensor for key, tensor in constants.items()}, evaluates)
 
 
@@ -220,14 +218,9 @@ class _Run:
     notes: list[str]
 
     def traced(self, *, whole: bool) -> tuple[ExportedProgram, Lowered]:
-        """Trace and lower the module. Repeated layers are copied unless `whole`, or unless the trace shows that they
-        differ."""
+        """Trace and lower the module. Copies repeated layers unless `whole` or unless they turn out to differ."""
         module = self.built.module
-        with (
-            semantic_recurrences(module),
-            derived_routers(module),
-            repeated_layers(module, whole=whole) as repetition,
-        ):
+        with semantic_layers(module), repeated_layers(module, whole=whole) as repetition:
             program = export(TaskModule(module, self.task, self.names), self.specs, self.symbols)
             try:
                 if repetition.written:
@@ -235,7 +228,7 @@ class _Run:
                 for name in program.graph_signature.buffers_to_mutate.values():
                     if any(name.startswith(f"{PREFIX}{traced.path}.") for traced in repetition.traced):
                         raise Unlike(f"a layer writes its buffer {name}")
-                return program, lower(program, self.specs, _canonical(module), repetition)
+                return program, lower(program, self.specs, aliases(module), repetition)
             except Unlike:
                 del program
         return self.traced(whole=True)
@@ -327,25 +320,19 @@ class _Run:
             stored |= built.adapter.keys
         order = {key: index for index, key in enumerate(parameters)}
         params: dict[str, ParamSpec] = {}
-        for value, name in lowered.parameters.items():
-            key = built.key(name)
-            params[value] = ParamSpec(
-                key=key,
-                kind="parameter",
-                shape=tuple(parameters[key].shape),
-                dtype=lowered.values[value].dtype,
-                trainable=parameters[key].requires_grad,
-                order=order[key],
-                aliases=ties.get(key, ()),
-                init=None if key in stored else built.programs[key],
-            )
-        tables: tuple[tuple[Literal["buffer", "constant"], dict[str, str]], ...]
-        tables = (("buffer", lowered.buffers), ("constant", lowered.constants))
+        tables: tuple[tuple[Literal["parameter", "buffer", "constant"], dict[str, str]], ...]
+        tables = (("parameter", lowered.parameters), ("buffer", lowered.buffers), ("constant", lowered.constants))
         for kind, table in tables:
             for value, name in table.items():
                 spec, key = lowered.values[value], built.key(name)
+                own: dict[str, Any] = {}
+                if kind == "parameter":
+                    own = {"trainable": parameters[key].requires_grad, "order": order[key]}
+                    own["init"] = None if key in stored else built.programs[key]
                 shape = tuple(int(size) for size in spec.shape)
-                params[value] = ParamSpec(key=key, kind=kind, shape=shape, dtype=spec.dtype, aliases=ties.get(key, ()))
+                params[value] = ParamSpec(
+                    key=key, kind=kind, shape=shape, dtype=spec.dtype, aliases=ties.get(key, ()), **own
+                )
         return params
 
 
@@ -385,11 +372,6 @@ def aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
     return {found[0]: tuple(found[1:]) for found in names.values() if len(found) > 1}
 
 
-def _canonical(module: nn.Module) -> dict[str, str]:
-    """Return every name of a shared parameter or buffer -> its first name."""
-    return {name: first for first, others in aliases(module).items() for name in (first, *others)}
-
-
 def _attention_layers(built: Built, graph: Graph, carrying: int) -> int:
     """Return how many attention layers the model has. A Hugging Face configuration states it. If it does not separate
     attention layers from recurrent ones, the recurrent ones (`carrying`) are subtracted. For other modules every
@@ -407,8 +389,7 @@ def _attention_layers(built: Built, graph: Graph, carrying: int) -> int:
 
 
 def _longest_sequence(built: Built) -> int | None:
-    """Return the number of positions a model has a learned embedding for; None for rotary models, which have no such
-    limit."""
+    """Return how many positions the model has learned embeddings for; None for rotary models, which have no limit."""
     positions = [
         child.num_embeddings
         for name, child in built.module.named_modules()

@@ -5,8 +5,7 @@ requested options, this program's own capture and IR code, and every installed p
 model is captured again: graphs of the job owner's own code, which may depend on anything, and of hub models, which may
 have changed, are not cached.
 
-Loads no framework. Neighbours: `cli.planning.request` uses it, `capture.capture` captures, `storage.atomic` writes.
-"""
+Loads no framework."""
 
 from __future__ import annotations
 
@@ -30,16 +29,14 @@ from fusionai.primitives.errors import GraphError, StorageError
 from fusionai.storage.atomic import write_atomic
 
 MOST_KEPT: Final = 32
-"""Most graphs in the cache (chosen); the least recently used go first. A graph takes some hundred kilobytes, that of
-the largest models megabytes."""
+"""Most graphs in the cache (chosen); the least recently used go first. A graph takes some hundred kB up to MB."""
 _SUFFIX: Final = ".graph"
 """Suffix of a cached graph's file: a line with the checksum, then the graph's JSON."""
 _log: Final = logging.getLogger(__name__)
 
 
 def kept(directory: Path, source: ModelSource, asked: Mapping[str, object], capture: Callable[[], Graph]) -> Graph:
-    """Return the graph that `capture` returns for `source` and these options (JSON values), from `directory` if it is
-    there."""
+    """Return the graph that `capture` returns for `source` and these options (JSON values), or the cached one."""
     key = _key(source, asked)
     if key is None:
         return capture()

@@ -9,8 +9,8 @@ configuration states, by the kind of input (tokens, images, sound, spectrograms)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -20,6 +20,7 @@ from torch import nn
 
 from fusionai.backends.torch.host import to_torch
 from fusionai.capture.models.adapter import chosen_of
+from fusionai.capture.tracing.patching import patched
 from fusionai.ir.serving import ADAPTERS, BATCH, SEQUENCE
 from fusionai.primitives.errors import ModelError
 from fusionai.primitives.tensors import HostTensor
@@ -35,8 +36,7 @@ Task = Literal[
 numbers of labels; the loss is their sum divided by an input, the mean number of labels per microbatch of the step, so
 that the mean over microbatches is the mean over labels (transformers' `num_items_in_batch`). `masked_lm`: labels at
 their own position. `seq2seq_lm`: labels at the decoder's positions, whose inputs are given. `classification`: cross
-entropy of logits [b, c]. `regression`: mean squared error. `module_loss`: the module returns its loss. `none`: only the
-module's outputs."""
+entropy of logits [b, c]. `regression`: mean squared error. `module_loss`: the module returns it. `none`: no loss."""
 
 IGNORED_LABEL: Final = -100
 """Label of positions without loss, as in PyTorch and transformers."""
@@ -111,7 +111,9 @@ class TaskModule(nn.Module):
         parameters = inspect.signature(self.module.forward).parameters
         if "use_cache" in parameters:
             return self.module(**inputs, use_cache=False)
-        with _without_cache(self.module):
+        config = getattr(self.module, "config", None)
+        keeps_cache = getattr(config, "use_cache", None) is True
+        with patched((config, "use_cache", False)) if keeps_cache else nullcontext():
             return self._called(inputs, parameters)
 
     def _called(self, inputs: dict[str, torch.Tensor], parameters: Mapping[str, inspect.Parameter]) -> Any:
@@ -126,22 +128,6 @@ class TaskModule(nn.Module):
                 hint="Name the inputs as the module's forward does.",
             )
         return self.module(*inputs.values())
-
-
-@contextmanager
-def _without_cache(module: nn.Module) -> Iterator[None]:
-    """While open, a transformers module whose forward has no `use_cache` argument keeps no cache; restores its
-    configuration."""
-    config = getattr(module, "config", None)
-    if getattr(config, "use_cache", None) is not True:
-        yield
-        return
-    assert config is not None
-    config.use_cache = False
-    try:
-        yield
-    finally:
-        config.use_cache = True
 
 
 def input_specs(

@@ -1,6 +1,6 @@
 """`fusion privacy`: shows the privacy levels and what peers could reconstruct at each, as measured.
 
-The figures are those shipped with the product; `fusion audit` measures others. `privacy.measured` has descriptions and
+The figures are those shipped with the product; `fusion audit` measures others. `privacy.findings` has descriptions and
 figures, `cli.audit` prints the table.
 """
 
@@ -16,8 +16,7 @@ from fusionai.cli import console
 from fusionai.cli.audit import facts, show_findings
 from fusionai.cli.options import json_option, write_json
 from fusionai.primitives.privacy import LEVELS, STAYS, PrivacyLevel
-from fusionai.privacy.findings import Findings
-from fusionai.privacy.measured import ADVERSARIES, SENT, STANDS, Adversary, measured_leakage, shipped
+from fusionai.privacy.findings import ADVERSARIES, SENT, STANDS, Adversary, Findings, measured_leakage, shipped
 
 
 @click.command()

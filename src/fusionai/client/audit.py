@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.corpus import python_library
+from fusionai.corpus.files import select_library
 from fusionai.corpus.tables import LocalTokenizer
 from fusionai.corpus.tokens import CorpusTokenizer, load_tokenizer, train_tokenizer
 from fusionai.execution.training.codecs import pack, unpack
@@ -31,19 +31,22 @@ from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.primitives.tensors import host_tensor
 from fusionai.privacy import audit
 from fusionai.privacy import findings as metrics
-from fusionai.privacy.defences import NOISES, Defence, Packed, defences, secret_prefix
+from fusionai.privacy.attacks import FitBudget, InverterBudget, check_invertible
 from fusionai.privacy.findings import AuditAttack, Findings, Subject, Trial, Truth
-from fusionai.privacy.gradients import check_invertible
-from fusionai.privacy.inverter import FitBudget, InverterBudget
 from fusionai.privacy.subject import (
+    NOISES,
     AttackedModel,
     Change,
+    Defence,
+    Packed,
     SmallModel,
     as_rows,
     as_tokens,
     batches_of,
     chosen_device,
+    defences,
     load_attacked,
+    secret_prefix,
     train_small_model,
 )
 from fusionai.wire.codecs import Packing
@@ -145,7 +148,7 @@ class _Corpus:
 
 
 def _corpus(options: AuditOptions) -> _Corpus:
-    selection = python_library.select(CORPUS_BYTES)
+    selection = select_library(CORPUS_BYTES)
     contents = [path.read_text(encoding="utf-8") for path in selection.files]
     if options.model is None:
         tokenizer = train_tokenizer(iter(contents), VOCABULARY)

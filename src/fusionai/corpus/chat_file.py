@@ -1,34 +1,48 @@
-"""The file of tokenised conversations with their labels. Decides its cache key, and which of the data's rows it has.
+"""Tokenised conversations with their labels: renders and encodes the data's rows and keeps the result in a file.
 
     tokens/tokenizer-<key>/   the trained tokenizer
-    tokens/<key>/             both parts (`chat_parts`), manifest.json
+    tokens/<key>/             both parts (`ChatParts`), manifest.json
     tokens/bad_rows.jsonl     rows that were left out
 
-`text` and `conversations` read rows, `chat_tokens` renders and encodes them, `cache` has keys and manifests,
-`chat_source` cuts training rows.
-"""
+The tokens are those that `serving.model_text` uses as prompts: the same template, and names of special tokens in
+people's messages are plain text. `corpus.conversations` checks rows, `corpus.templates` renders them,
+`corpus.chat_source` cuts training rows."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Encoding
+from tokenizers import Tokenizer as Engine
 
-from fusionai.corpus.cache import Progress, batched, cache_key, content_of, mapped, read_manifest, write_manifest
-from fusionai.corpus.chat_tokens import TEMPLATE_FILE, ChatEncoder, ChatTokens, ChatWriter, WrittenTokens, read_template
-from fusionai.corpus.conversations import KEYS, conversation_of
+from fusionai.corpus.conversations import KEYS, ChatConversation, conversation_of
 from fusionai.corpus.files import BadRow, BadRows, RowError, check_bad_rows
 from fusionai.corpus.order import Split
 from fusionai.corpus.tables import ChatData, HubTokenizer, LocalTokenizer, TrainTokenizer
+from fusionai.corpus.templates import ConversationError, chat_templates, special_texts
 from fusionai.corpus.text import rows_of
-from fusionai.corpus.tokens import CorpusTokenizer, cached_tokenizer, load_tokenizer
+from fusionai.corpus.tokens import (
+    CorpusTokenizer,
+    HashedFiles,
+    Progress,
+    batched,
+    cache_key,
+    cached_tokenizer,
+    content_of,
+    load_tokenizer,
+    mapped,
+    read_manifest,
+    write_manifest,
+)
+from fusionai.primitives.errors import DataError, ModelError
 from fusionai.storage.atomic import storage_errors, whole_directory
 
 _KINDS: Final = ("bin", "labels.bin", "ends.bin")
@@ -63,74 +77,7 @@ class ChatPart:
     ends: npt.NDArray[np.int64]
 
 
-class PartWriters:
-    """Appends conversations to the part that the split assigns."""
-
-    def __init__(self, directory: Path, data: ChatData, split: Split) -> None:
-        self._most = data.sequence_length
-        self._drops = data.too_long == "drop"
-        self._split = split
-        self._files: tuple[dict[str, BinaryIO], ...] = tuple(
-            {kind: (directory / f"{part}.{kind}").open("wb") for kind in _KINDS} for part in ("train", "evaluation")
-        )
-        self._hashes = [{kind: hashlib.sha256() for kind in _KINDS} for _ in self._files]
-        self._counts = [[0, 0, 0], [0, 0, 0]]
-        self._seen = self._truncated = self._dropped = self._unanswered = 0
-
-    def __enter__(self) -> PartWriters:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for files in self._files:
-            for file in files.values():
-                file.close()
-
-    def add(self, conversation: ChatTokens) -> None:
-        part = int(self._split.is_evaluation(self._seen))
-        self._seen += 1
-        ids, trained = conversation.ids, conversation.trained
-        if len(ids) > self._most:
-            if self._drops:
-                self._dropped += 1
-                return
-            self._truncated += 1
-            ids, trained = ids[: self._most], trained[: self._most]
-        if not trained.any():
-            self._unanswered += 1
-            return
-        counts = self._counts[part]
-        for index, more in enumerate((1, len(ids), int(trained.sum()))):
-            counts[index] += more
-        self._append(part, "bin", ids.tobytes())
-        self._append(part, "labels.bin", trained.astype("u1").tobytes())
-        self._append(part, "ends.bin", np.int64(counts[1]).astype("<i8").tobytes())
-
-    def close(self) -> ChatParts:
-        """Flush to disk and return the counts."""
-        for files in self._files:
-            for file in files.values():
-                file.flush()
-                os.fsync(file.fileno())
-        train, evaluation = (
-            PartCounts(conversations=conversations, tokens=tokens, labels=labels)
-            for conversations, tokens, labels in self._counts
-        )
-        digests = b"".join(digest.digest() for hashes in self._hashes for digest in hashes.values())
-        return ChatParts(
-            train=train,
-            evaluation=evaluation,
-            truncated=self._truncated,
-            dropped=self._dropped,
-            unanswered=self._unanswered,
-            fingerprint=hashlib.sha256(digests).hexdigest(),
-        )
-
-    def _append(self, part: int, kind: str, content: bytes) -> None:
-        self._files[part][kind].write(content)
-        self._hashes[part][kind].update(content)
-
-
-def open_part(stem: Path, counts: PartCounts) -> ChatPart:
+def _open_part(stem: Path, counts: PartCounts) -> ChatPart:
     """Map the files that begin with `stem`. Raises `StorageError` if their sizes differ from `counts`."""
     return ChatPart(
         tokens=mapped(stem.with_name(f"{stem.name}.bin"), np.dtype("<u4"), counts.tokens),
@@ -171,21 +118,19 @@ def open_chat(data: ChatData, directory: Path, seed: int, progress: Progress | N
     has too many invalid rows, `StorageError` for the cache."""
     template = read_template(data.template)
     split = Split(data.evaluation_fraction, seed)
-    reading = _Reading(data, directory / BAD_ROWS_FILE, progress)
-    made_by = [
-        str(_LAYOUT),
-        "chat",
-        data.layout,
-        content_of(data.source),
-        repr(template),
-        repr(data.evaluation_fraction),
-    ]
+    listing = directory / BAD_ROWS_FILE
+    made_by = [str(_LAYOUT), "chat", data.layout, content_of(data.source), repr(template)]
+    made_by.append(repr(data.evaluation_fraction))
     if data.evaluation_fraction > 0:
         made_by.append(str(seed))
     match data.tokenizer:
         case TrainTokenizer(vocabulary=vocabulary):
             place = directory / f"tokenizer-{cache_key([*made_by, str(vocabulary)])}"
-            tokenizer = cached_tokenizer(place, _training_texts(reading, template, split), vocabulary)
+            every = _written(
+                data, ChatWriter({}, template, "all"), "tokenizer", BadRows(data.bad_rows, listing), progress
+            )
+            texts = (written.text for index, written in enumerate(every) if not split.is_evaluation(index))
+            tokenizer = cached_tokenizer(place, texts, vocabulary)
         case LocalTokenizer() | HubTokenizer():
             tokenizer = load_tokenizer(data.tokenizer)
     if template is not None:
@@ -195,69 +140,86 @@ def open_chat(data: ChatData, directory: Path, seed: int, progress: Progress | N
     settings = [str(data.sequence_length), data.loss_on, data.too_long]
     place = directory / cache_key([*made_by, tokenizer.content_hash, *spoken, *settings])
     if not place.is_dir():
-        _write(place, reading, writer, tokenizer, data, split)
+        _write(place, data, writer, tokenizer, split, BadRows(data.bad_rows, listing), progress)
     manifest = read_manifest(place, ChatManifest)
-    check_bad_rows(list(manifest.first_bad), manifest.bad_rows, manifest.rows, data.bad_rows, directory / BAD_ROWS_FILE)
+    check_bad_rows(list(manifest.first_bad), manifest.bad_rows, manifest.rows, data.bad_rows, listing)
     return ChatFile(
-        train=open_part(place / "train", manifest.written.train),
-        evaluation=open_part(place / "evaluation", manifest.written.evaluation),
+        train=_open_part(place / "train", manifest.written.train),
+        evaluation=_open_part(place / "evaluation", manifest.written.evaluation),
         manifest=manifest,
         tokenizer=tokenizer,
-        bad_rows=directory / BAD_ROWS_FILE,
+        bad_rows=listing,
     )
 
 
-class _Reading:
-    """Reads the data; may be used several times."""
-
-    def __init__(self, data: ChatData, listing: Path, progress: Progress | None) -> None:
-        self._data = data
-        self._listing = listing
-        self._progress = progress
-
-    def bad_rows(self) -> BadRows:
-        return BadRows(self._data.bad_rows, self._listing)
-
-    def written(self, writer: ChatWriter, what: str, bad: BadRows) -> Iterator[WrittenTokens]:
-        """Yield every conversation as text, without invalid rows. Raises `DataError` if there are too many of those."""
-        for place, row in rows_of(self._data.source, KEYS[self._data.layout]):
+def _written(
+    data: ChatData, writer: ChatWriter, what: str, bad: BadRows, progress: Progress | None
+) -> Iterator[WrittenTokens]:
+    """Yield every conversation as text, without invalid rows. Raises `DataError` if there are too many of those."""
+    with bad:
+        for place, row in rows_of(data.source, KEYS[data.layout]):
             try:
                 if isinstance(row, RowError):
                     raise row
-                written = writer.write(conversation_of(row, self._data.layout))
+                written = writer.write(conversation_of(row, data.layout))
             except RowError as problem:
                 bad.bad(place, str(problem))
                 continue
             bad.good()
-            if self._progress is not None:
-                self._progress(what, bad.rows)
+            if progress is not None:
+                progress(what, bad.rows)
             yield written
         bad.settle()
 
 
-def _training_texts(reading: _Reading, template: str | None, split: Split) -> Iterator[str]:
-    """Yield the conversations of the training part as text, for training a tokenizer."""
-    with reading.bad_rows() as bad:
-        for index, written in enumerate(reading.written(ChatWriter({}, template, "all"), "tokenizer", bad)):
-            if not split.is_evaluation(index):
-                yield written.text
-
-
-def _characters(written: WrittenTokens) -> int:
-    return sum(len(text) for text, _ in written.pieces)
-
-
 def _write(
-    place: Path, reading: _Reading, writer: ChatWriter, tokenizer: CorpusTokenizer, data: ChatData, split: Split
+    place: Path,
+    data: ChatData,
+    writer: ChatWriter,
+    tokenizer: CorpusTokenizer,
+    split: Split,
+    bad: BadRows,
+    progress: Progress | None,
 ) -> None:
     """Write the directory as a whole or not at all: it gets its name when all files are on disk."""
     encoder = ChatEncoder(tokenizer)
+    seen = truncated = dropped = unanswered = 0
+    counts = [[0, 0, 0], [0, 0, 0]]
     with whole_directory(place) as partial:
-        with reading.bad_rows() as bad, storage_errors(partial), PartWriters(partial, data, split) as parts:
-            for batch in batched(reading.written(writer, "tokens", bad), _BATCH, _characters):
+        names = [partial / f"{part}.{kind}" for part in ("train", "evaluation") for kind in _KINDS]
+        with storage_errors(partial), HashedFiles(*names) as files:
+            texts = _written(data, writer, "tokens", bad, progress)
+            for batch in batched(texts, _BATCH, lambda written: sum(len(text) for text, _ in written.pieces)):
                 for conversation in encoder.encode(batch):
-                    parts.add(conversation)
-            written = parts.close()
+                    part = int(split.is_evaluation(seen))
+                    seen += 1
+                    ids, trained = conversation.ids, conversation.trained
+                    if len(ids) > data.sequence_length:
+                        if data.too_long == "drop":
+                            dropped += 1
+                            continue
+                        truncated += 1
+                        ids, trained = ids[: data.sequence_length], trained[: data.sequence_length]
+                    if not trained.any():
+                        unanswered += 1
+                        continue
+                    added = (1, len(ids), int(trained.sum()))
+                    counts[part] = [count + more for count, more in zip(counts[part], added, strict=True)]
+                    end = np.int64(counts[part][1])
+                    for kind, array in enumerate((ids, trained.astype("u1"), end.astype("<i8"))):
+                        files.append(len(_KINDS) * part + kind, array.tobytes())
+            train, evaluation = (
+                PartCounts(conversations=conversations, tokens=tokens, labels=labels)
+                for conversations, tokens, labels in counts
+            )
+            written = ChatParts(
+                train=train,
+                evaluation=evaluation,
+                truncated=truncated,
+                dropped=dropped,
+                unanswered=unanswered,
+                fingerprint=files.fingerprint(),
+            )
         manifest = ChatManifest(
             layout=_LAYOUT,
             rows=bad.rows,
@@ -267,3 +229,151 @@ def _write(
             written=written,
         )
         write_manifest(partial, manifest)
+
+
+TEMPLATE_FILE: Final = "chat_template.jinja"
+THEN: Final = datetime(2025, 1, 1, tzinfo=UTC)
+"""The date for templates that write the current date, so that a job's tokens don't depend on when it runs."""
+_LEAD: Final = "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTokens:
+    """A conversation as text: (text, whether names of special tokens in it are those tokens), and the character spans
+    of the trained answers in the joined text. `ends`: the end-of-text token follows."""
+
+    pieces: tuple[tuple[str, bool], ...]
+    spans: tuple[tuple[int, int], ...]
+    ends: bool
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTokens:
+    """`ids` uint32 [n]; `trained` bool [n]: whether the token is a label. The first never is."""
+
+    ids: npt.NDArray[np.uint32]
+    trained: npt.NDArray[np.bool_]
+
+
+def read_template(path: str | None) -> str | None:
+    """Text of a template file. Raises `DataError`."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(f"no chat template at {path}.", hint="Correct [data] template.") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DataError(f"{path}: the chat template can't be read ({problem}).") from None
+
+
+class ChatWriter:
+    """Renders conversations as text. `files`: the tokenizer's. `template` replaces the tokenizer's own template."""
+
+    def __init__(self, files: dict[str, bytes], template: str | None, loss_on: Literal["answers", "all"]) -> None:
+        """Raises `DataError` if the template does not compile."""
+        config = json.loads(files.get("tokenizer_config.json", b"{}"))
+        special = json.loads(files.get("special_tokens_map.json", b"{}"))
+        own = files.get(TEMPLATE_FILE)
+        texts = {} if own is None else {"default": own.decode()}
+        if template is not None:
+            texts = {"default": template}
+        variables = special_texts({**special, **config})
+        try:
+            self._plain, self._with_tools = chat_templates(config, texts, variables, now=lambda: THEN)
+        except ModelError as problem:
+            raise DataError(problem.message, hint="Give another one with [data] template.") from problem
+        self._all = loss_on == "all"
+        self._marks = _special_names(files)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if there is no template."""
+        return self._plain.is_plain
+
+    def write(self, conversation: ChatConversation) -> WrittenTokens:
+        """Render a conversation. Raises `RowError` if the template does not accept it."""
+        template = self._with_tools if conversation.tools else self._plain
+        messages, answers = conversation.messages, conversation.answers
+        try:
+            pieces, spans = template.render_answers(
+                messages, self._marks, () if self._all else answers, tools=conversation.tools or None
+            )
+        except ConversationError as problem:
+            raise RowError(problem.message) from problem
+        if self._all:
+            spans = [(0, sum(len(text) for text, _ in pieces))]
+        # Text written without a template has no mark at the end of an answer.
+        ends = template.is_plain and (self._all or len(messages) - 1 in answers)
+        return WrittenTokens(tuple(pieces), tuple(spans), ends)
+
+
+class ChatEncoder:
+    """Tokenizes what a `ChatWriter` wrote."""
+
+    def __init__(self, tokenizer: CorpusTokenizer) -> None:
+        content = tokenizer.files["tokenizer.json"].decode()
+        self._trusting, self._plain = Engine.from_str(content), Engine.from_str(content)
+        for engine in (self._trusting, self._plain):
+            engine.no_padding()
+            engine.no_truncation()
+        self._plain.encode_special_tokens = True
+        self._tokenizer = tokenizer
+
+    def encode(self, conversations: Sequence[WrittenTokens]) -> list[ChatTokens]:
+        """Tokens of the conversations in order; uses all cores."""
+        firsts = self._trusting.encode_batch(
+            [one.pieces[0][0] if one.pieces and one.pieces[0][1] else "" for one in conversations],
+            add_special_tokens=False,
+        )
+        return [self._one(written, first) for written, first in zip(conversations, firsts, strict=True)]
+
+    def _one(self, written: WrittenTokens, first: Encoding) -> ChatTokens:
+        ids: list[int] = []
+        trained: list[bool] = []
+        at = 0
+        for number, (text, trusted) in enumerate(written.pieces):
+            if number:
+                tokens, places = self._inside(text, trusted=trusted)
+            elif trusted:
+                tokens, places = first.ids, first.offsets
+            else:
+                encoded = self._plain.encode(text, add_special_tokens=False)
+                tokens, places = encoded.ids, encoded.offsets
+            ids += tokens
+            trained += [_overlaps(start + at, end + at, written.spans) for start, end in places]
+            at += len(text)
+        if written.ends:
+            ids.append(self._tokenizer.end_id)
+            trained.append(True)
+        if trained:
+            trained[0] = False
+        return ChatTokens(np.asarray(ids, dtype="<u4"), np.asarray(trained, dtype=np.bool_))
+
+    def _inside(self, text: str, *, trusted: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode text in the middle of another text, where no tokenizer may put a space before it."""
+        engine = self._trusting if trusted else self._plain
+        lead = self._trusting.encode(_LEAD, add_special_tokens=False).ids
+        encoded = engine.encode(_LEAD + text, add_special_tokens=False)
+        if encoded.ids[: len(lead)] == lead:
+            places = [(start - len(_LEAD), end - len(_LEAD)) for start, end in encoded.offsets[len(lead) :]]
+            return encoded.ids[len(lead) :], places
+        encoded = engine.encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
+
+
+def _overlaps(start: int, end: int, spans: tuple[tuple[int, int], ...]) -> bool:
+    """Return whether a token overlaps a span. A token without characters counts where it stands."""
+    return any(start < last and max(end, start + 1) > first for first, last in spans)
+
+
+def _special_names(files: dict[str, bytes]) -> tuple[str, ...]:
+    """Names of special tokens, which stay plain text in people's messages."""
+    if "tokenizer.json" not in files:
+        return ()
+    spec = json.loads(files["tokenizer.json"])
+    return tuple(str(token["content"]) for token in spec.get("added_tokens", ()) if token.get("special"))

@@ -2,9 +2,7 @@
 
 A row has one conversation or, with packing, several whole ones, then padding. A causal model never attends to later
 positions, so padding changes nothing; but a packed conversation does attend to those before it in its row. Access is
-random, like `source.TokenSource`. `chat_file` has the tokens, `rows` decides which conversations
-share a row.
-"""
+random, like `source.TokenSource`. `chat_file` has the tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionai.corpus.chat_file import ChatFile, ChatManifest, ChatPart
-from fusionai.corpus.order import SampledSource
+from fusionai.corpus.order import IGNORED, SampledSource, packed
 from fusionai.corpus.recipe import Recipe
-from fusionai.corpus.rows import IGNORED, packed
 from fusionai.corpus.tables import ChatData
 from fusionai.corpus.tokens import CorpusTokenizer
 from fusionai.primitives.errors import DataError

@@ -3,8 +3,7 @@ trained.
 
 Two layouts: OpenAI's, `{"messages": [{"role", "content", "tool_calls"?, "weight"?}], "tools"?}`, and Alpaca's,
 `{"instruction", "input"?, "output"}`. Messages about an invalid row never quote it, because they may leave this
-machine. Neighbours: `text` reads files, `templates` renders conversations as text.
-"""
+machine."""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
-"""Which files a recipe refers to, their kind, and a fingerprint of their content.
+"""Which files a recipe refers to, their kind, and a fingerprint of their content; invalid rows are counted here
+(`BadRows`).
 
-Also counts and reports rows that can't be used (`BadRows`).
-
-Glob matches are sorted, so that every start reads the files in the same order. Neighbours: `text` and `tensors` read
-the files, `tokens` uses the fingerprint in its cache key.
-"""
+Glob matches are sorted, so that every start reads the files in the same order. `select_library` offers the source text
+of Python's own standard library, a corpus that every machine has. `corpus.text` reads the files."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,17 +114,17 @@ class BadRows:
     `listing` gets one line of JSON for each invalid row; the file does not exist if there are none."""
 
     def __init__(self, limit: float, listing: Path) -> None:
-        """Raises `StorageError` if an old list can't be removed."""
         self._limit = limit
         self._listing = listing
         self._file: TextIO | None = None
         self.count = 0
         self.rows = 0
         self.first: list[BadRow] = []
-        with storage_errors(listing, "removed"):
-            listing.unlink(missing_ok=True)
 
     def __enter__(self) -> BadRows:
+        """Begin the pass. Raises `StorageError` if an old list can't be removed."""
+        with storage_errors(self._listing, "removed"):
+            self._listing.unlink(missing_ok=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -175,3 +174,62 @@ def too_many(first: list[BadRow], count: int, rows: int, limit: float, listing: 
         f"{count} of the first {rows} rows are invalid; [data] bad_rows allows {allowed}. The first: {named}",
         hint=f"All found so far are listed in {listing}.",
     )
+
+
+_LEFT_OUT: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+"""Test files are mostly tables and odd strings, not ordinary code; installed packages differ between machines."""
+
+
+@dataclass(frozen=True, slots=True)
+class LibrarySelection:
+    """Files in reading order. `undecodable`: files left out because they are not UTF-8."""
+
+    files: tuple[Path, ...]
+    total_bytes: int
+    undecodable: tuple[Path, ...]
+
+
+def select_library(max_bytes: int, root: Path | None = None) -> LibrarySelection:
+    """Select at most `max_bytes` of source text below `root` (default: this Python's standard library). The same
+    library gives the same selection. Raises `DataError` if no source is installed."""
+    library = Path(sysconfig.get_path("stdlib")) if root is None else root
+    candidates = sorted(
+        (path for path in library.rglob("*.py") if _LEFT_OUT.isdisjoint(path.relative_to(library).parts)),
+        key=lambda path: path.relative_to(library).as_posix(),
+    )
+    readable: list[tuple[Path, int]] = []
+    undecodable: list[Path] = []
+    for path in candidates:
+        try:
+            content = path.read_bytes()
+            content.decode("utf-8")
+        except UnicodeDecodeError:
+            undecodable.append(path)
+        except OSError as problem:
+            raise DataError(f"{path}: can't be read ({problem.strerror}).") from None
+        else:
+            if content:
+                readable.append((path, len(content)))
+    chosen = _spread(readable, max_bytes)
+    if not chosen:
+        raise DataError(
+            f"no Python source of at most {max_bytes} bytes below {library}.",
+            hint="This Python is installed without its library's source; use another one, or another corpus.",
+        )
+    return LibrarySelection(tuple(path for path, _ in chosen), sum(size for _, size in chosen), tuple(undecodable))
+
+
+def _spread(files: list[tuple[Path, int]], max_bytes: int) -> list[tuple[Path, int]]:
+    """Files at even distances in bytes, so that a small selection has modules from the whole alphabet."""
+    total = sum(size for _, size in files)
+    if total <= max_bytes:
+        return files
+    chosen: list[tuple[Path, int]] = []
+    seen = taken = 0
+    for path, size in files:
+        seen += size
+        # Take a file if it fits into the part of the budget that is due so far.
+        if taken + size <= max_bytes * seen // total:
+            chosen.append((path, size))
+            taken += size
+    return chosen

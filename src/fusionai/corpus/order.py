@@ -1,9 +1,8 @@
-"""Which samples a microbatch has: a pure function of (seed, step, microbatch).
+"""Which samples a microbatch has, and how they become rows: pure functions of (seed, step, microbatch).
 
 Samples form an endless sequence: the whole training part in a shuffled order, then the whole part in another order, and
-so on. Position n belongs to data epoch n // samples. `cursor(step)` is the position of the first sample of `step`, that
-is, the number of samples in all steps before. Neighbours: `source` and `tensors` fetch the samples.
-"""
+so on. Position n belongs to data epoch n // samples. `cursor(step)` is the number of samples in all steps before
+`step`. `corpus.source` and `corpus.chat_source` fetch the samples."""
 
 from __future__ import annotations
 
@@ -12,6 +11,9 @@ import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from fusionai.corpus.recipe import Recipe
 from fusionai.primitives.errors import DataError
@@ -88,10 +90,9 @@ class SampleOrder:
         self._samples = samples
         self._batch_size = batch_size
         self._microbatches = microbatches
-        self._seed = seed
         self._shuffle = shuffle
         # One step can have samples of two epochs.
-        self._permutation = lru_cache(maxsize=2)(self._permutation_of)
+        self._permutation = lru_cache(maxsize=2)(lambda epoch: Permutation(samples, seed, "epoch", epoch))
 
     @property
     def microbatch_size(self) -> int:
@@ -106,14 +107,8 @@ class SampleOrder:
         if step < 0 or not 0 <= microbatch < self._microbatches:
             raise IndexError(f"step {step} has microbatches 0..{self._microbatches - 1}, got {microbatch}")
         first = self.cursor(step) + microbatch * self.microbatch_size
-        return [self._sample(position) for position in range(first, first + self.microbatch_size)]
-
-    def _sample(self, position: int) -> int:
-        epoch, index = divmod(position, self._samples)
-        return self._permutation(epoch).at(index) if self._shuffle else index
-
-    def _permutation_of(self, epoch: int) -> Permutation:
-        return Permutation(self._samples, self._seed, "epoch", epoch)
+        places = (divmod(position, self._samples) for position in range(first, first + self.microbatch_size))
+        return [self._permutation(epoch).at(index) if self._shuffle else index for epoch, index in places]
 
 
 def evaluation_samples(samples: int, microbatch_size: int, seed: int, index: int) -> list[int]:
@@ -191,3 +186,60 @@ class Split:
     def is_evaluation(self, index: int) -> bool:
         """True for floor(n x fraction) or one more of any n consecutive pieces."""
         return (self._phase + index * self._rate) % _ONE + self._rate >= _ONE
+
+
+IGNORED: Final = -100
+"""The label that every loss ignores."""
+
+
+def mask_rows(
+    tokens: npt.NDArray[np.int64], *, key: int, fraction: float, mask_id: int, end_id: int, vocabulary: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """`tokens` [rows, length] -> (input_ids, labels), both of that shape. Labels are `IGNORED` where no token is
+    masked. End-of-document tokens are never masked; at least one token is, so that the loss is defined."""
+    counters = np.arange(tokens.size, dtype=np.uint64).reshape(tokens.shape)
+    chance, kind, replacement = (_draws(counters, key, stream) for stream in range(3))
+    allowed = tokens != end_id
+    chosen = allowed & (chance < np.uint64(int(fraction * 2**64)))
+    if not chosen.any():
+        # Mask the position closest to being chosen; in rows of nothing but end tokens, any position.
+        ranked = np.where(allowed, chance, np.uint64(2**64 - 1)) if allowed.any() else chance
+        chosen.flat[int(np.argmin(ranked))] = True
+    share = kind % np.uint64(10)
+    inputs = np.where(chosen & (share < 8), np.int64(mask_id), tokens)
+    inputs = np.where(chosen & (share == 8), (replacement % np.uint64(vocabulary)).astype(np.int64), inputs)
+    return inputs, np.where(chosen, tokens, np.int64(IGNORED))
+
+
+def _draws(counters: npt.NDArray[np.uint64], key: int, stream: int) -> npt.NDArray[np.uint64]:
+    """64 random bits per counter: SplitMix64 of (key, stream, counter), like `permutation.mix` on arrays."""
+    with np.errstate(over="ignore"):
+        value = counters * np.uint64(3) + np.uint64(stream) + np.uint64(key)
+        value = value * np.uint64(0x9E3779B97F4A7C15)
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return value ^ (value >> np.uint64(31))
+
+
+def packed(lengths: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
+    """Rows of indices into `lengths` (each length 1 to `capacity`), ascending within a row; rows by first index."""
+    rows: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}
+    rooms = 0
+    """Bit r is set if some row has room for exactly r more tokens."""
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[index])
+        enough = rooms >> length
+        if enough:
+            room = length + ((enough & -enough).bit_length() - 1)
+            row = with_room[room].pop()
+            if not with_room[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(index)
+        if left := room - length:
+            with_room.setdefault(left, []).append(row)
+            rooms |= 1 << left
+    return sorted(sorted(row) for row in rows)

@@ -103,8 +103,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def load_recipe(path: str | Path, *, privacy: PrivacyLevel | None = None) -> Recipe:
-    """Read and check a recipe file. `privacy` replaces the file's privacy level. Raises `RecipeError` with one sentence
-    that says what to correct."""
+    """Read and check a recipe file. `privacy` replaces the file's privacy level. Raises `RecipeError`."""
     file = Path(path).expanduser().absolute()
     try:
         text = file.read_text(encoding="utf-8")

@@ -64,24 +64,27 @@ class RecipeChecks:
     def fail(self, table: str, message: str, *, hint: str | None = None) -> RecipeError:
         return RecipeError(f"{self._path.name}: [{table}]: {message}", hint=hint)
 
-    def exactly_one(self, table: str, choices: Mapping[str, object]) -> str:
-        given = [name for name, value in choices.items() if value is not None]
-        if len(given) != 1:
+    def exactly_one(self, table: str, given: msgspec.Struct, keys: str) -> str:
+        """Return the one of `keys` (separated by spaces) that is set."""
+        choices = keys.split()
+        found = [key for key in choices if getattr(given, key) is not None]
+        if len(found) != 1:
             raise self.fail(
-                table, f"expected exactly one of {', '.join(choices)}, got {' and '.join(given) or 'none of them'}."
+                table, f"expected exactly one of {', '.join(choices)}, got {' and '.join(found) or 'none of them'}."
             )
-        return given[0]
+        return found[0]
 
-    def no_effect(self, table: str, key: str, value: object, because: str) -> None:
-        if value is not None:
-            raise self.fail(table, f"{key} = {show(value)} has no effect {because}.", hint="Remove it.")
+    def no_effect(self, table: str, given: object, keys: str, because: str) -> None:
+        """Refuse each of `keys` (separated by spaces) that is set in `given`, a struct or a table as written."""
+        for key in keys.split():
+            value = given.get(key) if isinstance(given, Mapping) else getattr(given, key)
+            if value is not None:
+                raise self.fail(table, f"{key} = {show(value)} has no effect {because}.", hint="Remove it.")
 
     def model(self, table: ModelTable) -> Model:
-        choices = {"config": table.config, "path": table.path, "hub": table.hub, "factory": table.factory}
-        match self.exactly_one("model", choices):
+        match self.exactly_one("model", table, "config path hub factory"):
             case "config":
-                assert table.config is not None
-                source = ConfigModel(config=self._config(table.config))
+                source = ConfigModel(config=self._config(table.config or {}))
             case "path":
                 source = LocalModel(path=self.resolve(str(table.path)))
             case "hub":
@@ -117,8 +120,7 @@ class RecipeChecks:
         chat = source.format in ("chat", "instructions")
         if not chat:
             because = f"with format = {source.format!r}; it belongs to 'chat' and 'instructions'"
-            for key in ("template", "loss_on", "packing", "too_long", "bad_rows"):
-                self.no_effect("data", key, getattr(table, key), because)
+            self.no_effect("data", table, "template loss_on packing too_long bad_rows", because)
         elif task != "causal_lm":
             raise self.fail("data", f"format = {source.format!r} is for task 'causal_lm', got task {task!r}.")
         if tensors and language:
@@ -127,71 +129,46 @@ class RecipeChecks:
             raise self.fail(
                 "data", f"task {task!r} reads arrays: expected format = 'tensors' with columns, got {table.format!r}."
             )
+        common: dict[str, Any] = {
+            "source": source, "evaluation_fraction": table.evaluation_fraction, "shuffle": table.shuffle,
+        }  # fmt: skip
         if tensors:
             because = "with format = 'tensors'"
-            self.no_effect("data", "field", table.field, because)
-            self.no_effect("data", "sequence_length", table.sequence_length, because)
-            self.no_effect("data", "mask_fraction", table.mask_fraction, because)
-            self.no_effect("data", "tokenizer", table.tokenizer, because)
+            self.no_effect("data", table, "field sequence_length mask_fraction tokenizer", because)
             if not table.columns:
                 raise self.fail(
                     "data",
                     "format = 'tensors' needs columns, a table of model input = column.",
                     hint='For example columns = { x = "image", labels = "digit" }.',
                 )
-            return TensorData(
-                source=source,
-                columns=table.columns,
-                evaluation_fraction=table.evaluation_fraction,
-                shuffle=table.shuffle,
-            )
-        self.no_effect("data", "columns", table.columns, "with text; it belongs to format = 'tensors'")
+            return TensorData(columns=table.columns, **common)
+        self.no_effect("data", table, "columns", "with text; it belongs to format = 'tensors'")
         if task != "masked_lm":
-            self.no_effect("data", "mask_fraction", table.mask_fraction, f"with task {task!r}")
+            self.no_effect("data", table, "mask_fraction", f"with task {task!r}")
         if table.sequence_length is None:
             raise self.fail("data", "lacks the key 'sequence_length' (tokens per row).")
-        match source.format:
-            case "chat" | "instructions" as layout:
-                self.no_effect("data", "field", table.field, f"with format = {layout!r}")
-                return self._chat_data(table, tables.model, source, layout, table.sequence_length)
-            case _:
-                pass
-        return TextData(
-            source=source,
-            field=table.field or "text",
-            sequence_length=table.sequence_length,
-            tokenizer=self._tokenizer(table.tokenizer, tables.model),
-            mask_fraction=(table.mask_fraction or DEFAULT_MASK_FRACTION) if task == "masked_lm" else None,
-            evaluation_fraction=table.evaluation_fraction,
-            shuffle=table.shuffle,
-        )
-
-    def _chat_data(
-        self,
-        table: DataTable,
-        model: ModelTable,
-        source: FileData | HubData,
-        layout: Literal["chat", "instructions"],
-        length: int,
-    ) -> ChatData:
-        return ChatData(
-            source=source,
-            layout=layout,
-            sequence_length=length,
-            tokenizer=self._tokenizer(table.tokenizer, model),
-            template=None if table.template is None else self.resolve(table.template),
-            loss_on=table.loss_on or "answers",
-            packing=bool(table.packing),
-            too_long=table.too_long or "truncate",
-            bad_rows=table.bad_rows or 0,
-            evaluation_fraction=table.evaluation_fraction,
-            shuffle=table.shuffle,
-        )
+        if chat:
+            self.no_effect("data", table, "field", f"with format = {source.format!r}")
+        common |= {
+            "sequence_length": table.sequence_length,
+            "tokenizer": self._tokenizer(table.tokenizer, tables.model),
+        }
+        if chat:
+            return ChatData(
+                layout="chat" if source.format == "chat" else "instructions",
+                template=None if table.template is None else self.resolve(table.template),
+                loss_on=table.loss_on or "answers",
+                packing=bool(table.packing),
+                too_long=table.too_long or "truncate",
+                bad_rows=table.bad_rows or 0,
+                **common,
+            )
+        masked = (table.mask_fraction or DEFAULT_MASK_FRACTION) if task == "masked_lm" else None
+        return TextData(field=table.field or "text", mask_fraction=masked, **common)
 
     def _data_source(self, table: DataTable, language: bool) -> FileData | HubData:
-        if self.exactly_one("data", {"files": table.files, "dataset": table.dataset}) == "files":
-            self.no_effect("data", "subset", table.subset, "with files; it belongs to dataset")
-            self.no_effect("data", "split", table.split, "with files; it belongs to dataset")
+        if self.exactly_one("data", table, "files dataset") == "files":
+            self.no_effect("data", table, "subset split", "with files; it belongs to dataset")
             files = tuple(self.resolve(name) for name in table.files or ())
             return FileData(files=files, format=table.format)
         match table.format:
@@ -221,7 +198,7 @@ class RecipeChecks:
                 "lacks the key 'tokenizer'.",
                 hint="Write tokenizer = { train = 8192 }, { path = DIRECTORY } or { hub = ID }.",
             )
-        match self.exactly_one("data.tokenizer", {"train": table.train, "path": table.path, "hub": table.hub}):
+        match self.exactly_one("data.tokenizer", table, "train path hub"):
             case "train":
                 return TrainTokenizer(vocabulary=table.train or 0)
             case "path":
@@ -245,18 +222,16 @@ class RecipeChecks:
                 hint="Set recompute to 'auto' or 'always': kept activations would keep the weights in memory.",
             )
         if train.schedule == "constant" and train.minimum_ratio:
-            self.no_effect("train", "minimum_ratio", train.minimum_ratio, "with schedule = 'constant'")
+            self.no_effect("train", train, "minimum_ratio", "with schedule = 'constant'")
         section = raw.get("train")
         written = section.get("optimizer", {}) if isinstance(section, Mapping) else {}
         self._optimizer(train.optimizer, written if isinstance(written, Mapping) else {})
 
     def _optimizer(self, optimizer: OptimizerSpec, written: Mapping[str, object]) -> None:
         table = "train.optimizer"
-        foreign = {"adamw": ("momentum", "nesterov"), "sgd": ("betas", "eps", "state_bits")}[optimizer.kind]
-        for key in foreign:
-            self.no_effect(table, key, written.get(key), f"with kind = {optimizer.kind!r}")
-        for key in ("anchored", "overlapped"):
-            self.no_effect(table, key, written.get(key), "in a recipe")
+        foreign = {"adamw": "momentum nesterov", "sgd": "betas eps state_bits"}[optimizer.kind]
+        self.no_effect(table, written, foreign, f"with kind = {optimizer.kind!r}")
+        self.no_effect(table, written, "anchored overlapped", "in a recipe")
         for beta in optimizer.betas:
             if not 0 <= beta < 1:
                 raise self.fail(table, f"betas: expected two numbers in [0, 1), got {list(optimizer.betas)}.")
@@ -288,8 +263,7 @@ class RecipeChecks:
                     hint="Leave compression out.",
                 )
         if table.start is not None:
-            for key in ("rank", "alpha", "targets", "rslora"):
-                self.no_effect("adapter", key, getattr(table, key), "with start: the adapter there has its own")
+            self.no_effect("adapter", table, "rank alpha targets rslora", "with start: the adapter there has its own")
             return KnownAdapter(
                 path=self.resolve(table.start), dropout=table.dropout, base=table.base, holder=table.holder
             )
@@ -316,7 +290,7 @@ class RecipeChecks:
         evaluation = tables.evaluation or EvaluationTable()
         chooses = evaluation.patience is not None or evaluation.keep_best
         if evaluation.patience is None and evaluation.minimum_improvement:
-            self.no_effect("evaluation", "minimum_improvement", evaluation.minimum_improvement, "without patience")
+            self.no_effect("evaluation", evaluation, "minimum_improvement", "without patience")
         if chooses and not evaluation.every:
             raise self.fail(
                 "evaluation",
@@ -336,8 +310,8 @@ class RecipeChecks:
         table = tables.replicas
         if table is None or table.gradients == "local":
             return 1
-        for key in ("every", "codec", "learning_rate", "momentum", "deadline_s", "overlap", "early_steps"):
-            self.no_effect("replicas", key, getattr(table, key), 'with gradients = "summed"; it belongs to "local"')
+        local = "every codec learning_rate momentum deadline_s overlap early_steps"
+        self.no_effect("replicas", table, local, 'with gradients = "summed"; it belongs to "local"')
         if table.count != "auto" and tables.train.microbatches < table.count:
             raise self.fail(
                 "replicas",
@@ -419,9 +393,7 @@ class RecipeChecks:
                 hint="Remove loss = 'pool', or set level = 'encrypted'.",
             )
         if level != "split-k":
-            because = f"with level = {level!r}; it belongs to 'split-k'"
-            self.no_effect("privacy", "first", table.first, because)
-            self.no_effect("privacy", "last", table.last, because)
+            self.no_effect("privacy", table, "first last", f"with level = {level!r}; it belongs to 'split-k'")
         elif not (table.first or table.last):
             raise self.fail(
                 "privacy", "level = 'split-k' needs first or last, the number of layers that stay at each end."

@@ -3,9 +3,7 @@ schedules.
 
 Source: `transformers.optimization` (`get_constant_schedule_with_warmup`, `get_linear_schedule_with_warmup`,
 `get_cosine_schedule_with_warmup`, `get_cosine_with_min_lr_schedule_with_warmup`). For the linear schedule,
-`minimum_ratio` uses the cosine's formula, because transformers has none. Neighbours: `tables.Train` has the settings;
-the training driver asks once per step and journals the answer.
-"""
+`minimum_ratio` uses the cosine's formula, because transformers has none."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ def learning_rate(train: Train, steps: int, step: int) -> float:
 
 
 def factor(train: Train, steps: int, step: int) -> float:
-    """Factor of the base learning rate. The order of operations is that of transformers; another order would change the
-    last bit."""
+    """Factor of the base learning rate. Computed in transformers' order, which decides the last bit."""
     warmup = train.warmup_steps
     if step < warmup:
         return float(step) / float(max(1, warmup))
@@ -89,8 +86,7 @@ def usual_early_steps(every: int, steps: int, overlap: int) -> int:
 
 
 def early_rounds(replicas: Replicas, train: Train, steps: int) -> EarlyRounds:
-    """Early rounds of a job of `steps` steps. The first one starts with the last round that would end in the
-    warm-up."""
+    """Early rounds of a job of `steps` steps. The first starts with the last round that ends in the warm-up."""
     if replicas.early_steps == 0:
         return EarlyRounds(0, 0, 0)
     short = replicas.every // TIMES

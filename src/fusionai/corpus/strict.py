@@ -1,8 +1,7 @@
 """Converts a TOML table strictly into a frozen struct. Decides how mistakes in a recipe are worded.
 
 Unknown keys fail, and the message names the nearest known key. The message for a wrong value has its key, what was
-expected and what was found. Neighbours: `tables` declares the structs, `recipe` calls `convert`.
-"""
+expected and what was found."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import difflib
 import math
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -32,8 +31,7 @@ _SHOWN_CHARACTERS: Final = 60
 
 
 def convert(table: Mapping[str, object], kind: type[_T], where: str, top: str = "the top level") -> _T:
-    """Convert `table` to `kind`. In messages `where` names the file, and `top` the table itself. Raises
-    `RecipeError`."""
+    """Convert `table` to `kind`. Messages name the file `where` and the table `top`. Raises `RecipeError`."""
     _check_table(table, kind, (), where, top)
     try:
         return msgspec.convert(table, kind, strict=True)
@@ -97,47 +95,36 @@ def _check_table(
                 )
 
 
+def _parts_of(annotation: Any, meta: msgspec.Meta | None = None) -> Iterator[tuple[Any, msgspec.Meta | None]]:
+    """Yield the alternatives of an annotation with their constraints, looking through `Annotated` and unions."""
+    match get_origin(annotation):
+        case origin if origin is Annotated:
+            inner, *notes = get_args(annotation)
+            yield from _parts_of(inner, next((note for note in notes if isinstance(note, msgspec.Meta)), None))
+        case origin if origin in (Union, types.UnionType):
+            for part in get_args(annotation):
+                yield from _parts_of(part, meta)
+        case _:
+            yield annotation, meta
+
+
 def _struct_in(annotation: Any) -> type[msgspec.Struct] | None:
-    """The struct that an annotation allows, looking through `Annotated` and unions."""
-    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
-        return annotation
-    if get_origin(annotation) is Annotated:
-        return _struct_in(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        found = [inner for part in get_args(annotation) if (inner := _struct_in(part)) is not None]
-        return found[0] if found else None
-    return None
+    """The first struct that an annotation allows."""
+    return next(
+        (part for part, _ in _parts_of(annotation) if isinstance(part, type) and issubclass(part, msgspec.Struct)), None
+    )
 
 
-def _choices_in(annotation: Any) -> tuple[object, ...]:
-    """The values of a `Literal`, looking through `Annotated` and unions."""
-    if get_origin(annotation) is Literal:
-        return get_args(annotation)
-    if get_origin(annotation) is Annotated:
-        return _choices_in(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(choice for part in get_args(annotation) for choice in _choices_in(part))
-    return ()
-
-
-def _numbers_in(annotation: Any) -> str:
-    """Describes the whole numbers that a union allows besides its choices; empty if none."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return next((found for part in get_args(annotation) if (found := _numbers_in(part))), "")
-    if get_origin(annotation) is not Annotated or get_args(annotation)[0] is not int:
+def _expected(annotation: Any) -> str:
+    """Describes the whole numbers and the choices that an annotation allows; empty if it has no choices."""
+    parts = list(_parts_of(annotation))
+    choices = ", ".join(repr(choice) for part, _ in parts if get_origin(part) is Literal for choice in get_args(part))
+    if not choices:
         return ""
-    bounds = [part.ge for part in get_args(annotation) if isinstance(part, msgspec.Meta) and part.ge is not None]
-    return f"a whole number >= {bounds[0]}" if bounds else "a whole number"
-
-
-def _description_of(annotation: Any) -> str:
-    """What a pattern means, as described in its `Meta`."""
-    for part in get_args(annotation):
-        if isinstance(part, msgspec.Meta) and part.description is not None:
-            return part.description
-        if found := _description_of(part):
-            return found
-    return ""
+    bounds = next((meta for part, meta in parts if part is int and meta is not None), None)
+    if bounds is None:
+        return f"one of {choices}"
+    return f"a whole number{'' if bounds.ge is None else f' >= {bounds.ge}'} or {choices}"
 
 
 def _explained(problem: str, table: Mapping[str, object], kind: type[msgspec.Struct], where: str, top: str) -> str:
@@ -147,7 +134,7 @@ def _explained(problem: str, table: Mapping[str, object], kind: type[msgspec.Str
     missing = re.fullmatch(r"Object missing required field `(\w+)`", message)
     if missing is not None:
         where_missing = _table_name(tuple(str(part) for part in path), top)
-        if _struct_at(kind, [*path, missing[1]]) is not None:
+        if _struct_in(_annotation_at(kind, [str(part) for part in [*path, missing[1]]])) is not None:
             return f"{where}: the table [{'.'.join(str(part) for part in [*path, missing[1]])}] is missing."
         return f"{where}: {where_missing} lacks the key {missing[1]!r}."
     keys = [part for part in path if isinstance(part, str)]
@@ -155,14 +142,11 @@ def _explained(problem: str, table: Mapping[str, object], kind: type[msgspec.Str
     value: Any = table
     for part in path:
         value = value[part]
-    choices = _choices_in(_annotation_at(kind, keys))
-    if choices:
-        numbers = _numbers_in(_annotation_at(kind, keys))
-        expected = f"{numbers} or " if numbers else "one of "
-        expected += ", ".join(repr(choice) for choice in choices)
-    elif " matching regex " in message:
-        expected = _description_of(_annotation_at(kind, keys))
-    else:
+    annotation = _annotation_at(kind, keys)
+    expected = _expected(annotation)
+    if not expected and " matching regex " in message:
+        expected = next(meta.description for _, meta in _parts_of(annotation) if meta is not None and meta.description)
+    if not expected:
         expected = message.removeprefix("Expected ").split(", got ")[0]
         expected = re.sub(r"`([^`]+)`", _plain_kinds, expected)
     return f"{where}: key {key!r} in {_table_name(owner, top)}: expected {expected}, got {show(value)}."
@@ -181,7 +165,3 @@ def _annotation_at(kind: type[msgspec.Struct], keys: list[str]) -> Any:
             return annotation
         annotation = get_type_hints(inner, include_extras=True)[key]
     return annotation
-
-
-def _struct_at(kind: type[msgspec.Struct], path: list[str | int]) -> type[msgspec.Struct] | None:
-    return _struct_in(_annotation_at(kind, [str(part) for part in path]))

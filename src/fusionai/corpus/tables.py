@@ -1,9 +1,7 @@
 """The tables of a recipe as frozen structs: names, types, bounds, defaults.
 
 `*Table` structs are what a file may contain. If exactly one of several keys must be set, the public struct has a tagged
-union instead (`Model.source`, `Data.source`, `Data.tokenizer`), so that no code meets a half-filled table. Neighbours:
-`strict` fills the structs, `recipe` checks them against each other.
-"""
+union instead (`Model.source`, `Data.source`, `Data.tokenizer`), so that no code meets a half-filled table."""
 
 from __future__ import annotations
 
@@ -107,8 +105,8 @@ class HubTokenizer(_Table, frozen=True, kw_only=True, tag="hub"):
 
 
 class JobTable(_Table, frozen=True, kw_only=True):
-    """`steps`: optimizer updates; `checkpoint_every`: updates between checkpoints (0: one at the end). `directory`: for
-    everything the job writes."""
+    """`steps`: optimizer updates; `checkpoint_every`: updates between checkpoints (0: one at the end). `directory`: of
+    all output."""
 
     name: JobName
     steps: Positive
@@ -189,8 +187,8 @@ class TensorData(_Table, frozen=True, kw_only=True, tag="tensors"):
 
 class ChatData(_Table, frozen=True, kw_only=True, tag="chat"):
     """Conversations, one or several in a row of `sequence_length` tokens. `layout`: OpenAI's or Alpaca's. `template`:
-    file with the chat template; None: the tokenizer's own. `bad_rows`: number of rows that may be left out; below 1,
-    the fraction of all rows."""
+    file with the chat template; None: the tokenizer's own. `bad_rows`: number, below 1 fraction, of rows that may be
+    left out."""
 
     source: FileData | HubData
     layout: Literal["chat", "instructions"]

@@ -1,10 +1,8 @@
 """Renders a conversation with a model's chat template, as the text that the model was trained on.
 
 Renders like transformers' `apply_chat_template`, in Jinja's sandbox: a template can only read its arguments, no files
-and no network. Training and serving use the same templates, so that a model answers in the form that it was trained in.
-Neighbours: `serving.model_text` renders prompts with it, `chat_tokens` renders training data, `conversations` prepares
-the messages.
-"""
+and no network. Training (`chat_file`) and serving (`serving.model_text`) use the same templates, so that a model
+answers in the form that it was trained in."""
 
 from __future__ import annotations
 
@@ -86,20 +84,11 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        signed: bool = False,
     ) -> str:
         """Render the conversation as text. `variables`: further names for the template, such as `enable_thinking`; they
-        can't replace the conversation. Raises `ConversationError` with the template's message."""
-        return self._rendered(self._template, messages, tools, documents, add_generation_prompt, variables)
-
-    def _rendered(
-        self,
-        template: jinja2.Template,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        documents: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any] | None,
-    ) -> str:
+        can't replace the conversation. `signed`: with signs around answers, if the template marks them. Raises
+        `ConversationError` with the template's message."""
         chat = [_with_reasoning(message) for message in _plain_data(messages)]
         if self.is_plain:
             chat = [{**message, "content": _text_of(message.get("content"))} for message in chat]
@@ -112,7 +101,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return _joined(template.generate(given))
+            return _joined((self._signed if signed and self._signed else self._template).generate(given))
         except jinja2.TemplateError as problem:
             raise ConversationError(f"the model's chat template refuses this conversation: {problem}") from problem
         # A template uses its arguments freely, so a message of an unexpected form can raise any of these.
@@ -153,7 +142,7 @@ class ChatTemplate:
         whole = self.render(plain, tools=offered, add_generation_prompt=False)
         pieces = _parted(whole, mark)
         if self._signed is not None:
-            signed = self._rendered(self._signed, plain, offered, None, False, None)
+            signed = self.render(plain, tools=offered, add_generation_prompt=False, signed=True)
             # A template that cuts or measures the generated text renders another text if there are signs in it.
             if signed.replace(_ANSWER, "").replace(_ANSWERED, "") == whole:
                 speakers = [number for number, message in enumerate(plain) if message.get("role") == "assistant"]
@@ -210,8 +199,7 @@ def _any_of(marks: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _parted(text: str, mark: re.Pattern[str] | None) -> list[tuple[str, bool]]:
-    """Split into (text, trusted). A template may cut a text between two signs; a single sign carries no meaning but
-    still splits the text."""
+    """Split into (text, trusted). A template may cut a text between two signs; a single sign only splits the text."""
     if mark is None:
         return [(text, True)] if text else []
     parts = re.split(f"{_OPEN}({mark.pattern}){_CLOSE}|[{_OPEN}{_CLOSE}]", text)

@@ -2,9 +2,7 @@
 document is and how a broken file is reported.
 
 A text file is one document, read in pieces of about 64 kB cut at line ends, so that its size does not matter. A JSONL
-line or a Parquet row is one document and one piece. Only one piece is in memory at a time. Neighbours: `tokens`
-tokenises the pieces, `files` finds the files.
-"""
+line or a Parquet row is one document and one piece. Only one piece is in memory at a time."""
 
 from __future__ import annotations
 
@@ -41,42 +39,57 @@ class TextPiece:
     ends_document: bool
 
 
-def pieces_of_files(files: tuple[SourceFile, ...], field: str) -> Iterator[TextPiece]:
-    """All documents of the files in order. Raises `DataError` with file, line and column."""
-    for file in files:
-        match file.kind:
-            case "text":
-                yield from _text_pieces(file.path)
-            case "jsonl":
-                for number, record in jsonl_records(file.path):
-                    yield TextPiece(_text_of(record, field, f"{file.path}, line {number}"), ends_document=True)
-            case "parquet":
-                for number, record in parquet_records(file.path, (field,)):
-                    yield TextPiece(_text_of(record, field, f"{file.path}, row {number}"), ends_document=True)
+def pieces_of(data: FileData | HubData, field: str) -> Iterator[TextPiece]:
+    """All documents in order. Raises `DataError` with file, line and column."""
+    match data:
+        case FileData():
+            for file in find_files(data):
+                if file.kind == "text":
+                    yield from _text_pieces(file.path)
+                else:
+                    for place, row in _file_rows(file, (field,), all_needed=True):
+                        yield TextPiece(_text_of(_valid(place, row), field, place), ends_document=True)
+        case HubData():
+            for place, record in records_of(data, (field,)):
+                yield TextPiece(_text_of(record, field, place), ends_document=True)
 
 
-def pieces_of_dataset(data: HubData, field: str) -> Iterator[TextPiece]:
-    """All documents of a Hugging Face data set's split. Raises `DataError`."""
-    for number, record in enumerate(open_dataset(data)):
-        yield TextPiece(_text_of(record, field, f"data set {data.dataset}, record {number}"), ends_document=True)
+def records_of(data: FileData | HubData, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, object]]]:
+    """(place, record) for every JSONL line, Parquet row and record of a data set. Raises `DataError`."""
+    for place, row in rows_of(data, columns, all_needed=True):
+        yield place, _valid(place, row)
 
 
-def records_of_files(
-    files: tuple[SourceFile, ...], columns: tuple[str, ...]
-) -> Iterator[tuple[str, dict[str, object]]]:
-    """(place, record) for every JSONL line and Parquet row. Raises `DataError`."""
-    for file in files:
-        match file.kind:
-            case "text":
-                raise DataError(
-                    f"{file.path}: expected columns, got a text file.", hint="Give .jsonl or .parquet files."
-                )
-            case "jsonl":
-                for number, record in jsonl_records(file.path):
-                    yield f"{file.path}, line {number}", record
-            case "parquet":
-                for number, record in parquet_records(file.path, columns):
-                    yield f"{file.path}, row {number}", record
+def rows_of(
+    data: FileData | HubData, columns: tuple[str, ...], *, all_needed: bool = False
+) -> Iterator[tuple[str, dict[str, object] | RowError]]:
+    """(place, row or why it is invalid) for every JSONL line, Parquet row and record of a data set. `columns`: those to
+    read from Parquet files; without `all_needed` a file may lack some. Raises `DataError` for an unreadable source."""
+    match data:
+        case HubData():
+            for number, record in enumerate(open_dataset(data)):
+                yield f"data set {data.dataset}, record {number}", record
+        case FileData():
+            for file in find_files(data):
+                yield from _file_rows(file, columns, all_needed=all_needed)
+
+
+def _file_rows(
+    file: SourceFile, columns: tuple[str, ...], *, all_needed: bool
+) -> Iterator[tuple[str, dict[str, object] | RowError]]:
+    match file.kind:
+        case "jsonl":
+            yield from _jsonl_rows(file.path)
+        case "parquet":
+            yield from _parquet_rows(file.path, columns, all_needed)
+        case "text":
+            raise DataError(f"{file.path}: expected columns, got a text file.", hint="Give .jsonl or .parquet files.")
+
+
+def _valid(place: str, row: dict[str, object] | RowError) -> dict[str, object]:
+    if isinstance(row, RowError):
+        raise DataError(f"{place}: {row}")
+    return row
 
 
 def open_dataset(data: HubData) -> Any:
@@ -97,17 +110,8 @@ def open_dataset(data: HubData) -> Any:
         raise DataError(f"data set {what}, split {data.split!r}: {reason}") from problem
 
 
-def jsonl_records(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """(line number from 1, object) for every line that is not blank. Raises `DataError` at the first invalid line."""
-    for number, record in jsonl_rows(path):
-        if isinstance(record, RowError):
-            raise DataError(f"{path}, line {number}: {record}")
-        yield number, record
-
-
-def jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, object] | RowError]]:
-    """(line number from 1, object or why the line is invalid) for every line that is not blank. Keeps at most
-    `MAX_LINE_BYTES` of a line in memory."""
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, object] | RowError]]:
+    """Rows of all lines that are not blank. Keeps at most `MAX_LINE_BYTES` of a line in memory."""
     with _reading(path) as handle:
         number = 0
         while line := handle.readline(MAX_LINE_BYTES + 1):
@@ -115,11 +119,11 @@ def jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, object] | RowError]]
             if len(line) > MAX_LINE_BYTES:
                 while line and not line.endswith(b"\n"):
                     line = handle.readline(PIECE_BYTES)
-                yield number, RowError(f"longer than {MAX_LINE_BYTES} bytes; is this a JSONL file?")
+                yield f"{path}, line {number}", RowError(f"longer than {MAX_LINE_BYTES} bytes; is this a JSONL file?")
                 continue
             body = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if body.strip():
-                yield number, _object_in(body)
+                yield f"{path}, line {number}", _object_in(body)
 
 
 def _object_in(line: bytes) -> dict[str, object] | RowError:
@@ -133,27 +137,8 @@ def _object_in(line: bytes) -> dict[str, object] | RowError:
         return RowError("not valid JSON: nested too deeply.")
 
 
-def rows_of(data: FileData | HubData, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, object] | RowError]]:
-    """(place, row or why it is invalid) for every JSONL line, Parquet row and record of a data set. `columns`: those to
-    read from Parquet files that have them. Raises `DataError` for a source that can't be read at all."""
-    match data:
-        case HubData():
-            for number, record in enumerate(open_dataset(data)):
-                yield f"data set {data.dataset}, record {number}", record
-        case FileData():
-            for file in find_files(data):
-                if file.kind == "parquet":
-                    for number, record in parquet_records(file.path, columns, all_needed=False):
-                        yield f"{file.path}, row {number}", record
-                else:
-                    for number, row in jsonl_rows(file.path):
-                        yield f"{file.path}, line {number}", row
-
-
-def parquet_records(
-    path: Path, columns: tuple[str, ...], *, all_needed: bool = True
-) -> Iterator[tuple[int, dict[str, object]]]:
-    """(row number from 0, the requested columns) for every row. If not `all_needed`, missing columns are left out."""
+def _parquet_rows(path: Path, columns: tuple[str, ...], all_needed: bool) -> Iterator[tuple[str, dict[str, object]]]:
+    """Rows, numbered from 0. If not `all_needed`, missing columns are left out."""
     try:
         with pq.ParquetFile(path) as file:
             known = file.schema_arrow.names
@@ -165,7 +150,7 @@ def parquet_records(
             row = 0
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=list(columns)):
                 for record in batch.to_pylist():
-                    yield row, record
+                    yield f"{path}, row {row}", record
                     row += 1
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as problem:
         raise DataError(f"{path}: not a readable Parquet file: {str(problem).splitlines()[0]}") from None

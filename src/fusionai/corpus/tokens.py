@@ -1,24 +1,20 @@
-"""The token file: all documents, tokenised, one after the other, in two memory-mapped parts. Decides its cache key and
-layout.
-
-Also loads and trains the tokenizer.
+"""Tokenizers, and the cached file of a text corpus's tokens: trains or loads the one, makes the other.
 
     tokens/tokenizer-<key>/   the trained tokenizer
-    tokens/<key>/             train.bin, evaluation.bin (little-endian uint32), manifest.json
+    tokens/<key>/             train.bin, evaluation.bin (uint32), manifest.json
 
-Each document ends with the end-of-text token, in each part that has some of it. `text` reads pieces, `cache` has keys
-and manifests, `source` cuts rows.
-"""
+A key covers the data's content and every setting that changes the result, so a stale directory is never read.
+`corpus.text` reads documents, `corpus.source` cuts rows."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,12 +24,11 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from fusionai.corpus.cache import Progress, batched, cache_key, content_of, mapped, read_manifest, write_manifest
-from fusionai.corpus.files import find_files
+from fusionai.corpus.files import find_files, fingerprint
 from fusionai.corpus.order import Split
 from fusionai.corpus.tables import FileData, HubData, HubTokenizer, LocalTokenizer, TextData, TrainTokenizer
-from fusionai.corpus.text import TextPiece, pieces_of_dataset, pieces_of_files
-from fusionai.primitives.errors import DataError
+from fusionai.corpus.text import TextPiece, open_dataset, pieces_of
+from fusionai.primitives.errors import DataError, StorageError
 from fusionai.storage.atomic import storage_errors, whole_directory, write_atomic
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -57,8 +52,7 @@ class CorpusTokenizer:
     """Encodes text as plain text: a special token's name in the data never becomes that token."""
 
     def __init__(self, files: dict[str, bytes], where: str) -> None:
-        """`files`: name -> content, with `tokenizer.json` and `tokenizer_config.json` among them. Raises `DataError` if
-        they can't be read."""
+        """`files`: name -> content, with `tokenizer.json` among them. Raises `DataError` if they can't be read."""
         try:
             self._engine = Engine.from_str(files[TOKENIZER_FILE].decode())
             config = json.loads(files.get("tokenizer_config.json", b"{}"))
@@ -172,28 +166,31 @@ def load_tokenizer(source: LocalTokenizer | HubTokenizer) -> CorpusTokenizer:
     """Load a tokenizer from a directory or the hub. Raises `DataError` with what is missing."""
     match source:
         case LocalTokenizer(path=path):
-            return _load_directory(Path(path))
+            directory = Path(path)
+            if not directory.is_dir():
+                raise DataError(f"no tokenizer directory at {directory}.")
+            files = _files_in(directory)
+            if TOKENIZER_FILE not in files:
+                hint = (
+                    "Write one with transformers: AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)."
+                )
+                raise DataError(f"{directory}: no tokenizer.json.", hint=hint)
+            return CorpusTokenizer(files, str(directory))
         case HubTokenizer(hub=hub):
-            return CorpusTokenizer(_download(hub), hub)
+            files = _download(hub)
+            if TOKENIZER_FILE not in files:
+                raise DataError(f"{hub}: has no tokenizer.json on the hub.")
+            return CorpusTokenizer(files, hub)
 
 
-def _load_directory(directory: Path) -> CorpusTokenizer:
-    if not directory.is_dir():
-        raise DataError(f"no tokenizer directory at {directory}.")
-    files = {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
-    if TOKENIZER_FILE not in files:
-        raise DataError(
-            f"{directory}: no tokenizer.json.",
-            hint="Write one with transformers: AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY).",
-        )
-    return CorpusTokenizer(files, str(directory))
+def _files_in(directory: Path) -> dict[str, bytes]:
+    return {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
 
 
 def _download(hub: str) -> dict[str, bytes]:
     try:
         # In one request: without a network, one request per file would take half a minute to fail.
-        directory = Path(snapshot_download(hub, allow_patterns=list(_FILES)))
-        files = {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
+        return _files_in(Path(snapshot_download(hub, allow_patterns=list(_FILES))))
     except LocalEntryNotFoundError as problem:
         raise DataError(
             f"tokenizer of {hub}: not in the local cache, and the hub can't be reached.",
@@ -203,9 +200,6 @@ def _download(hub: str) -> dict[str, bytes]:
     except Exception as problem:
         reason = (str(problem).splitlines() or [type(problem).__name__])[0]
         raise DataError(f"tokenizer of {hub}: can't be downloaded: {reason}") from problem
-    if TOKENIZER_FILE not in files:
-        raise DataError(f"{hub}: has no tokenizer.json on the hub.")
-    return files
 
 
 _LAYOUT: Final = 1
@@ -247,7 +241,7 @@ def open_tokens(data: TextData, directory: Path, seed: int, progress: Progress |
             key = cache_key([*made_by, str(vocabulary), str(masked)])
             texts = (
                 piece.text
-                for index, piece in enumerate(_counted(_pieces(data), "tokenizer", progress))
+                for index, piece in enumerate(_counted(pieces_of(data.source, data.field), "tokenizer", progress))
                 if not split.is_evaluation(index)
             )
             tokenizer = cached_tokenizer(directory / f"tokenizer-{key}", texts, vocabulary, masked=masked)
@@ -255,7 +249,7 @@ def open_tokens(data: TextData, directory: Path, seed: int, progress: Progress |
             tokenizer = load_tokenizer(data.tokenizer)
     place = directory / cache_key([*made_by, tokenizer.content_hash])
     if not place.is_dir():
-        _write(place, _pieces(data), tokenizer, split, progress)
+        _write(place, pieces_of(data.source, data.field), tokenizer, split, progress)
     manifest = read_manifest(place, TokenManifest)
     return TokenFile(
         train=mapped(place / "train.bin", np.dtype("<u4"), manifest.train_tokens),
@@ -263,14 +257,6 @@ def open_tokens(data: TextData, directory: Path, seed: int, progress: Progress |
         manifest=manifest,
         tokenizer=tokenizer,
     )
-
-
-def _pieces(data: TextData) -> Iterator[TextPiece]:
-    match data.source:
-        case FileData():
-            return pieces_of_files(find_files(data.source), data.field)
-        case HubData():
-            return pieces_of_dataset(data.source, data.field)
 
 
 def cached_tokenizer(place: Path, texts: Iterator[str], vocabulary: int, *, masked: bool = False) -> CorpusTokenizer:
@@ -286,66 +272,61 @@ def _write(
     place: Path, pieces: Iterator[TextPiece], tokenizer: CorpusTokenizer, split: Split, progress: Progress | None
 ) -> None:
     """Write all pieces into `place`, which appears as a whole or not at all."""
+    end = np.array([tokenizer.end_id], dtype="<u4")
+    tokens, unended = [0, 0], [False, False]
+    read = documents = 0
     with whole_directory(place) as partial:
-        with storage_errors(partial), _Writer(partial, tokenizer, split) as writer:
+        with storage_errors(partial), HashedFiles(*(partial / f"{part}.bin" for part in _PARTS)) as files:
+
+            def append(part: int, ids: npt.NDArray[np.uint32], *, ends: bool) -> None:
+                files.append(part, ids.tobytes())
+                tokens[part] += len(ids)
+                unended[part] = not ends
+
             for batch in batched(_counted(pieces, "tokens", progress), _BATCH_PIECES, lambda piece: len(piece.text)):
-                writer.add(batch)
-            manifest = writer.close()
+                for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
+                    if ids:
+                        append(int(split.is_evaluation(read)), np.asarray(ids, dtype="<u4"), ends=False)
+                    read += 1
+                    if piece.ends_document:
+                        documents += 1
+                        for part in (0, 1):
+                            if unended[part]:
+                                append(part, end, ends=True)
+            manifest = TokenManifest(
+                layout=_LAYOUT,
+                documents=documents,
+                train_tokens=tokens[0],
+                evaluation_tokens=tokens[1],
+                fingerprint=files.fingerprint(),
+            )
         write_manifest(partial, manifest)
 
 
-class _Writer:
-    """Appends encoded pieces to the part that the split assigns."""
+class HashedFiles:
+    """New files, by number, that are hashed as they are written."""
 
-    def __init__(self, directory: Path, tokenizer: CorpusTokenizer, split: Split) -> None:
-        self._tokenizer = tokenizer
-        self._split = split
-        self._end = np.array([tokenizer.end_id], dtype="<u4").tobytes()
-        self._files: tuple[BinaryIO, ...] = tuple((directory / f"{part}.bin").open("wb") for part in _PARTS)
-        self._hashes = tuple(hashlib.sha256() for _ in _PARTS)
-        self._tokens = [0, 0]
-        self._unended = [False, False]
-        self._pieces = 0
-        self._documents = 0
+    def __init__(self, *paths: Path) -> None:
+        self._files = [path.open("wb") for path in paths]
+        self._hashes = [hashlib.sha256() for _ in paths]
 
-    def __enter__(self) -> _Writer:
+    def __enter__(self) -> HashedFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
         for file in self._files:
             file.close()
 
-    def add(self, pieces: list[TextPiece]) -> None:
-        for piece, ids in zip(pieces, self._tokenizer.encode_batch([piece.text for piece in pieces]), strict=True):
-            part = int(self._split.is_evaluation(self._pieces))
-            self._pieces += 1
-            if ids:
-                self._append(part, np.asarray(ids, dtype="<u4").tobytes())
-                self._unended[part] = True
-            if piece.ends_document:
-                self._documents += 1
-                for other in (0, 1):
-                    if self._unended[other]:
-                        self._append(other, self._end)
-                        self._unended[other] = False
+    def append(self, number: int, content: bytes) -> None:
+        self._files[number].write(content)
+        self._hashes[number].update(content)
 
-    def close(self) -> TokenManifest:
-        """Flush to disk and return the manifest."""
+    def fingerprint(self) -> str:
+        """Flush all files to disk, and return a SHA-256 over them, hex."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
-        return TokenManifest(
-            layout=_LAYOUT,
-            documents=self._documents,
-            train_tokens=self._tokens[0],
-            evaluation_tokens=self._tokens[1],
-            fingerprint=hashlib.sha256(b"".join(part.digest() for part in self._hashes)).hexdigest(),
-        )
-
-    def _append(self, part: int, content: bytes) -> None:
-        self._files[part].write(content)
-        self._hashes[part].update(content)
-        self._tokens[part] += len(content) // 4
+        return hashlib.sha256(b"".join(digest.digest() for digest in self._hashes)).hexdigest()
 
 
 def _counted(pieces: Iterator[TextPiece], what: str, progress: Progress | None) -> Iterator[TextPiece]:
@@ -364,3 +345,72 @@ def require_rows(rows: int, needed: int, part: str, tokens: int, length: int) ->
             if part == "training"
             else "Raise evaluation_fraction, or give more documents (a text file counts as one).",
         )
+
+
+MANIFEST_FILE: Final = "manifest.json"
+_KEY_CHARACTERS: Final = 16
+_BATCH_CHARACTERS: Final = 2**22
+
+Progress = Callable[[str, int], None]
+"""Called with (current work: `tokenizer` or `tokens`, number of pieces so far)."""
+
+_Item = TypeVar("_Item")
+_Manifest = TypeVar("_Manifest", bound=msgspec.Struct)
+_Number = TypeVar("_Number", np.uint32, np.uint8, np.int64)
+
+
+def content_of(source: FileData | HubData) -> str:
+    """Identify the content of files by its hash, that of a hub data set by the hub's fingerprint."""
+    match source:
+        case FileData():
+            return fingerprint(find_files(source))
+        case HubData():
+            found = str(open_dataset(source)._fingerprint)
+            return "\n".join([source.dataset, source.subset or "", source.split, found])
+
+
+def cache_key(parts: list[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:_KEY_CHARACTERS]
+
+
+def batched(items: Iterator[_Item], most: int, characters_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """Yield batches of at most `most` items, large enough to keep all cores busy, small enough for memory."""
+    batch: list[_Item] = []
+    characters = 0
+    for item in items:
+        batch.append(item)
+        characters += characters_of(item)
+        if len(batch) >= most or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def write_manifest(place: Path, manifest: msgspec.Struct) -> None:
+    write_atomic(place / MANIFEST_FILE, msgspec.json.encode(manifest))
+
+
+def read_manifest(place: Path, kind: type[_Manifest]) -> _Manifest:
+    """Return the manifest of a cached directory. Raises `StorageError` if it is missing or damaged."""
+    path = place / MANIFEST_FILE
+    with storage_errors(path, "read"):
+        content = path.read_bytes()
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.DecodeError as problem:
+        raise _damaged(path, str(problem)) from None
+
+
+def mapped(path: Path, dtype: np.dtype[_Number], entries: int) -> npt.NDArray[_Number]:
+    """Map an array read-only. Raises `StorageError` if the file does not have exactly `entries` entries."""
+    expected = entries * dtype.itemsize
+    with storage_errors(path, "read"):
+        size = path.stat().st_size
+    if size != expected:
+        raise _damaged(path, f"expected {expected} bytes, got {size}")
+    return np.memmap(path, dtype=dtype, mode="r") if entries else np.zeros(0, dtype=dtype)
+
+
+def _damaged(path: Path, what: str) -> StorageError:
+    return StorageError(f"{path} is damaged: {what}.", hint=f"Delete {path.parent}; the next run makes it again.")

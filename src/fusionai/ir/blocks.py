@@ -200,9 +200,9 @@ def _narrow_layers(graph: Graph, body: Sequence[Node]) -> dict[int, int]:
 
 
 def _raised(graph: Graph, cheap: frozenset[int], layer_of: dict[int, int]) -> dict[int, int]:
-    """Return node id -> its layer, raised to the highest layer of its inputs. Readers of one written buffer stay
-    together."""
-    maker = producers(graph)
+    """Return node id -> its layer, raised to the highest of its inputs' layers. Readers of a written buffer share
+    one."""
+    maker, readers = producers(graph), consumers(graph)
     written = {value for value, spec in graph.params.items() if spec.key in set(graph.state_writes.values())}
     floor: dict[int, int] = {}
     for node in graph.nodes:
@@ -214,13 +214,9 @@ def _raised(graph: Graph, cheap: frozenset[int], layer_of: dict[int, int]) -> di
             if made_by is not None and made_by.id not in cheap:
                 block = max(block, floor[made_by.id])
             if value in written and node.id not in layer_of:
-                block = max(block, _reader_layer(graph, value, layer_of))
+                block = max(block, *(layer_of.get(reader.id, 0) for reader in readers[value]))
         floor[node.id] = block
     return floor
-
-
-def _reader_layer(graph: Graph, buffer: str, layer_of: dict[int, int]) -> int:
-    return max((layer_of.get(node.id, 0) for node in consumers(graph).get(buffer, ())), default=0)
 
 
 def _feeding_layers(graph: Graph, layer_of: dict[int, int], cheap: frozenset[int]) -> frozenset[int]:
@@ -329,8 +325,7 @@ def held_in_front(graph: Graph) -> Graph:
 
 
 def sent_bytes(graph: Graph) -> int:
-    """Return the bytes of the copies that a graph of `held_in_front` sends per microbatch. The same amount returns as
-    gradients."""
+    """Return the bytes of the copies that a graph of `held_in_front` sends per microbatch; as many return."""
     copied = [value for node in graph.nodes if node.op == COPY and node.block == 0 for value in reads(node)]
     specs = [graph.params[value] for value in copied if value in graph.params and graph.params[value].trainable]
     return sum(tensor_bytes(spec.dtype, spec.shape) for spec in specs if prod(spec.shape))

@@ -6,7 +6,7 @@ normalisation), because memory bandwidth limits them; the bytes they read and wr
 product costs its forward once per operand that needs a gradient, attention 2.5 times its forward (scores are
 recomputed, as in FlashAttention, arXiv 2205.14135, section 3), other operators once their forward.
 
-`ir.operators` names the rules, `scheduling` turns records into `BlockCost` and seconds.
+`ir.operators` names the rules, `scheduling` turns costs into seconds.
 
 In generation, a decode pass reads every matrix once, however few positions it has, but only some rows of an embedding
 table. Matrices of products are counted in the requested format, everything else in its own. Layers with an attention
@@ -23,10 +23,10 @@ import msgspec
 
 from fusionai.ir.graph import cheap_nodes, consumers, needing_gradient, nodes_by_block, reads
 from fusionai.ir.operators import OPERATORS
-from fusionai.ir.schema import Graph, Node, ParamSpec, Ref
+from fusionai.ir.schema import Graph, Node, Ref
 from fusionai.ir.serving import ATTENTION, SEQUENCE
 from fusionai.ir.shapes import evaluate
-from fusionai.ir.stored import stored_bytes
+from fusionai.ir.weights import stored_bytes
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, tensor_bytes
 
@@ -36,26 +36,39 @@ ATTENTION_BACKWARD: Final = 2.5
 """Operations of attention's backward pass relative to its forward pass."""
 
 
-class BlockCostRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Cost of one block for one microbatch. Fields and meaning as in `scheduling.types.BlockCost`."""
+class BlockCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Costs of one block of the graph: for one microbatch at the job's sizes, in serving for one position of a pass."""
 
     block: int
     forward_flops: float
     backward_flops: float
     parameter_bytes: int
+    """Storage of the parameters held by this block (a tied parameter counts in each block that holds it)."""
     trainable_bytes: int
     activation_bytes: int
-    workspace_bytes: int
+    """Activations kept from forward to backward, per microbatch."""
+    workspace_bytes: int = 0
     output_bytes: int
+    """Activations sent forward over a cut after this block."""
     gradient_bytes: int
-    ops: tuple[str, ...]
-    calls: int
-    """Number of operators that make tensors, including views."""
-    moved_bytes: float
-    """Bytes read and written by operators that are not views, forward and backward."""
+    """Gradients sent back over that cut."""
+    ops: tuple[str, ...] = ()
+    calls: int = 0
+    """Operators that make tensors, including views, per microbatch."""
+    moved_bytes: float = 0.0
+    """Bytes read and written by operators that are not views per microbatch, forward and backward."""
+    looked_up_bytes: int = 0
+    """Serving: part of `parameter_bytes` in tables of which a pass reads only some rows."""
+    cache_token_bytes: int = 0
+    """Serving: keys and values of one token, in layers with full attention."""
+    cache_session_bytes: int = 0
+    """Serving: ring buffers for one session, in layers with windowed attention."""
+    attended_flops: float = 0.0
+    """Serving: operations of one position for each earlier position, in layers with full attention. They make long
+    prompts slow; the predicted time per token leaves them out."""
 
 
-def block_costs(graph: Graph, symbols: Mapping[str, int], *, training: bool) -> tuple[BlockCostRecord, ...]:
+def block_costs(graph: Graph, symbols: Mapping[str, int], *, training: bool) -> tuple[BlockCost, ...]:
     """Return the cost of every block at these sizes; index: block number. Without `training`, backward, gradients and
     kept activations are 0. Raises `GraphError` if a symbol has no value."""
     return _Prices(graph, symbols, training=training).records()
@@ -102,25 +115,30 @@ class _Prices:
         }
         self.roots = self._storage()
 
-    def records(self) -> tuple[BlockCostRecord, ...]:
+    def records(self) -> tuple[BlockCost, ...]:
         members = nodes_by_block(self.graph)
         crossing, returning = self._crossing(len(members))
         return tuple(
             self._record(block, nodes, crossing[block], returning[block]) for block, nodes in enumerate(members)
         )
 
-    def _record(self, block: int, nodes: list[Node], output_bytes: int, gradient_bytes: int) -> BlockCostRecord:
+    def _record(self, block: int, nodes: list[Node], output_bytes: int, gradient_bytes: int) -> BlockCost:
         params = {
             value: self.graph.params[value] for node in nodes for value in reads(node) if value in self.graph.params
         }
-        return BlockCostRecord(
+        return BlockCost(
             block=block,
             forward_flops=sum(forward_flops(node, self.sizes) for node in nodes),
             backward_flops=sum(self._backward_flops(node) for node in nodes),
-            parameter_bytes=sum(self._kept_as(value, spec) for value, spec in params.items()),
+            parameter_bytes=sum(
+                stored_bytes(spec.shape, spec.stored) if spec.stored else self._bytes(value)
+                for value, spec in params.items()
+            ),
             trainable_bytes=sum(self._bytes(value) for value, spec in params.items() if spec.trainable),
             activation_bytes=self._kept_bytes(nodes),
-            workspace_bytes=max((self._workspace_bytes(node) for node in nodes), default=0),
+            # Of one node: its results and, in training, their gradients, which exist only briefly.
+            workspace_bytes=(2 if self.training else 1)
+            * max((sum(self._bytes(value) for value in node.outputs) for node in nodes), default=0),
             output_bytes=output_bytes,
             gradient_bytes=gradient_bytes,
             ops=tuple(sorted({node.op for node in nodes})),
@@ -155,8 +173,7 @@ class _Prices:
         return forward + touched * (self._backward_flops(node) / flops if flops > 0 else 1.0)
 
     def _kept_bytes(self, nodes: list[Node]) -> int:
-        """Bytes of distinct storage kept from forward to backward. Views share storage, and parameters are not
-        counted."""
+        """Bytes of distinct storage kept from forward to backward. Views share storage; parameters don't count."""
         kept: set[str] = set()
         for node in nodes:
             if not any(value in self.needs_grad for value in node.outputs):
@@ -182,14 +199,8 @@ class _Prices:
         wanted = [value in self.needs_grad for value in factors]
         return tuple(factors[1 - i] for i in range(len(factors)) if wanted[i])
 
-    def _workspace_bytes(self, node: Node) -> int:
-        """Bytes of one node's results and their gradients, which exist only briefly."""
-        results = sum(self._bytes(value) for value in node.outputs)
-        return 2 * results if self.training else results
-
     def _crossing(self, count: int) -> tuple[list[int], list[int]]:
-        """Bytes that cross a cut after each block, forward and backward. Cheap values never cross, because they are
-        recomputed."""
+        """Bytes that cross a cut after each block, forward and backward. Cheap values are recomputed."""
         output_bytes, gradient_bytes = [0] * count, [0] * count
         for node in self.graph.nodes:
             if node.id in self.cheap:
@@ -210,9 +221,6 @@ class _Prices:
                 for value in node.outputs:
                     roots[value] = roots.get(source, source)
         return roots
-
-    def _kept_as(self, value: str, spec: ParamSpec) -> int:
-        return stored_bytes(spec.shape, spec.stored) if spec.stored else self._bytes(value)
 
     def _bytes(self, value: str) -> int:
         spec = self.graph.values[value]
@@ -254,24 +262,9 @@ LENGTH: Final = 256
 """Length of the text, in tokens, from which the costs that grow with length are determined."""
 
 
-class ServingCostRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Cost of one block. Fields and meaning as in `scheduling.types.BlockCost`, for one position of one pass."""
-
-    block: int
-    forward_flops: float
-    parameter_bytes: int
-    looked_up_bytes: int
-    workspace_bytes: int
-    output_bytes: int
-    cache_token_bytes: int
-    cache_session_bytes: int
-    attended_flops: float
-    ops: tuple[str, ...]
-
-
 def serving_costs(
     graph: Graph, *, weights: WeightFormat, cache: CacheFormat, pass_tokens: int, whole_tokens: int | None = None
-) -> tuple[ServingCostRecord, ...]:
+) -> tuple[BlockCost, ...]:
     """Return the cost of every block of a validated serving graph; index: block number. `whole_tokens`: number of
     positions that are recomputed for each new token (cacheless recompute); the block's inputs are then kept for each of
     them, in case a stage begins there."""
@@ -281,13 +274,12 @@ def serving_costs(
     longer = records
     if whole is None and SEQUENCE in symbols:
         longer = block_costs(graph, {**symbols, SEQUENCE: LENGTH}, training=False)
-    nodes = nodes_by_block(graph)
     item_bytes = FLOAT_BYTES[cache]
-    found: list[ServingCostRecord] = []
-    for record, long in zip(records, longer, strict=True):
-        kept, looked_up = _weight_bytes(graph, nodes[record.block], weights)
+    found: list[BlockCost] = []
+    for record, long, members in zip(records, longer, nodes_by_block(graph), strict=True):
+        kept, looked_up = _weight_bytes(graph, members, weights)
         growing, ring = 0, 0
-        for node in nodes[record.block]:
+        for node in members:
             if node.op == ATTENTION and whole is None:
                 token_bytes = item_bytes * _cached_elements(graph, node, symbols)
                 window = node.kwargs.get("window")
@@ -298,32 +290,33 @@ def serving_costs(
         if whole is not None and record.block > 0:
             growing = records[record.block - 1].output_bytes
         found.append(
-            ServingCostRecord(
+            BlockCost(
                 block=record.block,
                 forward_flops=(record if whole is None else whole[record.block]).forward_flops,
+                backward_flops=0.0,
                 parameter_bytes=kept,
-                looked_up_bytes=looked_up,
-                workspace_bytes=BESIDE * record.workspace_bytes * pass_tokens
-                + _unpacked_bytes(graph, nodes[record.block]),
+                trainable_bytes=0,
+                activation_bytes=0,
+                workspace_bytes=BESIDE * record.workspace_bytes * pass_tokens + _unpacked_bytes(graph, members),
                 output_bytes=record.output_bytes,
+                gradient_bytes=0,
+                ops=record.ops,
+                looked_up_bytes=looked_up,
                 cache_token_bytes=growing,
                 cache_session_bytes=ring,
                 attended_flops=_attended_flops(record.forward_flops, long.forward_flops) if growing else 0.0,
-                ops=record.ops,
             )
         )
     return tuple(found)
 
 
 def _attended_flops(alone: float, long: float) -> float:
-    """Return the operations per position and attended position: the extra cost of a text of `LENGTH` over single
-    positions."""
+    """Return the operations per position and attended position: the extra cost of `LENGTH` positions at once."""
     return max(0.0, long - LENGTH * alone) / (LENGTH * (LENGTH - 1))
 
 
 def balance_tokens(graph: Graph) -> float:
-    """Return how many positions attention must read until one position takes twice the operations. Infinity if no cost
-    grows with the text."""
+    """Return the positions at which attention to them doubles the operations of one; infinity if no cost grows."""
     symbols = dict.fromkeys(graph.symbols, 1)
     if SEQUENCE not in symbols:
         return inf

@@ -49,8 +49,7 @@ class OperandUse:
 
 @dataclass(slots=True)
 class Rewritten:
-    """Changes to a stage's graph. `aliases`: input -> the value it repeats. `joins`: outputs that only receive
-    gradients."""
+    """Changes to a stage's graph. `aliases`: input -> the value it repeats. `joins`: outputs only for gradients."""
 
     aliases: dict[str, str] = field(default_factory=dict[str, str])
     operands: dict[int, dict[int, str]] = field(default_factory=dict[int, dict[int, str]])
@@ -62,8 +61,7 @@ class Rewritten:
 def gradient_uses(
     graph: Graph, held: Sequence[Collection[int]], values: Collection[str]
 ) -> dict[str, list[OperandUse]]:
-    """Return the uses through which gradients of these values flow, in the order in which autograd adds them. `held`:
-    node ids of each stage."""
+    """Return the uses through which gradients of these values flow, in autograd's order. `held`: node ids by stage."""
     needs_grad = needing_gradient(graph)
     found: dict[str, list[OperandUse]] = {}
     stages_of: dict[int, list[int]] = {}
@@ -85,8 +83,7 @@ def gradient_uses(
 @dataclass(frozen=True, slots=True)
 class SharedUses:
     """A trainable parameter that several blocks read. `blocks`: block of each use, in the order in which autograd adds
-    them. `interleaves`: the order returns to a higher block, so that stages can't pass the sum on from last to
-    first."""
+    them. `interleaves`: the order returns to a higher block, so the sum can't pass from last to first."""
 
     key: str
     nbytes: int

@@ -19,9 +19,8 @@ SYMINT = "symint"
 
 
 def prune(graph: Graph, outputs: Collection[str], *, state_writes: bool = False) -> Graph:
-    """Return the sub-graph that the outputs with these meanings need (and the state writes, if `state_writes`). Inputs,
-    parameters, values and nodes that nothing wanted depends on are left out; order and ids stay. Raises `GraphError`
-    for an unknown meaning."""
+    """Return the sub-graph that the outputs with these meanings need (and the state writes, if `state_writes`).
+    Whatever they do not depend on is left out; order and ids stay. Raises `GraphError` for an unknown meaning."""
     unknown = sorted(set(outputs) - set(graph.outputs))
     if unknown:
         raise GraphError(f"graph {graph.name!r} has no output {unknown[0]!r}; it has {', '.join(graph.outputs)}.")

@@ -1,7 +1,7 @@
 """The operator allow-list. Decides which operators a graph may hold; runs and infers nothing.
 
 An operator enters the list only if it reads nothing but its operands (no file, no ambient random source, no
-environment), is functional, and its memory is bounded by a rule of `ir.growth`. To add one, add a line to `_table`.
+environment), is functional, and its memory is bounded by a rule of `ir.shapes`. To add one, add a line to `_table`.
 
 `ir.validate` refuses all other operators, `ir.cost` uses the FLOP and saving rules, backends declare which of these
 they support, `capture` rewrites other operators into these where it can.
@@ -36,7 +36,7 @@ Growth = Literal[
     "operand", "broadcast", "sizes", "repeat", "arange", "join", "matmul", "conv", "conv_transpose", "lookup",
     "one_hot", "pad", "window", "windows", "adaptive", "grid", "unpool",
 ]  # fmt: skip
-"""The rule by which `ir.growth` bounds the size of results. For example: at most the largest operand; the broadcast of
+"""The rule by which `ir.shapes` bounds the size of results. For example: at most the largest operand; the broadcast of
 the operands; a list of sizes among the arguments."""
 
 Saves = Literal["nothing", "operands", "result"]

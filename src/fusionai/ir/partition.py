@@ -204,23 +204,20 @@ class _Cut:
                 dependent.append(CutDependent(key=one.key, reason=reason))
         return Partition(
             stages=tuple(
-                self._stage_graph(stage, graph, gradients, changes.get(stage)) for stage, graph in enumerate(graphs)
+                StageGraph(
+                    stage=stage,
+                    graph=rewritten(self.graph, graph, change),
+                    grad_inputs=tuple(route.value for route in gradients if route.sender == stage),
+                    aliases=change.aliases,
+                    joins=tuple(change.joins),
+                )
+                for stage, graph in enumerate(graphs)
+                for change in (changes.get(stage, Rewritten()),)
             ),
             routes=routes,
             shared=tuple(shared),
             gradients=tuple(gradients),
             cut_dependent=tuple(dependent),
-        )
-
-    def _stage_graph(
-        self, stage: int, graph: Graph, gradients: Sequence[GradientRoute], change: Rewritten | None
-    ) -> StageGraph:
-        return StageGraph(
-            stage=stage,
-            graph=graph if change is None else rewritten(self.graph, graph, change),
-            grad_inputs=tuple(route.value for route in gradients if route.sender == stage),
-            aliases={} if change is None else change.aliases,
-            joins=() if change is None else tuple(change.joins),
         )
 
     def _passes_on(self, shared: SharedParam) -> bool:
@@ -274,7 +271,7 @@ class _Cut:
         wanted = set(roots)
         kept: dict[int, Node] = {}
         for node in reversed(self.graph.nodes):
-            if wanted.isdisjoint(node.outputs) or not self._may_run(node, stage):
+            if wanted.isdisjoint(node.outputs) or not (node.id in self.cheap or self.stage_of[node.id] == stage):
                 continue
             kept[node.id] = node
             if node.op != SIZE_OF or node.id in as_they_are:
@@ -282,12 +279,8 @@ class _Cut:
         local = {value for node in kept.values() for value in node.outputs}
         return kept, {value for value in wanted - local if value not in self.graph.params}
 
-    def _may_run(self, node: Node, stage: int) -> bool:
-        return node.id in self.cheap or self.stage_of[node.id] == stage
-
     def _size_source(self, node: Node, outside: set[str]) -> Node | None:
-        """Return `node` reading its size from a tensor the stage receives anyway, else from a job input; None if none
-        has it."""
+        """Return `node` reading its size from a tensor the stage receives, else from a job input, if one has it."""
         tensor, dim = _sized(node)
         size = self.graph.values[tensor].shape[dim]
         candidates = [value for value in self.graph.values if value in outside]

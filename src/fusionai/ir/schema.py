@@ -62,8 +62,8 @@ Dim = int | str
 
 
 class ValueSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shape and dtype of a value. `dtype` is a name of `primitives.tensors`, or `symint` for a size computed in the
-    graph (shape `()`)."""
+    """Shape and dtype of a value. `dtype` is a name of `primitives.tensors`, or `symint`: a computed size, shape
+    `()`."""
 
     shape: tuple[Dim, ...]
     dtype: str
@@ -86,7 +86,7 @@ class InitOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Stored = Literal["", "bf16", "int8", "int4"]
-"""How a frozen weight is stored, see `ir.stored`; "" means unchanged."""
+"""How a frozen weight is stored, see `ir.weights`; "" means unchanged."""
 
 
 class ParamSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -153,8 +153,7 @@ def encode(graph: Graph) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Graph:
-    """Parse JSON into the closed grammar. Raises `msgspec.ValidationError` or `DecodeError`. Use `ir.validate` for
-    received data."""
+    """Parse JSON into the closed grammar. Raises `msgspec.MsgspecError`. Received data: `ir.validate.parse`."""
     return _DECODER.decode(data)
 
 

@@ -182,11 +182,11 @@ def _without_identities(graph: Graph) -> Graph:
 
 
 def _hidden(graph: Graph) -> str:
-    """Return the operand of the head: go back from the logits to the last product with a parameter, then to its operand
-    before flattening."""
+    """Return the operand of the head: that of the last product with a parameter before the logits, not yet
+    flattened."""
     made_by = producers(graph)
     node = made_by.get(graph.outputs[LOGITS])
-    while node is not None and not _is_head(graph, node):
+    while node is not None and not (node.op in _PRODUCTS and any(value in graph.params for value in reads(node))):
         node = made_by.get(next(reads(node), ""))
     if node is None:
         raise GraphError(f"graph {graph.name!r}: no product with a parameter makes the logits.")
@@ -195,7 +195,3 @@ def _hidden(graph: Graph) -> str:
     while len(graph.values[name].shape) == 2 and name in made_by and OPERATORS[made_by[name].op].view:
         name = next(reads(made_by[name]), name)
     return name
-
-
-def _is_head(graph: Graph, node: Node) -> bool:
-    return node.op in _PRODUCTS and any(value in graph.params for value in reads(node))

@@ -4,7 +4,7 @@ Received graphs go through `parse`, graphs made locally through `validate`. A gr
 operators, arguments in the closed grammar, one producer per value, nodes in topological order, and no value that could
 exceed `GraphLimits.value_bytes` at the symbols' largest sizes, whatever its declaration says.
 
-`ir.operators` is the allow-list, `ir.growth` bounds results, `ir.shapes` bounds declared sizes.
+`ir.operators` is the allow-list, `ir.shapes` bounds declared sizes and results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 
 from fusionai.ir.graph import SYMINT
-from fusionai.ir.growth import Operands, Sizes, largest_elements
 from fusionai.ir.operators import OPERATORS, WORDS, check_semantic
 from fusionai.ir.schema import (
     IR_VERSION,
@@ -36,8 +35,8 @@ from fusionai.ir.schema import (
     ValueSpec,
     decode,
 )
-from fusionai.ir.shapes import SYMBOL, BinaryName, bounds, combine
-from fusionai.ir.stored import form_of
+from fusionai.ir.shapes import SYMBOL, BinaryName, Operands, Sizes, bounds, combine, largest_elements
+from fusionai.ir.weights import form_of
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import FLOAT_DTYPES, ITEMSIZE_BYTES
 

@@ -15,7 +15,24 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fusionai.privacy.defences import Defence
+from fusionai.privacy.attacks import ROWS as INVERTER_ROWS
+from fusionai.privacy.attacks import (
+    DepthComparison,
+    FitBudget,
+    Gradients,
+    InverterBudget,
+    Matcher,
+    calibrated,
+    fitted,
+    gradients_of,
+    in_order,
+    matched,
+    nearest,
+    reconstructed,
+    ridge,
+    texts_of,
+    train_inverter,
+)
 from fusionai.privacy.findings import (
     Attack,
     AuditAttack,
@@ -27,11 +44,7 @@ from fusionai.privacy.findings import (
     Update,
     recovery,
 )
-from fusionai.privacy.gradients import Gradients, gradients_of, in_order, texts_of
-from fusionai.privacy.inverter import ROWS as INVERTER_ROWS
-from fusionai.privacy.inverter import FitBudget, InverterBudget, fitted, nearest, ridge, train_inverter
-from fusionai.privacy.subject import AttackedModel, Change
-from fusionai.privacy.white_box import DepthComparison, Matcher, calibrated, matched, reconstructed
+from fusionai.privacy.subject import AttackedModel, Change, Defence
 
 Key = tuple[str, int, Attack]
 """Defence, depth, attack."""
@@ -111,8 +124,7 @@ def run(
     plan: AuditPlan,
     on_doing: Callable[[Doing], None],
 ) -> AuditResult:
-    """Attack every victim with the weights of `public`. The first victim must be the clean one, which the controls
-    use."""
+    """Attack every victim with the weights of `public`. The first must be clean, for the controls."""
     seen = [_seen(public, victim, texts) for victim in victims]
     by_matching = _by_matching(public, seen, texts, plan, on_doing)
     cells = [(one, depth) for one in seen for depth in plan.depths if depth >= one.victim.first]
@@ -177,10 +189,11 @@ def _by_matching(
         for depth in depths:
             matchers[name, depth, "white-box"] = Matcher((DepthComparison(depth, one.trial[depth].float()),))
             if {"calibrated", "pooled"} & plan.attacks:
-                by_template.append(_template_part(one, texts, depth))
+                by_template.append(_known_part(depth, one.own_trial, one.trial, one.trial, texts.template_tokens))
             if "calibrated" in plan.attacks:
                 matchers[name, depth, "template"] = Matcher((by_template[-1],), expected=True)
-                matchers[name, depth, "known text"] = Matcher((_known_part(one, depth),), expected=True)
+                by_text = _known_part(depth, one.own_known, one.known, one.trial)
+                matchers[name, depth, "known text"] = Matcher((by_text,), expected=True)
         if "pooled" in plan.attacks and depths:
             matchers[name, depths[0], "pooled"] = Matcher(tuple(by_template), expected=True)
     private = texts.trial.shape[1] - texts.template_tokens
@@ -213,16 +226,11 @@ def _by_matching(
     }
 
 
-def _template_part(one: _Seen, texts: Texts, depth: int) -> DepthComparison:
+def _known_part(depth: int, own: Tensor, seen: Tensor, target: Tensor, tokens: int | None = None) -> DepthComparison:
+    """Return the comparison calibrated on the first `tokens` tokens of known texts, by default all."""
     # Without the first position, where most models put an attention sink many times larger than any token's row.
-    known = slice(1, texts.template_tokens)
-    own, seen = (boundary[depth][:, known].flatten(0, 1) for boundary in (one.own_trial, one.trial))
-    return calibrated(depth, own, seen, one.trial[depth])
-
-
-def _known_part(one: _Seen, depth: int) -> DepthComparison:
-    own, seen = (boundary[depth][:, 1:].flatten(0, 1) for boundary in (one.own_known, one.known))
-    return calibrated(depth, own, seen, one.trial[depth])
+    own, seen = (boundary[depth][:, 1:tokens].flatten(0, 1) for boundary in (own, seen))
+    return calibrated(depth, own, seen, target[depth])
 
 
 def _one_by_one(public: AttackedModel, one: _Seen, texts: Texts, plan: AuditPlan, depth: int) -> Iterator[Recovery]:

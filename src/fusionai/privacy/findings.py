@@ -1,20 +1,25 @@
-"""Results of an audit, as data: figures per boundary, defence and attack. Loads no framework.
+"""Results of an audit as data, and what they mean for each privacy level. Loads no framework.
 
 A weak attack proves nothing: a learned probe may find a tenth of what can be found. So a `BoundaryFindings` can't be
-constructed without its white-box recovery, and all other figures are shown beside that one. The attacks make these,
-`measured` reads the shipped ones, `cli.audit` prints them.
-"""
+constructed without its white-box recovery, and all other figures are shown beside that one. A level is represented by
+the most that any attack recovered from what peers see at it, in the audit of a small real model that ships with the
+product (`shipped`; made by `fusion audit`, see `docs/privacy.md`)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from math import sqrt
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 from msgspec import Meta
+
+from fusionai.primitives.errors import StorageError
+from fusionai.primitives.privacy import PrivacyLevel
 
 Attack = Literal[
     "white-box",
@@ -46,8 +51,7 @@ CONTROL: Final = 0.99
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """Cost of an attack. `forward_tokens`: tokens that passed through the model or a part of it, tried or
-    differentiated. `auxiliary_tokens`: tokens of the attacker's own training text. `known_tokens`: tokens of the
-    victim's text that are known."""
+    differentiated. `auxiliary_tokens`: tokens of the attacker's own training text. `known_tokens`: of the victim's."""
 
     forward_tokens: int
     seconds: float
@@ -138,8 +142,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete audit. `local_blocks`: number of first blocks that stayed with the owner, if a secret prefix was
-    audited."""
+    """A complete audit. `local_blocks`: first blocks that stayed with the owner, if a secret prefix was audited."""
 
     date: str
     command: str
@@ -244,3 +247,90 @@ def longest_common(one: Sequence[int], other: Sequence[int]) -> int:
             row[place] = diagonal + 1 if token == candidate else max(above, row[place - 1])
             diagonal = above
     return row[-1]
+
+
+_SHIPPED: Final = "data/audit.json"
+SENT: Final = ("clean", "int8", "int4")
+"""How boundaries leave a job owner: unchanged, or packed by links."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLeakage:
+    """The boundaries that peers see at a level where the best attack recovered most and least."""
+
+    most: BoundaryFindings
+    least: BoundaryFindings
+
+    @property
+    def spelled(self) -> str:
+        """The recovered share, or the range of shares."""
+        low, high = f"{self.least.worst.top1:.0%}", f"{self.most.worst.top1:.0%}"
+        return high if low == high else f"{low} to {high}"
+
+
+@cache
+def shipped() -> Findings:
+    """Return the audit shipped with this version. Raises `StorageError` for a damaged installation."""
+    try:
+        return read((resources.files("fusionai.privacy") / _SHIPPED).read_bytes())
+    except (OSError, msgspec.MsgspecError) as problem:
+        raise StorageError(
+            f"the measured audit of this installation can't be read: {problem}.", hint="Install fusionai again."
+        ) from problem
+
+
+def read(text: bytes) -> Findings:
+    """Decode the output of `fusion audit --json`. Raises `msgspec.MsgspecError`."""
+    written: dict[str, Any] = msgspec.json.decode(text)
+    return msgspec.convert({name: value for name, value in written.items() if name != "schema"}, Findings)
+
+
+def measured_leakage(level: PrivacyLevel, findings: Findings, packed: str = "clean") -> MeasuredLeakage:
+    """Return the extreme boundaries at a level. `packed`: one of `SENT`. At `split-k` the first depths are not seen."""
+    first = findings.local_blocks if level == "split-k" else 0
+    seen = [one for one in findings.boundaries if one.defence == packed and one.depth >= first]
+    return MeasuredLeakage(max(seen, key=lambda one: one.worst.top1), min(seen, key=lambda one: one.worst.top1))
+
+
+def sentence(level: PrivacyLevel) -> str:
+    """Return a warning for a user about to send text to peers at `level`, with the figure of the shipped audit."""
+    if level in ("open", "encrypted"):
+        return "peers can read your text: one of them receives its token ids"
+    found = measured_leakage(level, shipped())
+    whom = "trusted peers" if level == "trusted" else "peers"
+    return (
+        f"{whom} can reconstruct your text: measured {found.spelled} of tokens ({found.most.worst.attack}, at depths "
+        f"{found.least.depth if level == 'split-k' else 0} to {shipped().depths[-1]}); see `fusion privacy`"
+    )
+
+
+Adversary = Literal["A0", "A1", "A2", "A3", "A4", "A5"]
+ADVERSARIES: Final[dict[Adversary, str]] = {
+    "A0": "an attacker on the network, who reads, delays and changes traffic",
+    "A1": "a curious peer, which computes as agreed, and keeps and reads all that it receives",
+    "A2": "several peers that pool what they receive",
+    "A3": "a malicious peer, which computes something else, and reads as A1 does",
+    "A4": "a curious broker, which reads all data it stores",
+    "A5": "a malicious broker, which lies about which peers are present and which are members",
+}
+Stand = Literal["promises nothing", "holds", "reads tokens", "reconstructs", "only those trusted"]
+"""What a level promises against one adversary. "reads tokens": the adversary receives token ids. "reconstructs": what
+it receives can be inverted to the extent that was measured. "only those trusted": as "reconstructs", but limited to
+peers whose keys are signed by keys that the job owner trusts."""
+
+_PEERS: Final[tuple[Adversary, ...]] = ("A1", "A2", "A3")
+
+
+def _stands(network: Stand, peers: Stand, curious: Stand, lying: Stand) -> dict[Adversary, Stand]:
+    return {"A0": network, **dict.fromkeys(_PEERS, peers), "A4": curious, "A5": lying}
+
+
+STANDS: Final[dict[PrivacyLevel, dict[Adversary, Stand]]] = {
+    "open": _stands("promises nothing", "reads tokens", "promises nothing", "promises nothing"),
+    "encrypted": _stands("holds", "reads tokens", "holds", "reads tokens"),
+    "split": _stands("holds", "reconstructs", "holds", "reconstructs"),
+    "split-k": _stands("holds", "reconstructs", "holds", "reconstructs"),
+    "trusted": _stands("holds", "only those trusted", "holds", "holds"),
+}
+"""A malicious broker can add a peer of its own, and then has what that peer has, unless peers must be endorsed."""
+assert set(get_args(Adversary)) == set(ADVERSARIES)

@@ -2,19 +2,21 @@
 
 A boundary at `depth` is the tensor after that many blocks: 0 is the input of the first block, the last is the output of
 the last block, before the final norm. Works for any decoder of `transformers` whose blocks are one list. Weights are
-never changed. All attacks use this; `defences` changes boundaries before they are sent.
-"""
+never changed. `defences` change a boundary before a peer sees it; the caller passes in the codecs of links, which
+belong to a higher layer."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -79,16 +81,14 @@ class AttackedModel:
         return seen[depth]
 
     def run_to(self, ids: Tensor, depth: int) -> Tensor:
-        """Return the boundary at `depth` of `ids` [texts, tokens], shape [texts, tokens, width], without running later
-        blocks."""
+        """Return the boundary at `depth` of `ids` [texts, tokens], [texts, tokens, width]; later blocks don't run."""
         with self.recorded(upto=depth) as seen, contextlib.suppress(_Reached):
             self.base(input_ids=ids, use_cache=False)
         return seen[depth]
 
     @torch.no_grad()
     def loss(self, ids: Tensor, depth: int = 0, change: Change | None = None) -> float:
-        """Return the mean loss on `ids` [texts, tokens] in nats per token, with the boundary at `depth` changed by
-        `change`."""
+        """Return the mean loss on `ids` [texts, tokens] in nats per token, its boundary at `depth` changed."""
         with self._changed(depth, change):
             return float(text_loss(self.model, ids))
 
@@ -301,3 +301,75 @@ def batches_of(stream: Tensor, rows: int, tokens: int, seed: int) -> Iterator[Te
     while True:
         starts = torch.randint(len(stream) - tokens, (rows, 1), generator=generator).to(stream.device)
         yield stream[starts + offsets]
+
+
+Packed = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
+"""Packs and unpacks a boundary [texts, tokens, width]; returns the result."""
+NOISES: Final = (0.3, 1.0, 3.0)
+"""Default sizes of the noise, relative to each row's RMS."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defence:
+    """A named defence. If `change` is random, it draws new numbers at each call."""
+
+    name: str
+    change: Change
+
+
+def defences(packings: Mapping[str, Packed], noises: tuple[float, ...] = NOISES, seed: int = 0) -> tuple[Defence, ...]:
+    """Return the defences: clean, bf16, the packings by name, and noise of these sizes relative to each row's RMS."""
+    return (
+        Defence("clean", lambda boundary: boundary),
+        Defence("bf16", lambda boundary: boundary.to(torch.bfloat16).to(boundary.dtype)),
+        *(Defence(name, _packed(packing)) for name, packing in packings.items()),
+        *(Defence(f"noise {size:g}", gaussian(size, seed)) for size in noises),
+    )
+
+
+def gaussian(size: float, seed: int) -> Change:
+    """Return a change that adds normal noise of `size` times each row's RMS."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noisy(boundary: Tensor) -> Tensor:
+        scale = boundary.square().mean(-1, keepdim=True).sqrt() * size
+        return boundary + scale * torch.randn(boundary.shape, generator=generator).to(boundary)
+
+    return noisy
+
+
+def _packed(packing: Packed) -> Change:
+    def through(boundary: Tensor) -> Tensor:
+        rows: npt.NDArray[Any] = boundary.detach().float().cpu().contiguous().numpy()
+        return torch.from_numpy(np.array(packing(rows))).to(boundary)
+
+    return through
+
+
+def secret_prefix(
+    public: AttackedModel,
+    batches: Iterator[Tensor],
+    *,
+    blocks: int,
+    distance: float,
+    steps: int,
+    learning_rate: float,
+    seed: int,
+    on_step: Callable[[int], None],
+) -> AttackedModel:
+    """Return a copy of `public` whose first `blocks` blocks were moved and trained on `batches` [rows, tokens]."""
+    secret = AttackedModel(copy.deepcopy(public.model))
+    generator = torch.Generator().manual_seed(seed)
+    trained: list[nn.Parameter] = []
+    for block in secret.blocks[:blocks]:
+        for parameter in block.parameters():
+            parameter.requires_grad_(True)
+            trained.append(parameter)
+            if parameter.ndim > 1:
+                fresh = torch.randn(parameter.shape, generator=generator).to(parameter) * parameter.detach().std()
+                parameter.data.mul_(1 - distance).add_(distance * fresh)
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
+    for step in range(steps):
+        descend(optimizer, text_loss(secret.model, next(batches)))
+        on_step(step + 1)
+    return AttackedModel(secret.model)

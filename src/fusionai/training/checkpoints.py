@@ -21,8 +21,8 @@ from fusionai.coordination.training import interface
 from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.coordination.training.stage_interface import Source
 from fusionai.execution.state import chunks, headers
-from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph, ParamSpec
+from fusionai.ir.weights import initialise
 from fusionai.primitives.errors import ExecutionError, StorageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor, host_tensor

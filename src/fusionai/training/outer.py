@@ -30,8 +30,8 @@ from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM
 from fusionai.execution.state import as_array
 from fusionai.execution.training.codecs import Carried, pack, unpack
 from fusionai.execution.training.exchange import OuterOptimizer
-from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph
+from fusionai.ir.weights import initialise
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.training.deployment import StateSource
 from fusionai.wire.codecs import Exchanged, ParameterForm

@@ -12,7 +12,7 @@ from fusionai.capture.capture import capture
 from fusionai.capture.checking.check import check
 from fusionai.capture.models.source import ConfigSource, FactorySource, architecture_of
 from fusionai.capture.tasks import ExampleInput, Task
-from fusionai.capture.tracing.recurrence import semantic_recurrences
+from fusionai.capture.tracing.layers import semantic_layers
 from fusionai.primitives.errors import ModelError
 from harness.zoo import models
 
@@ -95,7 +95,7 @@ def test_what_the_operators_do_not_have_is_refused(asked: dict[str, Any]) -> Non
     given = torch.zeros(1, 2, 3)
     module = modeling_mamba.MambaRMSNorm(4)
     original = modeling_mamba.mamba_selective_scan
-    with semantic_recurrences(module):
+    with semantic_layers(module):
         with pytest.raises(ModelError, match=f"asks its scan for {next(iter(asked))}"):
             modeling_mamba.mamba_selective_scan(
                 given, given, torch.zeros(2, 4), torch.zeros(1, 4, 3), torch.zeros(1, 4, 3), **asked

@@ -12,7 +12,7 @@ import pytest
 from fusionai.cli.main import main
 from fusionai.cli.privacy import cell, level_rows
 from fusionai.primitives.privacy import LEVELS
-from fusionai.privacy.measured import ADVERSARIES
+from fusionai.privacy.findings import ADVERSARIES
 from harness.audited import boundary, findings
 
 FOUND = findings(boundary(1, "clean", 1.0), boundary(1, "int8", 1.0), boundary(1, "int4", 0.5))

@@ -5,8 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.corpus.order import ALONE, Deal, Permutation, SampleOrder, Split, derived_key, evaluation_samples, mix
-from fusionai.corpus.rows import IGNORED, mask_rows
+from fusionai.corpus.order import (
+    ALONE,
+    IGNORED,
+    Deal,
+    Permutation,
+    SampleOrder,
+    Split,
+    derived_key,
+    evaluation_samples,
+    mask_rows,
+    mix,
+)
 from harness.examples import examples
 
 

@@ -15,9 +15,8 @@ import pytest
 
 from fusionai.corpus.order import Deal
 from fusionai.corpus.recipe import Recipe, recipe_from_table
-from fusionai.corpus.source import TokenSource, open_source, shifted
+from fusionai.corpus.source import TensorSource, TokenSource, open_source, shifted
 from fusionai.corpus.tables import HubTokenizer, LocalTokenizer
-from fusionai.corpus.tensors import TensorSource
 from fusionai.corpus.tokens import END_OF_TEXT, load_tokenizer, train_tokenizer
 from fusionai.primitives.errors import DataError, StorageError
 from fusionai.primitives.tensors import HostTensor

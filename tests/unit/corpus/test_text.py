@@ -9,15 +9,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fusionai.corpus.files import SourceFile, find_files, fingerprint
-from fusionai.corpus.python_library import select
+from fusionai.corpus.files import SourceFile, find_files, fingerprint, select_library
 from fusionai.corpus.tables import FileData, HubData
-from fusionai.corpus.text import PIECE_BYTES, TextPiece, pieces_of_dataset, pieces_of_files
+from fusionai.corpus.text import PIECE_BYTES, TextPiece, pieces_of
 from fusionai.primitives.errors import DataError
 
 
 def read(path: Path, kind: str = "text", field: str = "text") -> list[TextPiece]:
-    return list(pieces_of_files((SourceFile(path, kind),), field))  # pyright: ignore[reportArgumentType]
+    return list(pieces_of(FileData(files=(str(path),), format=kind), field))  # pyright: ignore[reportArgumentType]
 
 
 def found(*patterns: str, form: str = "auto") -> list[tuple[str, str]]:
@@ -142,7 +141,7 @@ def test_data_sets_without_the_package_say_what_to_install(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "datasets", None)
     data = HubData(dataset="org/set", subset=None, split="train", format="text")
     with pytest.raises(DataError, match=r"needs the package 'datasets'.*pip install 'fusionai\[hub\]'"):
-        list(pieces_of_dataset(data, "text"))
+        list(pieces_of(data, "text"))
 
 
 def test_data_sets_through_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,21 +157,21 @@ def test_data_sets_through_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     package.load_dataset = load_dataset  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "datasets", package)
     data = HubData(dataset="org/set", subset="en", split="test", format="text")
-    assert [piece.text for piece in pieces_of_dataset(data, "text")] == ["a", "b"]
+    assert [piece.text for piece in pieces_of(data, "text")] == ["a", "b"]
     assert asked == [("org/set", "en", "test")]
     with pytest.raises(DataError, match="data set org/set, record 0: no field 'txt'; did you mean 'text'"):
-        list(pieces_of_dataset(data, "txt"))
+        list(pieces_of(data, "txt"))
     missing = HubData(dataset="missing", subset=None, split="train", format="text")
     with pytest.raises(
         DataError, match=r"data set missing, split 'train': Dataset 'missing' doesn't exist on the Hub$"
     ):
-        list(pieces_of_dataset(missing, "text"))
+        list(pieces_of(missing, "text"))
 
 
 @pytest.mark.slow
 def test_the_python_library_is_selected_the_same_each_time() -> None:
-    selection = select(300_000)
-    assert selection == select(300_000)
+    selection = select_library(300_000)
+    assert selection == select_library(300_000)
     assert 150_000 < selection.total_bytes <= 300_000
     assert selection.total_bytes == sum(path.stat().st_size for path in selection.files)
     assert not any({"test", "tests", "site-packages"} & set(path.parts) for path in selection.files)
@@ -185,11 +184,11 @@ def test_library_files_that_are_no_text_are_counted(tmp_path: Path) -> None:
     (tmp_path / "empty.py").touch()
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "t.py").write_text("x = 2\n")
-    selection = select(1000, root=tmp_path)
+    selection = select_library(1000, root=tmp_path)
     assert selection.files == (tmp_path / "good.py",)
     assert selection.undecodable == (tmp_path / "bad.py",)
     with pytest.raises(DataError, match="no Python source of at most 2 bytes"):
-        select(2, root=tmp_path)
+        select_library(2, root=tmp_path)
 
 
 def test_json_lines_written_by_json_round_trip(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from fusionai.ir.partition import FEED, cut_blocks
 from fusionai.ir.schema import Graph, ListArg
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
-from fusionai.scheduling.problem.types import BlockCost
 
 SIZES = {"b": 3, "s": 5}
 
@@ -165,15 +164,6 @@ def test_equal_layers_cost_the_same(transformer_of: Callable[[int], Graph]) -> N
     # A tied table counts where it is held; the rotary buffer is in block 0 as well.
     assert records[0].trainable_bytes == records[5].trainable_bytes == 4 * 16 * 8
     assert records[0].parameter_bytes == 4 * (16 * 8 + 8)
-
-
-def test_a_record_becomes_the_planners_type(model: Graph) -> None:
-    (first, *_) = block_costs(assign_blocks(model), SIZES, training=True)
-    cost = BlockCost(**msgspec.structs.asdict(first))
-    own = set(BlockCost.__struct_fields__) - set(type(first).__struct_fields__)
-    serving = {"attended_flops", "cache_session_bytes", "cache_token_bytes", "looked_up_bytes"}
-    assert own == serving, "of serving alone"
-    assert msgspec.structs.asdict(cost) == msgspec.structs.asdict(first) | dict.fromkeys(own, 0)
 
 
 def test_a_missing_symbol_is_named(model: Graph) -> None:

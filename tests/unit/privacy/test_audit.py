@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from fusionai.privacy import audit
-from fusionai.privacy.defences import Defence, defences
+from fusionai.privacy.attacks import FitBudget, InverterBudget
 from fusionai.privacy.findings import AuditAttack, Truth
-from fusionai.privacy.inverter import FitBudget, InverterBudget
-from fusionai.privacy.subject import AttackedModel
+from fusionai.privacy.subject import AttackedModel, Defence, defences
 from harness.attacked import VOCABULARY, tiny
 
 TEMPLATE = 3

@@ -8,7 +8,7 @@ keeps only its inputs and is recomputed in backward.
 
 The memory that a stage needs is computed by tracing shapes: every output's size is compared with the graph's
 declaration, and what a microbatch keeps for its backward is what `jax.vjp` keeps, without the parameters, which are
-counted elsewhere. Frozen weights in fewer bits (`ir.stored`) are unpacked inside functions that backward recomputes, so
+counted elsewhere. Weights in fewer bits (`ir.weights`) are unpacked inside functions that backward recomputes, so
 that only the packed bytes are kept. Neighbours: `program` and `backend` compile.
 """
 
@@ -45,7 +45,7 @@ from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, Node, ParamSpec
 from fusionai.ir.shapes import evaluate
-from fusionai.ir.stored import group_of, stored_bytes
+from fusionai.ir.weights import group_of, stored_bytes
 from fusionai.primitives.errors import ExecutionError, FusionError
 
 

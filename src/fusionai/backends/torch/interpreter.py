@@ -6,7 +6,7 @@ autograd's references keep it alive.
 
 Frozen weights in fewer bits are unpacked to float32 by each reader, and kept packed for backward. The float32 values
 live only while the operator that reads them runs, and again during its part of backward. A lookup unpacks only the
-requested rows. Neighbours: `operators` gives the calls, `ir.stored` defines packed forms, `program` runs the result,
+requested rows. Neighbours: `operators` gives the calls, `ir.weights` defines packed forms, `program` runs the result,
 `compiled_stage` runs it without memory.
 """
 
@@ -50,14 +50,14 @@ from fusionai.ir.schema import (
     Ref,
     Stored,
 )
-from fusionai.ir.stored import group_of
+from fusionai.ir.weights import group_of
 from fusionai.primitives.errors import ExecutionError, FusionError
 
 EMBEDDING: Final = "aten.embedding.default"
 
 
 class StoredWeight:
-    """A packed weight. `data`: flat uint8 in the layout of `ir.stored`. `shape`: shape of the float32 tensor."""
+    """A packed weight. `data`: flat uint8 in the layout of `ir.weights`. `shape`: shape of the float32 tensor."""
 
     def __init__(self, data: Tensor, spec: ParamSpec) -> None:
         self.data = data

@@ -7,7 +7,7 @@ the explicit formula of transformers' eager attention. Neighbours: `operators` m
 The other semantic operators: dropout and random numbers are pure functions of counters (`backends.semantics` folds the
 keys, the part that depends on the element is here). `fusion.expert_linear` applies an expert's weight to each row.
 `fusion.linear_scan` and `fusion.linear_attention` are the recurrences of state-space and linear-attention models;
-`capture.tracing.recurrence` says which models' layers they stand for. The order of products and sums is fixed here.
+`capture.tracing.layers` says which models' layers they stand for. The order of products and sums is fixed here.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Report whether a model can be trained and served: `fusion check MODEL`.
 
 Collects operators, blocks, parameters, attention layers and every unsupported operation, and reports on models that
-`capture` would refuse too. Neighbours: `cli` prints the report, `capture.capture` makes the draft.
+`capture` would refuse too.
 
 Also tests whether a language model is causal, if its attention was not recognised: the same configuration with few
 layers and a small vocabulary runs on two texts that differ after some position; the logits before it must not change.
-`client.serving.model` asks before it serves such a model.
-"""
+`client.serving.model` asks before it serves such a model."""
 
 from __future__ import annotations
 
@@ -25,6 +24,7 @@ from fusionai.backends.tolerance import numbers
 from fusionai.capture.capture import Captured, CaptureOptions, capture, draft
 from fusionai.capture.checking.self_check import SelfCheck, self_check, started
 from fusionai.capture.checking.shrinking import TooLarge, reduced
+from fusionai.capture.graph.lowering import Unsupported
 from fusionai.capture.models.source import ConfigSource, ModelSource, describe
 from fusionai.ir.blocks import block_hashes
 from fusionai.ir.graph import nodes_by_block, reads
@@ -49,21 +49,9 @@ class BlockReport:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckFinding:
-    """Something unsupported: the operation (empty if the graph as a whole exceeds a limit), its module and line of code
-    (as `capture.tracing.code_lines` formats it), and the reason."""
-
-    op: str
-    path: str
-    reason: str
-    line: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class CheckReport:
-    """`ok`: the model can be trained. `cached_serving`: it can be served with a KV cache, because every attention layer
-    is the semantic operator and no layer is recurrent. `owed_bytes`: bytes the job owner must send, because they have
-    no initialisation program."""
+    """`ok`: the model can be trained. `cached_serving`: it can be served with a KV cache, as every attention layer is
+    the semantic operator and no layer is recurrent. `owed_bytes`: what the job owner must send."""
 
     model: str
     ok: bool
@@ -74,7 +62,8 @@ class CheckReport:
     attention_layers: int
     attention_nodes: int
     owed_bytes: int
-    problems: tuple[CheckFinding, ...]
+    problems: tuple[Unsupported, ...]
+    """Unsupported operations, or why the graph as a whole is refused (without an operation)."""
     notes: tuple[str, ...]
     trained: Trained
     """Memory of training with AdamW, whose two moments are kept in 32 bits each."""
@@ -94,17 +83,16 @@ class CheckReport:
 def check(
     source: ModelSource, *, compare: Callable[[str], None] | None = None, **options: Unpack[CaptureOptions]
 ) -> CheckReport:
-    """Capture as far as possible and report. `compare`: also compare the graph with the module by numbers, passing
-    lines of progress to this function. Raises `ModelError` if the model can't be built or traced at all, or if graph
-    and module differ."""
+    """Capture as far as possible and report. `compare`: also compare graph and module by numbers; gets lines of
+    progress. Raises `ModelError` if the model can't be built or traced at all, or if graph and module differ."""
     made = draft(source, **options)
     captured, graph = made.captured, made.captured.graph
-    problems = [CheckFinding(found.op, found.path, found.reason, found.line) for found in made.unsupported]
+    problems = list(made.unsupported)
     if not problems:
         try:
             validate(graph)
         except GraphError as error:
-            problems.append(CheckFinding("", "", str(error)))
+            problems.append(Unsupported("", "", str(error)))
     compared, not_compared = None, ""
     if compare is not None and not problems:
         try:

@@ -2,11 +2,7 @@
 
 While a module is compared in training, its draws are replaced by the graph's, in order (`SameDraws`): a module draws in
 the order of its forward, the graph computes each draw from counters. `torch.utils.checkpoint` runs as a plain call,
-because it would draw again in backward; gradients are the same either way.
-
-Neighbours: `capture.checking.self_check` and `capture.checking.streamed_check` compare a graph with its module by these
-numbers.
-"""
+because it would draw again in backward; gradients are the same either way."""
 
 from __future__ import annotations
 
@@ -46,9 +42,13 @@ def from_host(tensor: HostTensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
 
 
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view in the graph's form: a complex tensor as its parts in a last dimension of 2."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def relative_difference(got: HostTensor | torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest absolute difference over the largest expected magnitude; infinite if only one side has a
-    NaN."""
+    """Return the largest absolute difference over the largest expected magnitude; infinite if only one has a NaN."""
     if tuple(got.shape) != tuple(expected.shape):
         return math.inf
     value = got.detach() if isinstance(got, torch.Tensor) else from_host(got, expected.dtype)

@@ -2,9 +2,7 @@
 
 An `OffloadedTensor` has the shape of a parameter and no memory. Every torch operator reads the values of such arguments
 first; a view of one is another `OffloadedTensor`. So autograd saves no values, and the module's code needs no change.
-
-Neighbours: `capture.checking.streamed_check` runs a module and its graph on such parameters; `backends.torch.slots` is
-the file."""
+"""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -35,8 +32,7 @@ _UNMARKED_VIEWS: Final = frozenset({torch.ops.aten._unsafe_view.default})
 
 
 class OffloadedTensor(torch.Tensor):
-    """A tensor on the CPU whose values `read` returns whenever an operator needs them. `like`: the same tensor without
-    memory, on the meta device."""
+    """A tensor on the CPU whose values `read` returns whenever an operator needs them. `like`: its meta tensor."""
 
     like: torch.Tensor
     read: Callable[[], torch.Tensor]
@@ -72,7 +68,7 @@ class OffloadedTensor(torch.Tensor):
                     hint="Register values that forward changes as buffers.",
                 )
         read: tuple[tuple[Any, ...], dict[str, Any]]
-        read = pytree.tree_map_only(OffloadedTensor, _values, (args, kwargs))
+        read = pytree.tree_map_only(OffloadedTensor, lambda tensor: tensor.read(), (args, kwargs))
         return func(*read[0], **read[1])
 
 
@@ -92,10 +88,6 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         OffloadedTensor(like, lambda place=place: func(source.read(), *rest, **kwargs)[place])
         for place, like in enumerate(likes)
     ]
-
-
-def _values(tensor: OffloadedTensor) -> torch.Tensor:
-    return tensor.read()
 
 
 class ParameterFile:
@@ -194,9 +186,3 @@ class SavedTensors:
                 raise OSError("the file of saved tensors ended early")
             into = into[read:]
         return plain.permute([saved.dims.index(dim) for dim in range(len(saved.dims))])
-
-
-def offloaded(like: torch.Tensor, read: Callable[[str], torch.Tensor], key: str) -> OffloadedTensor:
-    """Return the parameter `key` as a tensor whose values `read` returns. `like`: a tensor of its shape and dtype, on
-    the meta device."""
-    return OffloadedTensor(like, partial(read, key))

@@ -2,17 +2,14 @@
 
 A model that fits in memory is compared whole. For a larger one a smaller model of the same kind is made from its
 configuration. Without a configuration the whole model is compared with its parameters in a file, up to a size above
-which it keeps fewer of its repeated layers. The module draws the same random numbers as the graph.
-
-Neighbours: `backends.torch` runs the graph, `capture.checking.shrinking` makes smaller modules,
-`capture.checking.streamed_check` compares if memory is short, `capture.checking.comparison` gives the module the
-graph's draws."""
+which it keeps fewer of its repeated layers. The module draws the same random numbers as the graph."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import psutil
@@ -25,6 +22,7 @@ from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured
 from fusionai.capture.checking.comparison import (
     WorstDifferences,
+    as_real,
     expected_outputs,
     from_host,
     gradient_difference,
@@ -47,17 +45,13 @@ LARGEST_PARAMETERS: Final = 20_000_000
 LARGEST_REDUCED_PARAMETERS: Final = 30_000_000
 """Largest smaller model: its check takes about a second."""
 LARGEST_STREAMED_PARAMETERS: Final = 4_000_000_000
-"""Largest model with its parameters in a file: about a minute of one core per billion parameters, and 8 bytes of disk
-each."""
+"""Largest model with its parameters in a file: per billion, about a minute of one core and 8 GB of disk."""
 _CHECK_BYTES_PER_PARAMETER: Final = 24
 """Values and gradients of the module and of the graph, and one temporary copy."""
 TOLERANCE: Final = 1e-5
 """Largest accepted difference, relative to the largest magnitude of the tensor; ten times that for gradients."""
 _SIZES: Final = {"b": 2, "s": 9}
 """Sizes of the random inputs, clipped to the graph's ranges (chosen)."""
-
-
-def _silent(_line: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +98,7 @@ def self_check(
     seed: int = 0,
     memory_bytes: int | None = None,
     most_parameters: int = LARGEST_STREAMED_PARAMETERS,
-    progress: Callable[[str], None] = _silent,
+    progress: Callable[[str], None] = lambda _line: None,
 ) -> SelfCheck:
     """Run graph and module on random inputs and compare: in training mode with gradients and equal draws if the graph
     trains, and in evaluation.
@@ -142,8 +136,7 @@ def self_check(
 
 
 def _chosen(captured: Captured, memory_bytes: int | None, most_parameters: int) -> tuple[Captured, bool]:
-    """Return the model to compare and whether its parameters go to a file. Raises `TooLarge` if nothing can be
-    compared."""
+    """Return the model to compare and whether its parameters go to a file. Raises `TooLarge`."""
     if _held_whole(captured, memory_bytes):
         return captured, False
     if captured.source.built.huggingface is not None:
@@ -160,13 +153,10 @@ def _in_memory(checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int)
     module = reference_module(checked, seed)
     task = TaskModule(module, checked.task, checked.input_names)
     notes: list[str] = []
-    evaluation_diff: float | None = None
-    if checked.train and checked.evaluates:
-        # Before training, because evaluation does not change running statistics.
-        call = Call("eval", step=0, microbatch=0)
-        evaluation_diff, _ = _difference(checked, task.eval(), inputs, call, seed, notes)
-    call = Call("train" if checked.train else "eval", step=0, microbatch=0)
-    forward_diff, gradient_diff = _difference(checked, task.train(checked.train), inputs, call, seed, notes)
+    run = partial(_difference, checked, task, inputs, seed, notes)
+    # Evaluation before training, because it does not change running statistics.
+    evaluation_diff = run(training=False)[0] if checked.train and checked.evaluates else None
+    forward_diff, gradient_diff = run(training=checked.train)
     return WorstDifferences(forward_diff, gradient_diff, evaluation_diff, "", tuple(notes))
 
 
@@ -174,22 +164,22 @@ def _difference(
     checked: Captured,
     task: TaskModule,
     inputs: Mapping[str, torch.Tensor],
-    call: Call,
     seed: int,
     notes: list[str],
+    *,
+    training: bool,
 ) -> tuple[float, float | None]:
-    """Return the worst differences of the outputs and, in training with a loss, of the gradients. Appends to
-    `notes`."""
+    """Return the worst differences of the outputs and, in training with a loss, of the gradients."""
     graph = checked.graph
-    trains = call.mode == "train"
-    training = trains and "loss" in graph.outputs
-    key = DropoutKey(seed, call.step, call.microbatch)
-    with torch.set_grad_enabled(training), without_checkpoints():
-        expected, graph = expected_outputs(task, graph, inputs, key, notes, training=trains)
+    call = Call("train" if training else "eval", step=0, microbatch=0)
+    with_gradients = training and "loss" in graph.outputs
+    task.train(training)
+    with torch.set_grad_enabled(with_gradients), without_checkpoints():
+        expected, graph = expected_outputs(task, graph, inputs, DropoutKey(seed, 0, 0), notes, training=training)
     program = started(checked, graph, seed)
     got = program.forward(call, {name: to_host(tensor) for name, tensor in inputs.items()})
     forward_diff = max(relative_difference(got[name], value) for name, value in expected.items() if name in got)
-    if not training:
+    if not with_gradients:
         return forward_diff, None
     if expected["loss"].requires_grad:
         expected["loss"].backward()
@@ -234,8 +224,7 @@ def started(captured: Captured, graph: Graph, seed: int) -> StageProgram:
 
 
 def reference_module(captured: Captured, seed: int) -> nn.Module:
-    """Return the owner's module in real memory with plain attention and the state that the graph starts from at
-    `seed`."""
+    """Return the owner's module in real memory with plain attention and the graph's initial state at `seed`."""
     program = started(captured, captured.graph, seed)
     built = captured.source.built
     module = construct_real(built)
@@ -244,7 +233,7 @@ def reference_module(captured: Captured, seed: int) -> nn.Module:
         for entry, tensor in program.export_state(["model"]):
             key = entry.removeprefix("model/")
             if key in tensors:
-                held = torch.view_as_real(tensors[key]) if tensors[key].is_complex() else tensors[key]
+                held = as_real(tensors[key])
                 held.copy_(from_host(tensor, held.dtype))
     return module
 

@@ -6,10 +6,7 @@ counts only if its graph has the same operators as the whole model's graph.
 Or make a copy of the module with fewer of its repeated layers at full width, if comparing all of it would take too
 long: each list of modules keeps the first few layers of every kind and the last layer. Such a candidate counts only if
 every block of the whole model's graph has an equal one (`ir.blocks.block_hashes`) in the candidate's graph, so each
-operator of the whole model occurs at its real widths.
-
-Neighbours: `capture.checking.self_check` and `capture.checking.check` run the smaller model.
-"""
+operator of the whole model occurs at its real widths."""
 
 from __future__ import annotations
 
@@ -60,15 +57,16 @@ class TooLarge(ModelError):
 
 
 def smaller(captured: Captured, most_parameters: int) -> Captured:
-    """Return a capture of the same kind with at most `most_parameters` parameters. Raises `TooLarge` if none can be
-    made."""
+    """Return a capture of the same kind with at most `most_parameters` parameters. Raises `TooLarge`."""
     huggingface = captured.source.built.huggingface
     wanted = _operators(captured.graph)
     why = "it has no configuration that could be made smaller"
     if huggingface is not None and captured.config is not None:
         why = "no smaller configuration has the same operators"
         examples = {
-            spec.name: _within(spec.example)
+            spec.name: spec.example
+            if spec.example.is_floating_point() or spec.example.dtype == torch.bool
+            else spec.example % VOCABULARY  # tokens within the small vocabulary
             for spec in captured.inputs
             if spec.example is not None and spec.name in captured.input_names
         }
@@ -97,8 +95,7 @@ def smaller(captured: Captured, most_parameters: int) -> Captured:
 
 
 def reduced(config: Mapping[str, Any], layers: int, divisor: int = 1) -> dict[str, Any]:
-    """Return the configuration with at most `layers` layers, a small vocabulary, few experts, and widths and heads
-    divided by `divisor`."""
+    """Return the configuration with few layers and experts, a small vocabulary, widths and heads over `divisor`."""
     fields = {name: value for name, value in config.items() if not name.endswith("_token_id")}
     depth = max((_size(fields.get(name)) for name in (*DEPTH, *DEPTH_OF_PART)), default=0)
     for name, value in fields.items():
@@ -137,11 +134,6 @@ def _again(
     )
 
 
-def _within(example: torch.Tensor) -> torch.Tensor:
-    """Map tokens into the small vocabulary."""
-    return example if example.is_floating_point() or example.dtype == torch.bool else example % VOCABULARY
-
-
 def _anew(adapter: Adapters | None) -> Adapters | None:
     """Return a new adapter of the same form for one loaded from files, whose weights do not fit a smaller model."""
     if not isinstance(adapter, StartedLora):
@@ -162,13 +154,11 @@ def _size(value: Any) -> int:
 
 
 _OF_A_KIND: Final = (2, 3, 4, 6, 8)
-"""Numbers of layers per kind to try. At least two, because the code after a layer differs from the code after the
-embedding."""
+"""Numbers of layers per kind to try. At least two: the code after a layer differs from that after the embedding."""
 
 
 def with_fewer_layers(captured: Captured, most_parameters: int) -> Captured:
-    """Return a capture of the same module with at most `most_parameters` parameters. Raises `TooLarge` if none can be
-    made."""
+    """Return a capture of the same module with at most `most_parameters` parameters. Raises `TooLarge`."""
     built = captured.source.built
     why = "none of its lists of modules has layers to leave out"
     if built.huggingface is not None:
@@ -232,12 +222,9 @@ def _shortened(built: Built, kept: Mapping[str, tuple[int, ...]]) -> Construct:
         for path, places in kept.items():
             entries = list(module.get_submodule(path).children())
             parent, _, name = path.rpartition(".")
-            made = nn.ModuleList if type(module.get_submodule(path)) is nn.ModuleList else _sequential
-            setattr(module.get_submodule(parent), name, made([entries[place] for place in places]))
+            left = [entries[place] for place in places]
+            is_list = type(module.get_submodule(path)) is nn.ModuleList
+            setattr(module.get_submodule(parent), name, nn.ModuleList(left) if is_list else nn.Sequential(*left))
         return result
 
     return construct
-
-
-def _sequential(entries: list[nn.Module]) -> nn.Sequential:
-    return nn.Sequential(*entries)

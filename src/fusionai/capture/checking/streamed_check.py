@@ -26,6 +26,7 @@ from fusionai.backends.torch.operators import TorchContext
 from fusionai.capture.capture import Captured
 from fusionai.capture.checking.comparison import (
     WorstDifferences,
+    as_real,
     expected_outputs,
     from_host,
     gradient_difference,
@@ -33,15 +34,14 @@ from fusionai.capture.checking.comparison import (
     relative_difference,
     without_checkpoints,
 )
-from fusionai.capture.checking.offloaded import ParameterFile, SavedTensors, offloaded
+from fusionai.capture.checking.offloaded import OffloadedTensor, ParameterFile, SavedTensors
 from fusionai.capture.checking.shrinking import TooLarge
 from fusionai.capture.models.build import construct_empty
 from fusionai.capture.tasks import TaskModule
 from fusionai.capture.tracing import code_lines
-from fusionai.ir.init import initialise
-from fusionai.ir.schema import Graph, ParamSpec
+from fusionai.ir.schema import ParamSpec
+from fusionai.ir.weights import initialise
 from fusionai.primitives.errors import ExecutionError, FusionError
-from fusionai.primitives.tensors import HostTensor
 from fusionai.primitives.units import format_bytes
 
 _LINE_EVERY_S: Final = 10.0
@@ -58,87 +58,68 @@ def streamed_differences(
     Raises `TooLarge` with place and reason if the module can't be run this way."""
     with _as_too_large(checked.graph.name):
         weights = _Weights(checked, seed, progress)
-    comparison = _Comparison(checked, weights, inputs, seed)
+    notes: list[str] = []
+    task = TaskModule(weights.module, checked.task, checked.input_names)
+    run = partial(_differences, checked, weights, task, inputs, DropoutKey(seed, 0, 0), notes)
     with weights.put_into(weights.module):
-        evaluation: float | None = None
-        if checked.train and checked.evaluates:
-            # Before training, because evaluation does not change running statistics.
-            evaluation = comparison.outputs(training=False)
-        if not checked.train:
-            return WorstDifferences(comparison.outputs(training=False), None, None, "", tuple(comparison.notes))
-        forward = comparison.outputs(training=True)
-    return WorstDifferences(forward, comparison.gradient, evaluation, comparison.worst, tuple(comparison.notes))
+        # Evaluation before training, because it does not change running statistics.
+        evaluation = run(training=False)[0] if checked.train and checked.evaluates else None
+        forward, gradient, worst = run(training=checked.train)
+    return WorstDifferences(forward, gradient, evaluation, worst, tuple(notes))
 
 
-class _Comparison:
-    """Runs both sides in one mode after the other. `gradient` and `worst`: as in `WorstDifferences`, set once training
-    has run."""
+def _differences(
+    checked: Captured,
+    weights: _Weights,
+    task: TaskModule,
+    inputs: Mapping[str, torch.Tensor],
+    key: DropoutKey,
+    notes: list[str],
+    *,
+    training: bool,
+) -> tuple[float, float | None, str]:
+    """Run module and graph in one mode. Returns the worst difference of the outputs and, in training with a loss, that
+    of the gradients and the key of its parameter."""
+    graph, mode = checked.graph, "training" if training else "evaluation"
+    with_gradients = training and "loss" in graph.outputs
+    task.train(training)
+    largest = 0.0
 
-    def __init__(self, checked: Captured, weights: _Weights, inputs: Mapping[str, torch.Tensor], seed: int) -> None:
-        self._checked = checked
-        self._weights = weights
-        self._inputs = inputs
-        self._key = DropoutKey(seed, 0, 0)
-        self._task = TaskModule(weights.module, checked.task, checked.input_names)
-        self.notes: list[str] = []
-        self.gradient: float | None = None
-        self.worst = ""
+    def keep(parameter: str, gradient: torch.Tensor) -> None:
+        nonlocal largest
+        largest = max(largest, magnitude(gradient))
+        weights.file.write_gradient(parameter, gradient)
 
-    def outputs(self, *, training: bool) -> float:
-        """Return the worst difference of the outputs; in training with a loss, compare gradients too."""
-        weights, graph = self._weights, self._checked.graph
-        with_gradients = training and "loss" in graph.outputs
-        self._task.train(training)
-        wanted = _Wanted(weights) if with_gradients else None
-        expected, graph = self._module(graph, wanted, training=training)
-        compared = None if wanted is None else _Compared(weights, wanted.largest)
-        got, writes = self._graph(graph, compared, training=training)
-        if compared is not None:
-            self.gradient, self.worst = compared.finish()
-        found = [relative_difference(got[name], value) for name, value in expected.items() if name in got]
-        moved = self._buffers()
-        found += [relative_difference(value, moved[key]) for key, value in writes.items()]
-        return max(found)
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return the module's buffers by key, complex ones in the graph's form."""
-        buffers = self._checked.source.built.buffers(self._weights.module)
-        return {key: torch.view_as_real(buffer) if buffer.is_complex() else buffer for key, buffer in buffers.items()}
-
-    def _module(self, graph: Graph, wanted: _Wanted | None, *, training: bool) -> tuple[dict[str, torch.Tensor], Graph]:
-        """Return the module's outputs, and the graph without draws if the draws differ in order."""
-        weights = self._weights
-        with _as_too_large(graph.name), _saved(wanted is not None) as saving, without_checkpoints():
-            weights.begin(f"{'training' if training else 'evaluation'} of the module")
-            expected, graph = expected_outputs(
-                self._task, graph, self._inputs, self._key, self.notes, training=training, saving=saving
-            )
-            if wanted is not None and expected["loss"].requires_grad:
-                weights.begin("gradients of the module")
-                with weights.watched(weights.of_module, wanted):
-                    expected["loss"].backward()
-        return {name: value.detach() for name, value in expected.items()}, graph
-
-    def _graph(
-        self, graph: Graph, compared: _Compared | None, *, training: bool
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the graph's outputs, and the new values of buffers by key."""
-        weights = self._weights
-        weights.begin(f"{'training' if training else 'evaluation'} of the graph")
-        interpreter = compile_graph(graph, graph.outputs.keys(), with_state_writes=training, device=_CPU)
-        values = {
-            name: int(value) if graph.values[name].dtype == "symint" else value for name, value in self._inputs.items()
-            if name in interpreter.inputs
-        }  # fmt: skip
-        params = {value: weights.of_graph[spec.key] for value, spec in graph.params.items()}
-        with _saved(compared is not None) as saving:
-            with saving():
-                outputs, writes = interpreter.run(TorchContext(training, self._key), values, params)
-            if compared is not None and outputs["loss"].requires_grad:
-                weights.begin("gradients of the graph")
-                with weights.watched(weights.of_graph, compared):
-                    outputs["loss"].backward()
-        return {name: value.detach() for name, value in outputs.items()}, writes
+    with _as_too_large(graph.name), _saved(with_gradients) as saving, without_checkpoints():
+        weights.begin(f"{mode} of the module")
+        # If the draws differ in order, both sides are without draws.
+        expected, graph = expected_outputs(task, graph, inputs, key, notes, training=training, saving=saving)
+        if with_gradients and expected["loss"].requires_grad:
+            weights.begin("gradients of the module")
+            with weights.watched(weights.of_module, keep):
+                expected["loss"].backward()
+    expected = {name: value.detach() for name, value in expected.items()}
+    weights.begin(f"{mode} of the graph")
+    compared = _Compared(weights, largest)
+    interpreter = compile_graph(graph, graph.outputs.keys(), with_state_writes=training, device=_CPU)
+    values = {
+        name: int(value) if graph.values[name].dtype == "symint" else value
+        for name, value in inputs.items()
+        if name in interpreter.inputs
+    }
+    params = {value: weights.of_graph[spec.key] for value, spec in graph.params.items()}
+    with _saved(with_gradients) as saving:
+        with saving():
+            got, writes = interpreter.run(TorchContext(training, key), values, params)
+        if with_gradients and got["loss"].requires_grad:
+            weights.begin("gradients of the graph")
+            with weights.watched(weights.of_graph, compared):
+                got["loss"].backward()
+    gradient, worst = compared.finish() if with_gradients else (None, "")
+    buffers = {name: as_real(buffer) for name, buffer in checked.source.built.buffers(weights.module).items()}
+    found = [relative_difference(got[name], value) for name, value in expected.items() if name in got]
+    found += [relative_difference(value, buffers[name]) for name, value in writes.items()]
+    return max(found), gradient, worst
 
 
 class _Weights:
@@ -157,7 +138,7 @@ class _Weights:
         parameters = built.parameters(self.module)
         self._total_bytes = sum(parameter.nbytes for parameter in parameters.values())
         self.file = ParameterFile({
-            key: (_dtype(parameter), tuple(parameter.shape), parameter.requires_grad)
+            key: (str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape), parameter.requires_grad)
             for key, parameter in parameters.items()
         })  # fmt: skip
         progress(f"self-check: {format_bytes(self._total_bytes)} of parameters go to a file")
@@ -169,13 +150,12 @@ class _Weights:
                 self.file.write(key, from_host(tensor, parameters[key].dtype))
                 self._noted(key, parameters[key].nbytes)
             else:
-                self._state[key] = _tensor(tensor)
+                self._state[key] = from_host(tensor, getattr(torch, tensor.dtype))
         buffers = built.buffers(self.module)
         with torch.no_grad():
             for key, value in self._state.items():
                 if key in buffers:
-                    held = torch.view_as_real(buffers[key]) if buffers[key].is_complex() else buffers[key]
-                    held.copy_(value)
+                    as_real(buffers[key]).copy_(value)
         self.of_module = {
             key: self._leaf(key, parameter, trained=parameter.requires_grad) for key, parameter in parameters.items()
         }
@@ -243,7 +223,7 @@ class _Weights:
                 handle.remove()
 
     def _leaf(self, key: str, parameter: nn.Parameter, *, trained: bool) -> torch.Tensor:
-        made = offloaded(parameter.detach().to("meta"), self.values, key).requires_grad_(trained)
+        made = OffloadedTensor(parameter.detach().to("meta"), partial(self.values, key)).requires_grad_(trained)
         made._is_param = True
         return made
 
@@ -266,8 +246,7 @@ def _written(
     begin: Progress,
     noted: Callable[[str, int], None],
 ) -> set[str]:
-    """Write the values of parameters with an initialisation program, as at the start of a job. Returns the other
-    keys."""
+    """Write the initial values of parameters that have an initialisation program; return the other keys."""
     begin("initialisation")
     others: set[str] = set()
     for key, parameter in parameters.items():
@@ -282,21 +261,8 @@ def _written(
     return others
 
 
-class _Wanted:
-    """Takes the module's gradients and writes them to the file. `largest`: largest magnitude of them all."""
-
-    def __init__(self, weights: _Weights) -> None:
-        self._file = weights.file
-        self.largest = 0.0
-
-    def __call__(self, key: str, gradient: torch.Tensor) -> None:
-        self.largest = max(self.largest, magnitude(gradient))
-        self._file.write_gradient(key, gradient)
-
-
 class _Compared:
-    """Takes the graph's gradients and compares each with the module's. A gradient that only one side has is compared
-    with zeros."""
+    """Takes the graph's gradients and compares each with the module's; a missing one counts as zeros."""
 
     def __init__(self, weights: _Weights, largest: float) -> None:
         self._weights = weights
@@ -334,8 +300,7 @@ def _saved(used: bool) -> Iterator[Callable[[], AbstractContextManager[object]]]
 
 @contextmanager
 def _as_too_large(name: str) -> Iterator[None]:
-    """Raise `TooLarge` for any failure of running a module this way: the check was not made, but the model may be
-    correct."""
+    """Raise `TooLarge` for any failure of running a module this way: the model may be correct."""
     try:
         yield
     except ExecutionError as error:
@@ -349,11 +314,3 @@ def _as_too_large(name: str) -> Iterator[None]:
             f"{where}: {type(error).__name__}: {code_lines.reason(error)}.",
             hint="Check a smaller model built the same way first.",
         ) from error
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _tensor(tensor: HostTensor) -> torch.Tensor:
-    return from_host(tensor, getattr(torch, tensor.dtype))

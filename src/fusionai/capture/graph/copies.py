@@ -3,10 +3,7 @@
 A mark in the trace records the inputs and results of a traced layer (`capture.graph.repetition`). The operations
 between them are copied for each layer that the trace holds as one call, with that layer's own inputs and parameters. A
 copy is made only if the layer and the previously traced one of its kind are equal except for names, and read only their
-inputs, their own parameters and sizes.
-
-Neighbours: `capture.graph.lowering` calls it in the order of the trace.
-"""
+inputs, their own parameters and sizes."""
 
 from __future__ import annotations
 
@@ -127,8 +124,7 @@ class LayerCopies:
         return tuple(names.get(value, value) for value in layer.outputs)
 
     def _form(self, layer: _Layer) -> Any:
-        """Return a key that is equal for layers that do the same. Sizes are left out: the first layer may compute sizes
-        that all layers share."""
+        """Return a key that is equal for layers that do the same. Without sizes, which layers may share."""
         names: dict[str, str] = {}
         for place, value in enumerate(layer.inputs):
             names.setdefault(value, f"input {place}")

@@ -5,9 +5,7 @@ same in evaluation (dropout passes its operand on, batch normalisation uses its 
 evaluation's value. Where the traces differ, `fusion.in_training` selects one of the two values, as early in the
 computation as the traces allow: a branch in one layer leaves the layers after it unchanged.
 
-Whether a second trace is needed is decided by `capture.tracing.by_mode`. Neighbours: `capture.capture` traces and calls
-`with_evaluation`; backends run one side of the selection by their mode.
-"""
+Whether a second trace is needed is decided by `capture.tracing.by_mode`."""
 
 from __future__ import annotations
 
@@ -47,7 +45,9 @@ def with_evaluation(
 ) -> dict[str, torch.Tensor]:
     """Change `trained` so that its outputs outside training are those of `evaluated`. Returns the constants that it
     reads in addition to its own. If it raises `Apart`, `trained` is unchanged."""
-    return _Union(trained, evaluated, constants, evaluation_constants).made()
+    numbers: dict[_Key, int] = {}
+    traces = _Trace(trained, constants, numbers), _Trace(evaluated, evaluation_constants, numbers)
+    return _Union(*traces, evaluation_constants).made()
 
 
 class _Trace:
@@ -121,17 +121,10 @@ class _Trace:
 
 
 class _Union:
-    def __init__(
-        self,
-        trained: Lowered,
-        evaluated: Lowered,
-        constants: Mapping[str, torch.Tensor],
-        evaluation_constants: Mapping[str, torch.Tensor],
-    ) -> None:
-        numbers: dict[_Key, int] = {}
-        self.trained = _Trace(trained, constants, numbers)
-        self.evaluated = _Trace(evaluated, evaluation_constants, numbers)
-        self.constants = evaluation_constants
+    def __init__(self, trained: _Trace, evaluated: _Trace, constants: Mapping[str, torch.Tensor]) -> None:
+        self.trained = trained
+        self.evaluated = evaluated
+        self.constants = constants
         self.values: dict[str, ValueSpec] = {}
         """Specs of the values added to `trained`."""
         self.state: dict[str, str] = {}
@@ -205,8 +198,7 @@ class _Union:
     def _operands(
         self, node: Node, value: str, wanted: str, other: Node | None
     ) -> tuple[Node, tuple[Arg, ...], dict[str, Arg]] | None:
-        """Return the operands that `node` needs outside training for its result `value` to equal `wanted`; None if no
-        operands can do that."""
+        """Return the operands with which `node` gives `wanted` as its result `value` outside training, if any."""
         if node.op in _IDENTITIES:
             return (node, (Ref(wanted),), {}) if self._may_pair(node.args[0], Ref(wanted)) else None
         if other is None:
@@ -267,8 +259,7 @@ class _Union:
         return self.choices[value, taken].outputs[0]
 
     def take(self, wanted: str) -> str:
-        """Return the value of the union for evaluation's `wanted`: an equal value of training, or evaluation's own
-        computation."""
+        """Return the value of the union for evaluation's `wanted`: an equal one of training, or its own computation."""
         theirs = self.evaluated
         pending = [wanted]
         while pending:

@@ -2,11 +2,7 @@
 
 Views become reshapes, because strides at capture mean nothing where the graph runs. Device constants become "the
 stage's device", results of multi-output operations belong to their node, assertions are dropped, and tied parameters
-become one. Operations that the IR can't express are collected as `Unsupported`, never guessed.
-
-Neighbours: `capture.tracing.export` traces, `ir.operators` lists the operators, `capture.graph.values` converts
-arguments and sizes.
-"""
+become one. Operations that the IR can't express are collected as `Unsupported`, never guessed."""
 
 from __future__ import annotations
 
@@ -63,13 +59,12 @@ class Unsupported:
     op: str
     path: str
     reason: str
-    line: str
+    line: str = ""
 
 
 @dataclass(slots=True)
 class Lowered:
-    """A graph under construction: the tables map value names to the module's names of parameters, buffers and
-    constants."""
+    """A graph under construction: the tables map values to the module's names of parameters, buffers, constants."""
 
     nodes: list[Node] = field(default_factory=list)
     values: dict[str, ValueSpec] = field(default_factory=dict)
@@ -86,14 +81,13 @@ class Lowered:
 def lower(
     program: ExportedProgram,
     inputs: tuple[InputSpec, ...],
-    canonical: Mapping[str, str],
+    aliases: Mapping[str, tuple[str, ...]],
     repetition: Repetition,
 ) -> Lowered:
-    """Convert `program` to the IR. `canonical`: every name of a parameter or buffer -> its first name. Raises `Unlike`
-    if layers of `repetition` can't be copied."""
-    lowering = _Lowering(program, inputs, canonical, repetition)
-    lowering.run()
-    return lowering.result
+    """Convert `program` to the IR. `aliases`: first name of a shared parameter or buffer -> its further names. Raises
+    `Unlike` if layers of `repetition` can't be copied."""
+    canonical = {name: first for first, others in aliases.items() for name in (first, *others)}
+    return _Lowering(program, inputs, canonical, repetition).run()
 
 
 class _Consequence(Exception):
@@ -129,7 +123,7 @@ class _Lowering:
         its dictionaries on every access."""
         self.copies = LayerCopies(self.result.nodes, self.result.values, self.tied, canonical, repetition)
 
-    def run(self) -> None:
+    def run(self) -> Lowered:
         user_inputs = iter(self.specs)
         for node in self.program.graph.nodes:
             try:
@@ -140,6 +134,7 @@ class _Lowering:
                 self.refuse(node, _op_name(node), str(refusal))
         self.drop_dead()
         self.rename()
+        return self.result
 
     def visit(self, node: fx.Node, user_inputs: Iterator[InputSpec]) -> None:
         refused = node.meta.get(REFUSED)
@@ -371,8 +366,7 @@ def _dropout(lowering: _Lowering, node: fx.Node) -> None:
 
 
 def _copy(lowering: _Lowering, node: fx.Node) -> None:
-    """Emit the source, expanded to the target's shape: the same result as `copy`, which has no derivative of its
-    own."""
+    """Emit the source, expanded to the target's shape: like `copy`, which has no derivative of its own."""
     args: tuple[Any, ...] = node.args
     target, source = args[:2]
     if source.meta["val"].dtype != node.meta["val"].dtype:

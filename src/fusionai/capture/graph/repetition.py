@@ -4,10 +4,7 @@ Layers are equal if they are members of one list with the same class, attributes
 called with arguments of the same form. The first two of each kind are traced normally. For each further one the trace
 holds one call of `fusion::repeated`, which `capture.graph.lowering` replaces by the second layer's operations with the
 parameters renamed. Numbers that differ between layers, such as a layer's index, are watched while the first two are
-traced: if a forward reads such a number, the layers count as different and all are traced.
-
-Neighbours: `capture.capture` opens `repeated_layers` around the trace.
-"""
+traced: if a forward reads such a number, the layers count as different and all are traced."""
 
 from __future__ import annotations
 
@@ -65,8 +62,7 @@ class _Calls:
 @dataclass(slots=True)
 class Repetition:
     """Repeated layers found and copied in one trace. `layers`: path of each layer that may be copied. `traced`: by the
-    number of the mark. `written`: whether a result of a copied layer was written to afterwards, so that copies are not
-    valid."""
+    number of the mark. `written`: whether a copied layer's result was written to, which makes copies invalid."""
 
     layers: list[str] = field(default_factory=list)
     traced: list[Traced] = field(default_factory=list)
@@ -135,8 +131,14 @@ def repeated_layers(module: nn.Module, *, whole: bool = False) -> Iterator[Repet
             return forward(layer, *args, **kwargs)
 
         def key() -> Any:
-            found = (id(kind), skeleton, tuple(_described_tensor(x) for x in inputs), _same_objects(inputs))
-            return *found, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+            described = tuple(
+                (tuple(str(size) for size in (*x.shape, *x.stride())), x.dtype, type(x) is nn.Parameter) for x in inputs
+            )
+            # Equal objects have the index of the first of them.
+            first: dict[int, int] = {}
+            same = tuple(first.setdefault(id(x), number) for number, x in enumerate(inputs))
+            modes = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
+            return id(kind), skeleton, described, same, modes
 
         known = calls.setdefault(key(), _Calls())
         if known.unlike or any(_hooked(child) for child in layer.modules()):
@@ -153,7 +155,7 @@ def repeated_layers(module: nn.Module, *, whole: bool = False) -> Iterator[Repet
         found.results.extend((result, result._version) for result in results)
         return _filled(known.outputs, inputs, iter(results))
 
-    with _forwards_through({type(layer) for layer in _members(module, kinds)}, call):
+    with _forwards_through({type(child) for child in module.modules() if id(child.__dict__) in kinds}, call):
         _open = found
         try:
             yield found
@@ -215,10 +217,6 @@ def _forwards_through(classes: set[type[nn.Module]], call: Callable[..., Any]) -
     return patched(*((cls, "forward", through(cls.forward)) for cls in classes))
 
 
-def _members(module: nn.Module, kinds: Mapping[int, Any]) -> Iterator[nn.Module]:
-    return (child for child in module.modules() if id(child.__dict__) in kinds)
-
-
 def _kinds(module: nn.Module) -> Iterator[tuple[_Kind, list[tuple[str, nn.Module]]]]:
     """Yield the repeated layers, outermost ones only."""
     paths: dict[int, int] = {}
@@ -245,8 +243,7 @@ def _kinds(module: nn.Module) -> Iterator[tuple[_Kind, list[tuple[str, nn.Module
 def _by_numbers(
     layers: list[tuple[str, nn.Module]],
 ) -> Iterator[tuple[tuple[tuple[str, str], ...], list[tuple[str, nn.Module]]]]:
-    """Split layers by the integers in which some of them differ. An integer that is different in every layer is an
-    index."""
+    """Split layers by the integers in which some of them differ. One that differs in every layer is an index."""
     tables = [_numbers(layer) for _, layer in layers]
     differing = [place for place in tables[0] if len({table[place] for table in tables}) > 1]
     indices = tuple(place for place in differing if len({table[place] for table in tables}) == len(tables))
@@ -271,8 +268,7 @@ def _hooked(part: nn.Module) -> bool:
 
 
 def _signature(layer: nn.Module) -> Any:
-    """Return a key that is equal for layers that compute the same, except for their integers and the values of their
-    parameters."""
+    """Return a key that is equal for layers that compute the same, except for integers and values of parameters."""
     return tuple(
         (
             path,
@@ -295,8 +291,7 @@ def _tensor_kind(value: torch.Tensor | None) -> Any:
 
 
 def _described(value: Any, owner: nn.Module) -> Any:
-    """Return a hashable key, equal for values that behave the same. An object that can't be inspected equals only
-    itself."""
+    """Return a hashable key, equal for values that behave the same. An opaque object equals only itself."""
     match value:
         case None | bool() | int() | float() | complex() | str() | bytes():
             return type(value), value
@@ -360,17 +355,6 @@ def _filled(skeleton: Any, inputs: list[torch.Tensor], results: Iterator[torch.T
             return tuple(_filled(item, inputs, results) for item in skeleton)
         case _:
             return skeleton
-
-
-def _described_tensor(x: torch.Tensor) -> Any:
-    sizes = tuple(str(size) for size in (*x.shape, *x.stride()))
-    return sizes, x.dtype, type(x) is nn.Parameter
-
-
-def _same_objects(tensors: list[torch.Tensor]) -> tuple[int, ...]:
-    """Return the index of the first occurrence of each tensor, so that equal objects have equal indices."""
-    first: dict[int, int] = {}
-    return tuple(first.setdefault(id(x), place) for place, x in enumerate(tensors))
 
 
 @dataclass(slots=True)

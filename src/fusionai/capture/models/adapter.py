@@ -20,7 +20,7 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -47,8 +47,7 @@ _BASE: Final = ".base_layer."
 @dataclass(frozen=True, slots=True)
 class Lora:
     """A new adapter. `targets`: ends of the names of the layers that take one, or every linear layer except the head.
-    The adapter's output is multiplied by `alpha / rank`, or by `alpha / sqrt(rank)` if `rank_stabilised` (arXiv
-    2312.03732)."""
+    Its scale is `alpha / rank`, or `alpha / sqrt(rank)` if `rank_stabilised` (arXiv 2312.03732)."""
 
     rank: int
     alpha: float
@@ -69,8 +68,7 @@ Adapter = Lora | StartedLora
 
 
 def adapted(module: nn.Module, adapter: Adapter) -> nn.Module:
-    """Put adapters into the layers of `module`, freeze everything else and return the same object. Raises
-    `ModelError`."""
+    """Put adapters into the layers of `module`, freeze everything else, return the same object. Raises `ModelError`."""
     from peft import LoraConfig, get_peft_model
 
     config = _config(module, adapter)
@@ -105,8 +103,7 @@ def adapter_config(module: nn.Module, adapter: Adapter) -> AdapterConfig:
 
 
 def plain_name(name: str) -> str:
-    """Return the graph's key for a parameter called `name` in an adapted module: its name without the adapter's
-    wrapping."""
+    """Return the graph's key for a parameter called `name` in an adapted module: without the adapter's wrapping."""
     return _ADAPTER_NAME.sub(r"\1", name).replace(_BASE, ".")
 
 
@@ -159,8 +156,7 @@ def _config(module: nn.Module, adapter: Adapter, layers: Collection[str] | None 
 
 
 def _chosen(module: nn.Module, targets: tuple[str, ...] | Literal["all-linear"]) -> set[str]:
-    """Return the names of the layers that `targets` mean. Raises `ModelError` for a target that matches no linear
-    layer."""
+    """Return the names of the layers that `targets` mean. Raises `ModelError` for a target without a layer."""
     layers = linear_layers(module)
     if isinstance(targets, str):
         head = _head(module)
@@ -280,8 +276,7 @@ class AdapterSlots:
 
 
 def _piece(adapter: AdapterFiles, layer: str, *, is_up: bool) -> Any:
-    """Return one adapter's matrix of a layer, `B` multiplied by the adapter's scale; None if the adapter lacks the
-    layer."""
+    """Return one adapter's matrix of a layer, `B` times the adapter's scale; None if it lacks the layer."""
     found = adapter.layers.get(layer)
     if found is None:
         return None
@@ -323,8 +318,8 @@ def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def slotted(module: nn.Module, slots: AdapterSlots) -> nn.Module:
-    """Put the adapters into the layers of `module`, whose names stay the same, and return the same object. Raises
-    `ModelError` if an adapter does not fit."""
+    """Put the adapters into the layers of `module`, which keep their names, and return the same object. Raises
+    `ModelError`."""
     layers = linear_layers(module)
     for adapter in slots.adapters:
         require_fit(module, adapter)
@@ -343,7 +338,3 @@ def slotted(module: nn.Module, slots: AdapterSlots) -> nn.Module:
 def chosen_of(module: nn.Module) -> Chosen | None:
     """Return the holder of the module's mask; None for a module without adapters."""
     return next((child.chosen for child in module.modules() if isinstance(child, _Slotted)), None)
-
-
-def slots_of(adapters: Sequence[AdapterFiles]) -> AdapterSlots | None:
-    return AdapterSlots(tuple(adapters)) if adapters else None

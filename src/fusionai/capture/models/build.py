@@ -72,19 +72,16 @@ class Built:
                 return is_adapter(key)
 
     def parameters(self, module: nn.Module | None = None) -> dict[str, nn.Parameter]:
-        """Return the parameters by key in the module's order, of `module` if given (another one that was built the same
-        way)."""
+        """Return the parameters by key in the module's order, or those of `module`, built the same way."""
         return {self.key(name): value for name, value in (module or self.module).named_parameters()}
 
     def buffers(self, module: nn.Module | None = None) -> dict[str, torch.Tensor]:
-        """Return the buffers by key in the module's order, of `module` if given (another one that was built the same
-        way)."""
+        """Return the buffers by key in the module's order, or those of `module`, built the same way."""
         return {self.key(name): value for name, value in (module or self.module).named_buffers()}
 
 
 def build(source: ModelSource, seed: int, adapter: Adapters | None = None) -> Built:
-    """Build the module of `source` with `adapter` in it. Raises `ModelError` if the module can't be found, configured
-    or constructed."""
+    """Build the module of `source` with `adapter` in it. Raises `ModelError`."""
     name = describe(source)
     huggingface: HuggingFaceModel | None = None
     match source:
@@ -156,38 +153,33 @@ def rebuild(built: Built, keys: frozenset[str]) -> Iterator[tuple[str, torch.Ten
 
 def construct_real(built: Built) -> nn.Module:
     """Construct the owner's module in real memory, a Hugging Face model as transformers itself would run it."""
-    if built.huggingface is not None:
-        plain = built.huggingface.construct_plain()
-        return plain if built.adapter is None else _put_in(plain, built.adapter)
-    module, _ = _construct(built.construct, built.name, built.seed)
+    module, _ = _construct(_plain(built), built.name, built.seed)
     return module
 
 
 def construct_empty(built: Built) -> nn.Module:
-    """Construct the module that `construct_real` returns, with its parameters on the meta device. Fails if
-    `built.real`."""
-    huggingface = built.huggingface
-    if huggingface is None:
-        construct = built.construct
-    else:
-        construct = huggingface.construct_plain
-        if built.adapter is not None:
-            construct = _with_adapter(construct, built.adapter)
-    module, _, _, _ = _build_on_meta(construct, built.name, built.seed)
+    """Construct the module that `construct_real` returns, with parameters on the meta device. Fails if `built.real`."""
+    module, _, _, _ = _build_on_meta(_plain(built), built.name, built.seed)
     return module
 
 
-def _put_in(module: nn.Module, adapter: Adapters) -> nn.Module:
-    return slotted(module, adapter) if isinstance(adapter, AdapterSlots) else adapted(module, adapter)
+def _plain(built: Built) -> Construct:
+    if built.huggingface is None:
+        return built.construct
+    construct = built.huggingface.construct_plain
+    return construct if built.adapter is None else _with_adapter(construct, built.adapter)
 
 
 def _with_adapter(construct: Construct, adapter: Adapters) -> Construct:
+    def put_in(module: nn.Module) -> nn.Module:
+        return slotted(module, adapter) if isinstance(adapter, AdapterSlots) else adapted(module, adapter)
+
     def made() -> nn.Module | tuple[nn.Module, Mapping[str, Any]]:
         match construct():
             case (module, inputs):
-                return _put_in(module, adapter), inputs
+                return put_in(module), inputs
             case module:
-                return _put_in(module, adapter)
+                return put_in(module)
 
     return made
 
@@ -239,8 +231,7 @@ class _Registration:
 
 @contextmanager
 def _parameters_on_meta(watch: InitialisationWatch, wanted: frozenset[int] = frozenset()) -> Iterator[_Registration]:
-    """While open, move a parameter to the meta device when a module registers it or `copy.deepcopy` copies it, except
-    those in `wanted`."""
+    """While open, move a parameter to the meta device when it is registered or deep-copied, unless `wanted`."""
     original, original_copy = nn.Module.register_parameter, nn.Parameter.__deepcopy__
     registration = _Registration()
 

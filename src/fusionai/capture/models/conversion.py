@@ -4,10 +4,7 @@ Transformers renames, stacks, joins and cuts weights while it loads and saves (`
 module runs its transforms on names and on element addresses instead of weights. The result shows which elements of
 which tensors make up a parameter. So any stage reads only its own part, and a checkpoint is written under the names
 that `save_pretrained` uses. A conversion that moves single elements (a transposition) has no compact addresses: it is
-kept as `Computed` and run on the tensors.
-
-Neighbours: `capture.models.state` reads files by it, `storage.assembly` describes which elements make up a tensor.
-"""
+kept as `Computed` and run on the tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -27,8 +24,7 @@ from fusionai.primitives.errors import ModelError
 from fusionai.storage.assembly import Assembly, Extent, Shape, whole
 
 ADDRESSED: Final = 2**18
-"""Most elements of a conversion for which every element gets its own address. Above, only the first `_PROBE` elements
-of each row get one."""
+"""Most elements of a conversion for which every element gets its own address. Above, `_PROBE` of each row do."""
 _PROBE: Final = 4
 """Elements traced per row, to verify that rows stay whole."""
 _MOST_ADDRESSES: Final = 2**26
@@ -68,7 +64,7 @@ def loading(model: nn.Module, wanted: Mapping[str, torch.Tensor], found: Mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     prefix = str(getattr(model, "base_model_prefix", ""))
-    transforms = get_model_conversion_mapping(_pretrained(model))
+    transforms = get_model_conversion_mapping(cast(Any, model))
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
     state: Any = wanted
@@ -88,8 +84,7 @@ def loading(model: nn.Module, wanted: Mapping[str, torch.Tensor], found: Mapping
 
 def saving(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, Assembly]:
     """Return name in files -> the parts it consists of, as `save_pretrained` would write tensors of these names and
-    shapes. If a conversion moves single elements, its parameter keeps its own name, which `from_pretrained` accepts
-    too."""
+    shapes. If a conversion moves single elements, its parameter keeps its name, which `from_pretrained` accepts."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         PrefixChange,
@@ -101,7 +96,7 @@ def saving(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, Assembly]
     )
 
     # Like transformers' `revert_weight_conversion` for a model that was not loaded: legacy names are not written.
-    transforms = get_model_conversion_mapping(_pretrained(model), add_legacy=False)
+    transforms = get_model_conversion_mapping(cast(Any, model), add_legacy=False)
     reverse = [one.reverse_transform() for one in reversed(transforms) if not isinstance(one, PrefixChange)]
     renamings = [one for one in reverse if isinstance(one, WeightRenaming)]
     converters = [one for one in reverse if isinstance(one, WeightConverter)]
@@ -123,11 +118,6 @@ def saving(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, Assembly]
             pieces = {name: whole(name, shapes[name]) for name in names}
         made |= pieces
     return made
-
-
-def expected(model: nn.Module, name: str, shape: Shape) -> tuple[str, ...]:
-    """Return the names of the tensors that `save_pretrained` would have written for a parameter."""
-    return tuple(saving(model, {name: shape}))
 
 
 def left_out(model: nn.Module) -> frozenset[str]:
@@ -202,9 +192,8 @@ def _by_address(
     sources: Sequence[tuple[str, Shape]],
     full: Mapping[str, Shape],
 ) -> dict[int, _Parts]:
-    """Return the extents of each result, by the result's index. Results that move single elements are left out. Every
-    element is its own address. In large tensors only the first elements of each row have one; these and the shapes show
-    whether rows stay whole."""
+    """Return the extents of each result, by the result's index. Those that move single elements are left out. Elements
+    are addresses. In large tensors only the first elements of each row have one; they show whether rows stay whole."""
     # A row is the last dimension. With `row` 1, every element is a row.
     widths = {shape[-1] if shape else 1 for _, shape in sources}
     elements = sum(prod(shape) for _, shape in sources)
@@ -277,9 +266,3 @@ def spelt(transform: Any) -> str:
     """Return a conversion as text for messages."""
     operations = ", ".join(repr(one) for one in transform.operations)
     return f"{' + '.join(transform.source_patterns)} -> {', '.join(transform.target_patterns)} ({operations})"
-
-
-def _pretrained(model: nn.Module) -> Any:
-    """Cast to the type that `get_model_conversion_mapping` declares; it only reads attributes of any pretrained
-    model."""
-    return model

@@ -1,8 +1,7 @@
 """Hugging Face models by their configuration, through transformers' own classes. Reads no weights.
 
 Chooses the auto class of an architecture and finds the safetensors of a directory or hub model. Never loads remote code
-or a pickle. Neighbours: `capture.models.build` calls `construct`, possibly several times, `capture.models.state` reads
-the files in `weights` lazily."""
+or a pickle."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Record each parameter's initialisation as a declarative program, by observing how a module is built.
 
 A program can express certain random and fill operations. Any other operation makes it unknown (`None`), and the job
-owner then sends the bytes (`capture.models.state`). Draws no random numbers itself: `ir.init` runs the programs.
+owner then sends the bytes (`capture.models.state`). Draws no random numbers itself: `ir.weights` runs the programs.
 
 While the watch is open, every tensor operation passes through a dispatch mode. Tensors are identified by their storage,
 so that views, `.data` and detached aliases belong to the tensor that they look into. Parameters move to the meta device
@@ -276,16 +276,19 @@ _SILENT = ("dirac_", "orthogonal_", "sparse_")
 @contextmanager
 def watching(kept: frozenset[tuple[int, ...]] = frozenset()) -> Iterator[InitialisationWatch]:
     """Open a watch; `kept` as in `InitialisationWatch`. Functions that do nothing on meta tensors are replaced while it
-    is open, in every module that imported them. The truncated normal gets a program; the other functions make the
-    program unknown."""
+    is open, in every module that imported them. The truncated normal gets a program, the others make it unknown."""
     watch = InitialisationWatch(kept)
     replaced: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
     for name in _SILENT:
         original: Callable[..., Any] = getattr(nn.init, name)
-        replaced[id(original)] = (original, _unsayable(watch, original))
+        replaced[id(original)] = (original, _recorded(watch, original, lambda *_: None))
     # Only `torch.nn.init` itself calls this function, so every imported `trunc_normal_` goes through it.
     truncate: Callable[..., Any] = getattr(nn.init, _TRUNCATE)
-    replaced[id(truncate)] = (truncate, _truncated(watch, truncate))
+
+    def truncated(*args: Any) -> Program:
+        return watch.drawn(truncated_normal(*map(float, args[:4])))
+
+    replaced[id(truncate)] = (truncate, _recorded(watch, truncate, truncated))
     wanted = frozenset(replaced)
     places = [
         (namespace, name, original, stand_in)
@@ -317,21 +320,15 @@ def _namespaces() -> Iterator[dict[str, Any]]:
         yield initialization.TORCH_INIT_FUNCTIONS
 
 
-def _unsayable(watch: InitialisationWatch, original: Callable[..., Any]) -> Callable[..., Any]:
+def _recorded(
+    watch: InitialisationWatch, original: Callable[..., Any], program_of: Callable[..., Program | None]
+) -> Callable[..., Any]:
+    """Return `original` followed by a note of the program that its arguments after the tensor mean."""
+
     @wraps(original)
     def recorded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(tensor, *args, **kwargs)
-        watch.write(tensor, None)
-        return result
-
-    return recorded
-
-
-def _truncated(watch: InitialisationWatch, original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def recorded(tensor: torch.Tensor, mean: float, std: float, a: float, b: float, *args: Any, **kwargs: Any) -> Any:
-        result = original(tensor, mean, std, a, b, *args, **kwargs)
-        watch.write(tensor, watch.drawn(truncated_normal(float(mean), float(std), float(a), float(b))))
+        watch.write(tensor, program_of(*args))
         return result
 
     return recorded
@@ -342,6 +339,5 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor spans its storage, in any order: programs draw elements independently, so order does
-    not matter."""
+    """Return whether the tensor spans its storage, in any order: programs draw elements independently."""
     return tensor.storage_offset() == 0 and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

@@ -1,8 +1,7 @@
 """Describe where a model comes from: parse the text that names a model without loading a framework.
 
 Recognises the four kinds of source that text can name and checks the form of a Hugging Face configuration. Builds and
-downloads nothing; `capture.models.build` does. Neighbours: recipes and the command line make sources, `capture.capture`
-takes them."""
+downloads nothing; `capture.models.build` does."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.build import Built, rebuild
-from fusionai.capture.models.conversion import Computed, expected, loading, made_anew, saving
+from fusionai.capture.models.conversion import Computed, loading, made_anew, saving
 from fusionai.primitives.errors import ModelError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.assembly import Assembly, Extent, Shape, whole
@@ -70,8 +70,7 @@ class CapturedState:
     checkpoint: Checkpoint | None
 
     def tensors(self, keys: Iterable[str]) -> Iterator[tuple[str, HostTensor]]:
-        """Yield (key, bytes) for each key, in the module's dtypes, one at a time. Raises `ModelError` on an unknown
-        key."""
+        """Yield (key, bytes) for each key, in the module's dtypes, one at a time. Raises `ModelError`."""
         wanted = set(keys)
         buffers = self.built.buffers()
         checkpoint = self.checkpoint or Checkpoint({})
@@ -213,7 +212,7 @@ def _headers(files: Sequence[Path]) -> tuple[dict[str, Path], dict[str, Shape]]:
 def _lacking(missing: Mapping[str, Shape], built: Built, found: Collection[str]) -> ModelError:
     """Return an error with the names that were looked for and the nearest names in `found`."""
     key, shape = next(iter(missing.items()))
-    written = expected(built.module, key, shape)
+    written = tuple(saving(built.module, {key: shape}))
     looked = "" if written == (key,) else f", which files hold as {_listed(written)}"
     near = difflib.get_close_matches(written[0], sorted(found), n=3, cutoff=0.4)
     nearest = f"; the nearest names in the files are {_listed(near)}" if near else ""

@@ -3,10 +3,7 @@
 Reads a mask made by transformers as a rule (causal or not, a window, a padding mask) instead of as a tensor. The rule
 travels through the model in place of the mask, and the attention function turns it into the operator
 `fusion::attention`. A mask that is a tensor is added to the scores by plain operations. A mask function that no rule
-describes is refused, because ignoring it would change the results.
-
-Neighbours: `capture.tracing.export` traces the operator, `capture.graph.lowering` turns it into the IR's
-`fusion.attention`, which the backends implement."""
+describes is refused, because ignoring it would change the results."""
 
 from __future__ import annotations
 
@@ -76,11 +73,6 @@ def _shared(query: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
-def _added(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a boolean mask into a tensor to add to scores: 0 where true, the lowest finite number where false."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen.bool(), torch.finfo(dtype).min)
-
-
 def _masked(scores: torch.Tensor, rule: MaskRule) -> torch.Tensor:
     """Return scores [b, h, s, t] with hidden places set to the lowest finite number of the dtype."""
     rows = torch.arange(scores.shape[2], device=scores.device)[:, None]
@@ -137,7 +129,10 @@ def attention_forward(
             rule = MaskRule(bool(getattr(module, "is_causal", True) if causal is None else causal))
         case _:
             # The model made its own mask: a tensor to add to the scores, or a boolean one.
-            own = attention_mask if attention_mask.is_floating_point() else _added(attention_mask, query.dtype)
+            own = attention_mask
+            if not own.is_floating_point():
+                zeros = torch.zeros(own.shape, dtype=query.dtype, device=own.device)
+                own = zeros.masked_fill(~own.bool(), torch.finfo(query.dtype).min)
             position_bias = own if position_bias is None else position_bias + own
             rule = MaskRule(causal=False)
     if position_bias is not None:

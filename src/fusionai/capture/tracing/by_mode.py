@@ -6,11 +6,7 @@ self.training` took. Dropout and batch normalisation handle their mode themselve
 when the graph runs. If other code reads its mode, the whole module is traced in both (`capture.graph.evaluation`).
 
 `capture.capture` notes while tracing where a module's own code reads `self.training`: such code may branch, so the
-module must be traced in evaluation too.
-
-Neighbours: `capture.tracing.export` opens `both_modes` around the trace, `capture.graph.lowering` turns the operator
-into the IR's.
-"""
+module must be traced in evaluation too."""
 
 from __future__ import annotations
 
@@ -71,11 +67,8 @@ def _spectral(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     def both(self: _SpectralNorm, weight: torch.Tensor) -> torch.Tensor:
         if not self.training or get_proxy_mode() is None:
             return forward(self, weight)
-        try:
-            self.training = False
+        with patched((self, "training", False)):
             calm = forward(self, weight)
-        finally:
-            self.training = True
         return in_training(forward(self, weight), calm)
 
     return both
@@ -94,8 +87,7 @@ def _spectral_by_hook(compute: Callable[..., torch.Tensor]) -> Callable[..., tor
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    """Return whether no module below has parameters. Others are left out, because tracing them twice would be
-    expensive."""
+    """Return whether no module below has parameters. Tracing others twice would be expensive."""
     own = "forward" in module.__dict__ or isinstance(module, _SpectralNorm)
     return not own and not any(parameter is not None for child in module.children() for parameter in child.parameters())
 
@@ -141,36 +133,22 @@ _DROPOUT: Final = re.compile(r"training=self\.training|0\.0 if not self\.trainin
 tracing each of them twice would double the time."""
 
 
-class ModeReads:
-    """`first`: class of the first module whose mode was read, and the line; empty if none was read."""
-
-    def __init__(self) -> None:
-        self.first = ""
-
-    def __bool__(self) -> bool:
-        return bool(self.first)
-
-    def note(self, module: nn.Module, frame: FrameType) -> None:
-        """Note one read, by the code of `frame`."""
-        if self.first or not code_lines.is_of_model(frame.f_code.co_filename) or _is_dropout(frame):
-            return
-        self.first = f"{type(module).__name__}{code_lines.of_frame(frame)}"
-
-
 @contextmanager
-def mode_reads() -> Iterator[ModeReads]:
-    """While open, note reads of `training`."""
-    reads = ModeReads()
+def mode_reads() -> Iterator[list[str]]:
+    """While open, note where the model's own code reads `training`: the first module's class, and the line."""
+    first: list[str] = []
 
     def read(module: nn.Module) -> Any:
-        reads.note(module, sys._getframe(1))
+        frame = sys._getframe(1)
+        if not first and code_lines.is_of_model(frame.f_code.co_filename) and not _is_dropout(frame):
+            first.append(f"{type(module).__name__}{code_lines.of_frame(frame)}")
         return module.__dict__["training"]
 
     def write(module: nn.Module, mode: bool) -> None:
         module.__dict__["training"] = mode
 
     with patched((nn.Module, "training", property(read, write))):  # otherwise an attribute of each module
-        yield reads
+        yield first
 
 
 def _is_dropout(frame: FrameType) -> bool:

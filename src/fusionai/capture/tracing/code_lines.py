@@ -1,8 +1,5 @@
 """Find the line of the model's own code behind an operation or error: the innermost line outside torch and this
-package. Also the line of an error's text that an error message of ours repeats.
-
-Neighbours: `capture.tracing.export`, `capture.tracing.custom_gradients` and `capture.graph.lowering` name such lines in
-their errors."""
+package. Also the line of an error's text that an error message of ours repeats."""
 
 from __future__ import annotations
 

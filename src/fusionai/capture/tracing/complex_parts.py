@@ -2,13 +2,9 @@
 
 Rotary positions are often written with complex numbers (`torch.polar`, `view_as_complex`). Each complex value of the
 exported program is replaced by its real and its imaginary part, computed by real operators in the order of PyTorch's
-own formulas: (a + bi)(c + di) = (ac - bd) + (ad + bc)i. A complex constant or buffer is stored in PyTorch's layout,
-with its parts in a last dimension of 2. Complex parameters, inputs and results, and functions without a rule, are left
-in place and marked with the reason.
-
-Neighbours: `capture.tracing.export` traces, `capture.tracing.complex_rules` has the formulas, `capture.graph.lowering`
-converts the result and refuses what is marked; `capture.tracing.fourier` has already turned Fourier transforms into
-products."""
+own formulas (`capture.tracing.complex_rules`): (a + bi)(c + di) = (ac - bd) + (ad + bc)i. A complex constant or buffer
+is stored in PyTorch's layout, with its parts in a last dimension of 2. Complex parameters, inputs and results, and
+functions without a rule, are left in place and marked with the reason; `capture.graph.lowering` refuses them."""
 
 from __future__ import annotations
 
@@ -48,8 +44,7 @@ class Pair:
 Operand = fx.Node | Pair | complex
 """A real tensor, a complex one, or a number."""
 Rule = Callable[["Parts", fx.Node, tuple[Any, ...], dict[str, Any]], "Pair | fx.Node | list[Any]"]
-"""Takes the node's arguments with pairs in place of complex values, and returns the replacement of the node's
-result."""
+"""Takes the node's arguments, with pairs for complex values; returns the replacement of its result."""
 
 
 def real_parts(program: ExportedProgram, rules: Mapping[str, Rule]) -> None:
@@ -174,8 +169,7 @@ class Parts:
         self.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
 
     def keep(self, node: fx.Node, made: Pair | fx.Node | list[Any]) -> bool:
-        """Let `made` replace the node. A node with a real result stays as an alias, since the program knows results by
-        name."""
+        """Let `made` replace the node. One with a real result becomes an alias: the program knows results by name."""
         match made:
             case Pair():
                 self.pairs[node] = made
@@ -206,10 +200,14 @@ class Parts:
     def parted(self, stored: fx.Node) -> Pair:
         meta, owner = self.meta, self.stored[stored].rpartition(".")[0]
         self.meta = {"nn_module_stack": {"": (owner, "")}}
-        last = stored.meta["val"].ndim - 1
-        pair = Pair(*(self.call(_aten.select.int, stored, last, index) for index in (0, 1)))
+        pair = self.halves(stored)
         self.meta = meta
         return pair
+
+    def halves(self, pairs: fx.Node) -> Pair:
+        """Return the parts of a tensor that has them in a last dimension of 2."""
+        last = pairs.meta["val"].ndim - 1
+        return Pair(*(self.call(_aten.select.int, pairs, last, index) for index in (0, 1)))
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Make a node and return it; for an operator with several results, return their list."""

@@ -39,8 +39,7 @@ def _times(parts: Parts, left: Part, right: Part) -> Part:
 
 
 def _sum(parts: Parts, left: Part, right: Part, op: Any = _aten.add.Tensor) -> Part:
-    """Return the sum, or the difference if `op` is a subtraction. Both operands have the shape of the result, or are
-    numbers."""
+    """Return the sum, or the difference if `op` is a subtraction. Operands have the result's shape or are numbers."""
     if right is None:
         return left
     if left is None:
@@ -78,10 +77,6 @@ def _product(parts: Parts, left: Operand, right: Operand, times: Callable[[Parts
     return _pair(parts, real, _sum(parts, times(parts, a, d), times(parts, b, c)))
 
 
-def _mul(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Pair:
-    return _product(parts, args[0], args[1])
-
-
 def _square(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Pair:
     x, *exponent = args
     if exponent not in ([], [2]):
@@ -114,10 +109,6 @@ def _div(parts: Parts, _node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, 
     if kwargs.get("rounding_mode") is not None:
         raise NoForm("it rounds")
     return _quotient(parts, args[0], args[1])
-
-
-def _reciprocal(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Pair:
-    return _quotient(parts, 1.0, args[0])
 
 
 def _add(op: Any, swapped: bool = False) -> Rule:
@@ -169,15 +160,6 @@ def _size(parts: Parts, node: fx.Node, dim: int) -> fx.Node:
     raise NoForm("its result has a size that no operand has")
 
 
-def _complex(parts: Parts, node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Pair:
-    return _pair(parts, *(_wide(parts, node, part) for part in args))
-
-
-def _view_as_complex(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Pair:
-    last = args[0].meta["val"].ndim - 1
-    return Pair(*(parts.call(_aten.select.int, args[0], last, index) for index in (0, 1)))
-
-
 def _view_as_real(parts: Parts, node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> fx.Node:
     parts.seen_apart[node] = args[0]
     return parts.call(_aten.stack.default, list(parts.full(args[0])), -1)
@@ -209,14 +191,6 @@ def _abs(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str,
     return parts.call(
         _aten.linalg_vector_norm.default, parts.call(_aten.stack.default, list(parts.full(args[0])), -1), 2, [-1]
     )
-
-
-def _one(index: int) -> Rule:
-    return lambda parts, _node, args, _kwargs: parts.full(args[0])[index]
-
-
-def _same(_parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Pair | fx.Node:
-    return args[0]
 
 
 def _matrix(op: Any) -> Rule:
@@ -322,26 +296,26 @@ _EACH: Final = (
 )
 _RULES: Final[tuple[tuple[str, Rule], ...]] = (
     (_EACH, _each),
-    ("mul.Tensor multiply.Tensor mul.Scalar", _mul),
+    ("mul.Tensor multiply.Tensor mul.Scalar", lambda parts, _node, args, _: _product(parts, args[0], args[1])),
     ("square.default pow.Tensor_Scalar", _square),
     ("div.Tensor div.Scalar", _div),
-    ("reciprocal.default", _reciprocal),
+    ("reciprocal.default", lambda parts, _node, args, _: _quotient(parts, 1.0, args[0])),
     ("add.Tensor add.Scalar", _add(_aten.add.Tensor)),
     ("sub.Tensor sub.Scalar", _add(_aten.sub.Tensor)),
     ("rsub.Scalar", _add(_aten.sub.Tensor, swapped=True)),
     ("mm.default", _matrix(_aten.mm.default)),
     ("bmm.default", _matrix(_aten.bmm.default)),
     ("matmul.default", _matrix(_aten.matmul.default)),
-    ("complex.default", _complex),
-    ("view_as_complex.default", _view_as_complex),
+    ("complex.default", lambda parts, node, args, _: _pair(parts, *(_wide(parts, node, part) for part in args))),
+    ("view_as_complex.default", lambda parts, _node, args, _: parts.halves(args[0])),
     ("view_as_real.default", _view_as_real),
     ("polar.default", _polar),
     ("exp.default", _exp),
     ("abs.default", _abs),
-    ("real.default", _one(0)),
-    ("imag.default", _one(1)),
+    ("real.default", lambda parts, _node, args, _: parts.full(args[0])[0]),
+    ("imag.default", lambda parts, _node, args, _: parts.full(args[0])[1]),
     ("_conj.default conj.default _conj_physical.default conj_physical.default", _conjugate),
-    ("resolve_conj.default resolve_neg.default", _same),
+    ("resolve_conj.default resolve_neg.default", lambda _parts, _node, args, _: args[0]),
     ("_to_copy.default to.dtype", _cast),
     (
         "zeros.default ones.default full.default zeros_like.default ones_like.default full_like.default"

@@ -3,10 +3,7 @@
 `torch.export` records the forward of a `torch.autograd.Function` and drops its backward. Each call is therefore noted
 while a module is traced. Afterwards the function's own gradient is compared with the gradient that automatic
 differentiation derives from its forward, on random inputs of several magnitudes. If the gradients differ or can't be
-compared, the function is refused with its class and the line that calls it. Hooks on gradients are refused as well.
-
-Neighbours: `capture.tracing.export` opens `watched_gradients` around the trace; `capture.checking.self_check` compares
-whole modules."""
+compared, the function is refused with its class and the line that calls it. Hooks on gradients are refused as well."""
 
 from __future__ import annotations
 
@@ -36,6 +33,8 @@ _SMALL: Final = 24
 """Larger sizes are first tried at a smaller one."""
 _MOST_ELEMENTS: Final = 2**24
 """Elements of all arguments up to which a call is also tried at its real sizes (chosen)."""
+_UNDERSTOOD: Final = ("torch.utils.checkpoint", "torch._library.autograd")
+"""Modules with functions of torch that a trace handles: checkpoints run plainly, custom operators stay operators."""
 _PLAIN: Final = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.Size)
 
 
@@ -97,7 +96,7 @@ def watched_gradients() -> Iterator[GradientWatch]:
     def noted(setup_context: Any) -> bool:
         frame: FrameType | None = sys._getframe(1)
         function = frame.f_locals.get("cls")
-        if isinstance(function, type) and issubclass(function, Function) and not _understood(function):
+        if isinstance(function, type) and issubclass(function, Function) and function.__module__ not in _UNDERSTOOD:
             watch.note(
                 function, frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {}), code_lines.of_frame(frame)
             )
@@ -139,12 +138,6 @@ def refuse_hooks(module: nn.Module) -> None:
             )
 
 
-def _understood(function: type[Function]) -> bool:
-    """Return whether this is a function of torch that a trace handles: checkpoints run their function plainly, and a
-    custom operator stays an operator of the graph."""
-    return function.__module__ in ("torch.utils.checkpoint", "torch._library.autograd")
-
-
 def _mapped(arg: Any, change: Callable[[Any], Any]) -> Any:
     """Return `arg` with every item of its nested tuples and lists changed."""
     match arg:
@@ -169,7 +162,7 @@ def _described(arg: Any) -> Any:
     match arg:
         case torch.Tensor():
             sizes = tuple(_hint(size) for size in arg.shape)
-            return _Shape(sizes, tuple(_shrunk(size) for size in sizes), arg.dtype)
+            return _Shape(sizes, tuple(size if size <= _SMALL else 8 + size % 8 for size in sizes), arg.dtype)
         case torch.SymInt():
             return _hint(arg)
         case _:
@@ -178,10 +171,6 @@ def _described(arg: Any) -> Any:
 
 def _hint(size: int | torch.SymInt) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) and size.node.hint is not None else int(size)
-
-
-def _shrunk(size: int) -> int:
-    return size if size <= _SMALL else 8 + size % 8
 
 
 def _difference(call: TracedFunctionCall) -> str | None:
@@ -212,9 +201,8 @@ def _difference(call: TracedFunctionCall) -> str | None:
 
 
 def _apart(call: TracedFunctionCall, seed: int, scale: float, small: bool) -> tuple[bool, bool]:
-    """Return whether the function's outputs or gradients differ from the derived ones, and whether any gradient was
-    nonzero."""
-    own = _gradients(call, seed, scale, small, lambda args, kwargs: _applied(call.function, args, kwargs))
+    """Return whether the function's outputs or gradients differ from the derived ones, and whether any is nonzero."""
+    own = _gradients(call, seed, scale, small, lambda args, kwargs: call.function.apply(*args, **kwargs))
     derived = _gradients(call, seed, scale, small, lambda args, kwargs: _plainly(call.function, args, kwargs))
     if len(own) != len(derived):
         return True, False
@@ -259,7 +247,8 @@ def _gradients(
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(seed)
         result = run(args, kwargs)
-    outputs = [item for item in (result if isinstance(result, tuple | list) else (result,)) if _differentiable(item)]
+    made = result if isinstance(result, tuple | list) else (result,)
+    outputs = [x for x in made if isinstance(x, torch.Tensor) and x.is_floating_point() and x.requires_grad]
     if not outputs or not leaves:
         return [torch.zeros_like(leaf) for leaf in leaves]
     given = [torch.randn(item.shape, generator=generator).to(item.dtype) for item in outputs]
@@ -267,17 +256,8 @@ def _gradients(
     return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
 
 
-def _differentiable(item: Any) -> bool:
-    return isinstance(item, torch.Tensor) and item.is_floating_point() and item.requires_grad
-
-
-def _applied(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function.apply(*args, **kwargs)
-
-
 class _Context:
-    """Accepts anything a forward does with its context and discards it: automatic differentiation saves what it
-    needs."""
+    """Accepts and discards what a forward saves: automatic differentiation saves what it needs."""
 
     needs_input_grad = (True,) * 64
 

@@ -32,8 +32,7 @@ def _(like: torch.Tensor) -> torch.Tensor:
 
 
 def draws(draw: Draw) -> dict[Any, Callable[..., Any]]:
-    """Return operator of torch -> the same as a function of `draw`. Operators that write in place have their functional
-    form."""
+    """Return operator of torch -> the same as a function of `draw`. In-place operators have their functional form."""
     aten = torch.ops.aten
     table: dict[Any, Callable[..., Any]] = {
         aten.rand.default: partial(_of_sizes, draw),

@@ -35,9 +35,8 @@ from fusionai.capture.tracing.by_mode import both_modes
 from fusionai.capture.tracing.complex_parts import real_parts
 from fusionai.capture.tracing.complex_rules import RULES
 from fusionai.capture.tracing.custom_gradients import refuse_hooks, watched_gradients
-from fusionai.capture.tracing.decompositions import composed, rearranging, resizing, sampling_grids, triangular
+from fusionai.capture.tracing.decompositions import composed, rearranging, resizing
 from fusionai.capture.tracing.draws import draws, uniform
-from fusionai.capture.tracing.fourier import Fourier
 from fusionai.capture.tracing.functions import (
     Functions,
     averaged_statistics,
@@ -59,7 +58,7 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
     training if it defines gradients of its own."""
     if task.module.training:
         refuse_hooks(task.module)
-    sizes = {name: _example_size(name, bounds) for name, bounds in symbols.items()}
+    sizes = {name: min(max(_EXAMPLE_SIZES.get(name, 7), low), high) for name, (low, high) in symbols.items()}
     dynamic = {
         name: Dim(name, min=low, max=high) for name, (low, high) in symbols.items() if low < high and sizes[name] > 1
     }
@@ -79,7 +78,6 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
                 recognised_causal_masks(),
                 unchecked_arguments(),
                 refused_by_name(),
-                Fourier(),
                 Functions(),
             ):
                 program = torch.export.export(task, (example,), dynamic_shapes=(shapes,), strict=False)
@@ -97,18 +95,14 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
 
 @cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return decompositions of operators into several of the vocabulary: recurrent layers step by step (which fixes the
-    sequence length), weight normalisation, nearest and linear resizing, sampling grids, losses per row, and
-    attention."""
+    """Return decompositions of operators into several of the vocabulary. Recurrent layers fix the sequence's length."""
     aten = torch.ops.aten
     table: dict[Any, Callable[..., Any]] = {
         aten._weight_norm.default: _weight_norm,
         aten.scaled_dot_product_attention.default: scaled_dot_product,
         **rearranging(),
         **resizing(),
-        **sampling_grids(),
         **losses_per_row(),
-        **triangular(),
         **draws(uniform),
         **recurrent_layers(),
     }
@@ -166,8 +160,7 @@ def _shape(spec: InputSpec, sizes: Mapping[str, int]) -> list[int]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable garbage collection: tracing makes millions of small objects that live until its end, so collecting is
-    futile."""
+    """Disable garbage collection: tracing makes millions of small objects that live until its end."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -193,8 +186,7 @@ class _Silenced(io.TextIOBase):
 
 @contextmanager
 def _quiet_export() -> Iterator[None]:
-    """Suppress what a failing export prints (its unfinished graph and a traceback); our error names the model's line
-    instead."""
+    """Suppress what a failing export prints (its unfinished graph, a traceback): our error names the line."""
     loggers = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
     silent = [(logging.getLogger(name), "disabled", True) for name in loggers]
     with patched(*silent), contextlib.redirect_stderr(_Silenced(sys.stderr)):
@@ -260,11 +252,6 @@ def _keep_gradient_stops(program: ExportedProgram) -> None:
         if node.target is wrap_with_set_grad_enabled and depends:
             learning.add(node)
     program.graph_module.recompile()
-
-
-def _example_size(name: str, bounds: tuple[int, int]) -> int:
-    low, high = bounds
-    return min(max(_EXAMPLE_SIZES.get(name, 7), low), high)
 
 
 _SIZES: Final = {"b": "batch", "s": "sequence"}

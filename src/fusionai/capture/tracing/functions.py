@@ -28,7 +28,6 @@ import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Final
@@ -46,6 +45,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusionai.capture.tracing import code_lines
+from fusionai.capture.tracing.decompositions import FOURIER
 from fusionai.capture.tracing.patching import patched
 from fusionai.primitives.errors import ModelError
 
@@ -105,14 +105,12 @@ def _einsum(equation: str, *operands: Any) -> torch.Tensor:
     given: list[torch.Tensor] = list(operands[0]) if isinstance(operands[0], list | tuple) else list(operands)
     if len(given) <= 2 or not opt_einsum.enabled or not opt_einsum.is_available():
         return torch.einsum(equation, *operands)
-    shapes = [tuple(_example(size) for size in operand.shape) for operand in given]
+    shapes = [
+        tuple(size if isinstance(size, int) else int(size.node.hint) for size in operand.shape) for operand in given
+    ]
     search = opt_einsum.get_opt_einsum()
     path = search.contract_path(equation, *shapes, optimize=opt_einsum.strategy, shapes=True)[0]
     return torch._VF.einsum(equation, given, path=list(chain.from_iterable(path)))  # pyright: ignore
-
-
-def _example(size: int | torch.SymInt) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def _gaussian_nll_loss(
@@ -159,22 +157,12 @@ _OTHER: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
     torch.triu_indices: _triangle(operator.ge),
     torch.einsum: _einsum,
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    **FOURIER,
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Refused:
-    """`place` and `attribute`: the PyTorch function that every call goes through."""
-
-    place: Any
-    attribute: str
-    name: str
-    reason: str
-    hint: str
-
-
-_REFUSED: Final = (
-    _Refused(
+_REFUSED: Final[tuple[tuple[Any, str, str, str, str], ...]] = (
+    (
         torch,
         "ctc_loss",
         "torch.nn.functional.ctc_loss",
@@ -182,7 +170,7 @@ _REFUSED: Final = (
         "Train on the cross-entropy of aligned frames, or write the recursion over a fixed number of frames with "
         "torch.logaddexp, and torch.where for the lengths.",
     ),
-    _Refused(
+    (
         torch._VF,
         "_pack_padded_sequence",
         "torch.nn.utils.rnn.pack_padded_sequence",
@@ -190,7 +178,7 @@ _REFUSED: Final = (
         "Give the recurrent layer the padded batch, multiply its output by "
         "(torch.arange(steps) < lengths[:, None])[..., None], and take the last step of each row by gather.",
     ),
-    _Refused(
+    (
         eager_transforms,
         "_jvp_with_argnums",
         "torch.func.jvp",
@@ -200,19 +188,20 @@ _REFUSED: Final = (
 )
 
 
+"""Place and attribute of the function that every call goes through, its public name, the reason, what to do instead."""
+
+
 def refused_by_name() -> AbstractContextManager[None]:
     """While open, a call of one of these functions raises `ModelError` with the line of the model."""
-    return patched(*((entry.place, entry.attribute, _refusal(entry)) for entry in _REFUSED))
 
+    def refusal(name: str, reason: str, hint: str) -> Callable[..., Any]:
+        def refuse(*_: Any, **__: Any) -> Any:
+            where = code_lines.of_frame(sys._getframe(1))
+            raise ModelError(f"the model calls {name}{where}, which a graph can't hold: {reason}.", hint=hint)
 
-def _refusal(entry: _Refused) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        where = code_lines.of_frame(sys._getframe(1))
-        raise ModelError(
-            f"the model calls {entry.name}{where}, which a graph can't hold: {entry.reason}.", hint=entry.hint
-        )
+        return refuse
 
-    return refuse
+    return patched(*((place, attribute, refusal(*words)) for place, attribute, *words in _REFUSED))
 
 
 def recognised_causal_masks() -> AbstractContextManager[None]:

@@ -29,7 +29,7 @@ from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.problem.chain import Chain
 from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of, middle, owners_bytes
-from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, RolePlacement, SavingMode
+from fusionai.scheduling.problem.types import PeerProfile, Problem, RolePlacement, SavingMode
 from fusionai.scheduling.training import replicated
 from fusionai.scheduling.training.cut_bits import shared_weights
 from fusionai.wire.codecs import Compression
@@ -87,11 +87,10 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
     else:
         sizes = {"b": asked.rows, "s": asked.sequence}
         symbols = {name: sizes[name] for name in graph.symbols}
-        costs = block_costs(graph, symbols, training=True)
         roles = tuple(RolePlacement(role=role, place=_wished(wishes, role) or default) for role in ("feed", "loss"))
         problem = Problem(
             graph_hash=content_hash(graph),
-            blocks=tuple(BlockCost(**msgspec.structs.asdict(cost)) for cost in costs),
+            blocks=block_costs(graph, symbols, training=True),
             peers=pool.peers,
             owner=pool.owner,
             kept_first=kept[0],

@@ -241,7 +241,7 @@ async def run(
 ) -> None:
     """Serve until `stop` is set. If it is set before the model is ready, the start is cancelled."""
     from fusionai.cli.serving.view import ServingView
-    from fusionai.privacy.measured import sentence
+    from fusionai.privacy.findings import sentence
 
     _check_door(door)
     console.line(f"privacy {request.privacy}: {sentence(request.privacy)}")

@@ -22,7 +22,7 @@ from typing import Any, Final, cast
 from fusionai.backends.interface import Backend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.checking.check import require_causal
-from fusionai.capture.models.adapter import slots_of
+from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.huggingface import model_directory
 from fusionai.capture.models.source import DirectorySource, HubSource, parse_source
 from fusionai.execution.compute import ComputeThread
@@ -192,7 +192,7 @@ def open_model(files: ServedFiles, adapters: tuple[ServedAdapter, ...] = ()) -> 
     served."""
     texts = ModelText.load(files.directory)
     source = DirectorySource(files.directory)
-    slots = slots_of([adapter.files for adapter in adapters])
+    slots = AdapterSlots(tuple(adapter.files for adapter in adapters)) if adapters else None
     captured = capture(source, batch=(1, 2), sequence=(1, LONGEST_PASS), train=False, adapter=slots)
     graph = serving_graph(captured.graph)
     whole = not _has_caches(graph, captured)

@@ -15,7 +15,7 @@ from fusionai.ir.cost import serving_costs
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.serving import LOGITS
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
-from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem, RolePlacement, ServingNeeds
+from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, RolePlacement, ServingNeeds
 
 Ends = Literal["owner", "pool"]
 
@@ -48,16 +48,7 @@ def serving_problem(
     return Problem(
         task="serve",
         graph_hash=content_hash(graph),
-        blocks=tuple(
-            BlockCost(
-                **msgspec.structs.asdict(cost),
-                backward_flops=0.0,
-                trainable_bytes=0,
-                activation_bytes=0,
-                gradient_bytes=0,
-            )
-            for cost in costs
-        ),
+        blocks=costs,
         peers=tuple(peers),
         owner=owner,
         roles=(RolePlacement(role="feed", place=ends), RolePlacement(role="loss", place=ends)),

@@ -22,7 +22,7 @@ from fusionai.client.training.kills import Kill, KillOutcome, StrikeEvent, Strik
 from fusionai.client.training.preparation import PreparedJob
 from fusionai.client.training.reference_run import GreedyCompletion, PlainTraining, ReferenceRun, greedy
 from fusionai.client.training.train import Planned, RunEvent, TrainingResult, TrainOptions, train
-from fusionai.corpus import python_library
+from fusionai.corpus.files import select_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.corpus.source import TokenSource
 from fusionai.primitives.errors import FusionError, UsageError
@@ -261,7 +261,7 @@ def demo_peers(count: int, device: str) -> list[LocalPeer]:
 
 def demo_recipe(options: DemoOptions) -> Recipe:
     """Return the demo's recipe: a small Llama-type model on the source text of Python's standard library."""
-    selection = python_library.select(CORPUS_BYTES)
+    selection = select_library(CORPUS_BYTES)
     table: dict[str, Any] = {
         "job": {
             "name": "demo",

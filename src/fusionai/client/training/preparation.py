@@ -51,13 +51,13 @@ from fusionai.ir.blocks import held_in_front, sent_bytes
 from fusionai.ir.cost import block_costs
 from fusionai.ir.partition import ends
 from fusionai.ir.schema import Graph, content_hash
-from fusionai.ir.stored import stored_bytes, with_stored
+from fusionai.ir.weights import stored_bytes, with_stored
 from fusionai.primitives.errors import ModelError, RecipeError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.privacy import keeps_ends
 from fusionai.primitives.tensors import tensor_bytes
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem, RolePlacement
+from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, RolePlacement
 from fusionai.scheduling.standby.continuation import numerics
 from fusionai.scheduling.training.cut_bits import shared_weights
 from fusionai.storage.adapter_files import CONFIG_FILE, encode_adapter_config
@@ -303,11 +303,10 @@ def standing_problem(prepared: PreparedJob, members: tuple[PoolMember, ...], own
     """Return the problem without required and excluded peers, for later plans: a job continues if a required peer is
     lost."""
     recipe = prepared.recipe
-    costs = block_costs(prepared.captured.graph, prepared.symbols, training=True)
     first, last = kept_ends(recipe, prepared.captured.graph)
     return Problem(
         graph_hash=prepared.graph_hash,
-        blocks=tuple(BlockCost(**{name: getattr(cost, name) for name in cost.__struct_fields__}) for cost in costs),
+        blocks=block_costs(prepared.captured.graph, prepared.symbols, training=True),
         peers=tuple(member.profile for member in members),
         owner=owner,
         links=near_links(members),

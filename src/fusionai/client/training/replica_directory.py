@@ -20,7 +20,7 @@ from msgspec import Meta
 from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM, as_stored, state_entries
 from fusionai.client.training.preparation import PreparedJob, checkpoint_header
 from fusionai.corpus.recipe import Recipe
-from fusionai.ir.init import initialise
+from fusionai.ir.weights import initialise
 from fusionai.primitives.errors import StorageError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.problem.types import Plan

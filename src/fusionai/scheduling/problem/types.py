@@ -1,7 +1,7 @@
 """The planner's types: the problem as input, the immutable plan with its certificate as output.
 
-`scheduling.planner` solves problems, `ir.cost` fills `BlockCost`, and backends and transport measure profiles. `broker`
-versions plans; `execution` and `training` execute them.
+`scheduling.planner` solves problems, `ir.cost` computes `BlockCost`, and backends and transport measure profiles.
+`broker` versions plans; `execution` and `training` execute them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from fusionai.ir.cost import BlockCost
 from fusionai.primitives.pace import ServingSpeed, TrainingSpeed
 from fusionai.wire.codecs import Codec, Compression
 from fusionai.wire.messages import Saving
@@ -109,39 +110,6 @@ def hop(sender: PeerProfile, receiver: PeerProfile, exceptions: Mapping[str, Lin
         latency_s=sender.uplink.latency_s + receiver.downlink.latency_s,
         shared=True,
     )
-
-
-class BlockCost(_Data, frozen=True, kw_only=True):
-    """Costs of one block of the graph (or of a role's nodes) for one microbatch, at the job's batch and sequence
-    sizes."""
-
-    block: int
-    forward_flops: float
-    backward_flops: float
-    parameter_bytes: int
-    """Storage of the parameters held by this block (a tied parameter counts in each block that holds it)."""
-    trainable_bytes: int
-    activation_bytes: int
-    """Activations kept from forward to backward, per microbatch."""
-    workspace_bytes: int = 0
-    output_bytes: int
-    """Activations sent forward over a cut after this block."""
-    gradient_bytes: int
-    """Gradients sent back over that cut."""
-    ops: tuple[str, ...] = ()
-    calls: int = 0
-    """Training: operator calls per microbatch."""
-    moved_bytes: float = 0.0
-    """Training: bytes that operators read and write per microbatch, forward and backward."""
-    looked_up_bytes: int = 0
-    """Serving: part of `parameter_bytes` in tables of which a pass reads only some rows."""
-    cache_token_bytes: int = 0
-    """Serving: keys and values of one token, in layers with full attention."""
-    cache_session_bytes: int = 0
-    """Serving: ring buffers for one session, in layers with windowed attention."""
-    attended_flops: float = 0.0
-    """Serving: operations of one position for each earlier position, in layers with full attention. They make long
-    prompts slow; the predicted time per token leaves them out."""
 
 
 class ServingNeeds(_Data, frozen=True, kw_only=True):

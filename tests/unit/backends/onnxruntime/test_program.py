@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusionai.ir.init import bfloat16_bits
 from fusionai.ir.schema import Graph, InitOp, Node, ParamSpec, Ref, ValueSpec
 from fusionai.ir.validate import validate
+from fusionai.ir.weights import bfloat16_bits
 from fusionai.primitives.tensors import host_tensor
 from fusionai.wire.messages import StageOptions
 

@@ -11,7 +11,7 @@ import torch
 from fusionai.backends.torch.interpreter import PackedReading, StoredWeight
 from fusionai.backends.torch.operators import PLAIN
 from fusionai.ir.schema import Node, ParamSpec, Ref, Stored
-from fusionai.ir.stored import pack_stored
+from fusionai.ir.weights import pack_stored
 from fusionai.primitives.errors import ExecutionError
 from harness.opened_weights import unpack_stored
 

@@ -14,8 +14,8 @@ from torch import nn
 from fusionai.capture.models.build import build, rebuild
 from fusionai.capture.models.initialisation import Program
 from fusionai.capture.models.source import ConfigSource, FactorySource
-from fusionai.ir.init import initialise
 from fusionai.ir.schema import InitOp
+from fusionai.ir.weights import initialise
 from fusionai.primitives.errors import ModelError
 
 

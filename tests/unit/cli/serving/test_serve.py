@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from fusionai.cli.main import main
 from fusionai.cli.serving.options import ServingOptions, serving_options
-from fusionai.privacy.measured import sentence
+from fusionai.privacy.findings import sentence
 
 
 @pytest.fixture

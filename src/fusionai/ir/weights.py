@@ -1,26 +1,33 @@
-"""Initial values of a parameter from (seed, key). Every bit is specified here, independent of framework and order.
+"""Values of parameters: the initial ones from (seed, key), and storage formats of frozen ones. Independent of
+frameworks.
 
 A parameter's program (`ParamSpec.init`) runs over Philox4x64 words. The Philox key is the first 16 bytes of SHA-256 of
 `<seed>\\0<key>`; after a step `shared`, the number of that step stands for the key. Step i of the program starts at the
 counter whose last word is i. So any peer computes the same bytes in any order. Normal numbers come from the inverse
 distribution function (Wichura, Algorithm AS 241, routine PPND16) and not from numpy's own sampler, whose stream may
-change between releases.
+change between releases. Work is done in chunks, so the peak memory is one tensor and a few hundred kilobytes.
 
-Work is done in chunks, so the peak memory is one tensor and a few hundred kilobytes. `ir.schema.InitOp` defines the
-steps, `capture` records them, backends call `initialise`.
-"""
+A frozen weight may be stored in bfloat16, in 8 bits (a scale per row) or in 4 bits (a scale and a middle per group of a
+row, so that the group's smallest and largest value are representable up to rounding). Only the packed bytes are stored,
+sent and put into snapshots; backends unpack them to float32 where they are used. QLoRA (T. Dettmers et al. 2023, arXiv
+2305.14314) uses a table of 16 normal quantiles instead; here levels are evenly spaced and every group has its own
+middle. A row is everything along the last dimension. Layout in 8 bits: the codes, row by row, then a bfloat16 scale per
+row. In 4 bits: two codes per byte, the first in the low half, then scale and middle in bfloat16 per group. In bfloat16:
+the upper halves of the numbers."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from math import prod
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.ir.schema import InitOp
+from fusionai.ir.schema import Graph, InitOp, ParamSpec, Stored
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import FLOAT_DTYPES, ITEMSIZE_BYTES
 
@@ -48,7 +55,7 @@ def initialise(
             case "shared", (number,):
                 source = f"\0{int(number)}"
             case "normal", (mean, std):
-                _draw(flat, source, seed, step, lambda words, m=mean, s=std: m + s * _normal(words))
+                _draw(flat, source, seed, step, lambda words, m=mean, s=std: m + s * _quantile(_uniform(words) - 0.5))
             case "uniform", (low, high):
                 _draw(flat, source, seed, step, lambda words, a=low, b=high: a + (b - a) * _uniform(words))
             case "mul", (factor,):
@@ -65,13 +72,9 @@ def initialise(
                 raise GraphError(f"parameter {key!r}: initialisation step {op.op} does not take {op.args}.")
     if dtype == "bfloat16":
         return bfloat16_bits(values)
-    return values if dtype == "float32" else _cast(values, dtype)
-
-
-def _cast(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.generic]:
-    if dtype not in FLOAT_DTYPES:
-        values = np.trunc(values)
-    return values.astype(np.dtype(dtype))
+    if dtype == "float32":
+        return values
+    return (values if dtype in FLOAT_DTYPES else np.trunc(values)).astype(np.dtype(dtype))
 
 
 def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -82,15 +85,11 @@ def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def _draw(flat: npt.NDArray[np.float32], key: str, seed: int, step: int, sample: Callable[[Words], Floats]) -> None:
-    words = _words(key, seed, step)
+    digest = hashlib.sha256(f"{seed}\0{key}".encode()).digest()
+    words: Any = np.random.Philox(key=int.from_bytes(digest[:16], "little"), counter=step << 192)
     for start in range(0, flat.size, CHUNK):
         part = flat[start : start + CHUNK]
         part[:] = sample(words.random_raw(part.size))
-
-
-def _words(key: str, seed: int, step: int) -> Any:
-    digest = hashlib.sha256(f"{seed}\0{key}".encode()).digest()
-    return np.random.Philox(key=int.from_bytes(digest[:16], "little"), counter=step << 192)
 
 
 def _chunks(flat: npt.NDArray[np.float32], function: Callable[[Floats], Floats]) -> None:
@@ -102,10 +101,6 @@ def _chunks(flat: npt.NDArray[np.float32], function: Callable[[Floats], Floats])
 def _uniform(words: Words) -> Floats:
     """Numbers in (0, 1): midpoints of 2**52 equal cells, so that 0 and 1 are never reached."""
     return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-
-
-def _normal(words: Words) -> Floats:
-    return _quantile(_uniform(words) - 0.5)
 
 
 def _erfinv(x: Floats) -> Floats:
@@ -174,3 +169,93 @@ _FAR: Final = (
         1.48753612908506148525e-2, 1.36929880922735805310e-1, 5.99832206555887937690e-1, 1.0,
     ),
 )  # fmt: skip
+
+
+GROUPS: Final = (64, 32)
+"""Weights that share a scale: the first size that divides a row is used."""
+SMALLEST: Final = 4096
+"""Elements below which a tensor stays as it is: packing norms, biases and short rows saves too little."""
+_PAIR: Final = 4
+"""Bytes of a group's scale and middle."""
+_TINY: Final = np.float32(2.0**-126)
+
+Float32s = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+
+def with_stored(graph: Graph, form: Stored, *, but: Collection[str] = ()) -> Graph:
+    """Return the graph with every frozen float32 weight stored as `form`, where possible, except the keys in `but`."""
+    if form == "":
+        return graph
+    params = {
+        value: msgspec.structs.replace(spec, stored=form_of(spec, form)) if spec.key not in but else spec
+        for value, spec in graph.params.items()
+    }
+    return msgspec.structs.replace(graph, params=params)
+
+
+def form_of(spec: ParamSpec, wanted: Stored) -> Stored:
+    """Return the format in which this parameter can be stored; "" if it stays as it is."""
+    frozen = spec.kind == "parameter" and not spec.trainable and spec.dtype == "float32"
+    if wanted == "" or not frozen or len(spec.shape) < 2 or prod(spec.shape) < SMALLEST:
+        return ""
+    return "int8" if wanted == "int4" and group_of(spec.shape) is None else wanted
+
+
+def group_of(shape: tuple[int, ...]) -> int | None:
+    """Return the weights per group of the 4-bit format; None if a row can't be divided into groups."""
+    return next((group for group in GROUPS if shape[-1] % group == 0), None)
+
+
+def stored_bytes(shape: tuple[int, ...], form: Stored) -> int:
+    """Return the bytes of a weight stored in a format (not ""). Raises `GraphError` if its shape does not fit."""
+    count, rows = prod(shape), prod(shape[:-1])
+    match form:
+        case "bf16":
+            return 2 * count
+        case "int8":
+            return count + 2 * rows
+        case "int4" if (group := group_of(shape)) is not None:
+            return count // 2 + _PAIR * count // group
+        case _:
+            raise GraphError(
+                f"a weight of shape {list(shape)} can't be kept as {form!r}: expected rows of a multiple of 32."
+            )
+
+
+def pack_stored(values: npt.NDArray[Any], form: Stored) -> Bytes:
+    """Pack float32 [..., columns] into `stored_bytes` bytes. Raises `GraphError` for numbers that are not finite."""
+    weight = np.ascontiguousarray(values, np.float32)
+    if not np.isfinite(weight).all():
+        raise GraphError(
+            f"a weight of shape {list(weight.shape)} has numbers that are not finite, so it can't be packed.",
+            hint="Fetch or save the weights again.",
+        )
+    rows = weight.reshape(-1, weight.shape[-1])
+    match form:
+        case "bf16":
+            return bfloat16_bits(rows.copy()).view(np.uint8).reshape(-1)
+        case "int8":
+            scales = bfloat16_bits(np.maximum(np.abs(rows).max(axis=1) / np.float32(127), _TINY))
+            codes = np.clip(np.rint(rows / _floats(scales)[:, None]), -127, 127).astype(np.int8)
+            return np.concatenate([codes.view(np.uint8).reshape(-1), scales.view(np.uint8)])
+        case "int4" if (group := group_of(weight.shape)) is not None:
+            return _pack_groups(rows, group)
+        case _:
+            raise GraphError(f"a weight of shape {list(weight.shape)} can't be packed as {form!r}.")
+
+
+def _pack_groups(rows: Float32s, group: int) -> Bytes:
+    """Pack in groups: a value is (level - 8) * scale + middle with level 0..15, rounded to stored numbers."""
+    grouped = rows.reshape(-1, group)
+    low, high = grouped.min(axis=1), grouped.max(axis=1)
+    scales = bfloat16_bits(np.maximum((high - low) / np.float32(15), _TINY))
+    middles = bfloat16_bits(low + np.float32(8) * _floats(scales))
+    steps = (grouped - _floats(middles)[:, None]) / _floats(scales)[:, None] + np.float32(8)
+    levels = np.clip(np.rint(steps), 0, 15).astype(np.uint8).reshape(-1, 2)
+    codes = levels[:, 0] | (levels[:, 1] << np.uint8(4))
+    return np.concatenate([codes, np.stack([scales, middles], axis=1).reshape(-1).view(np.uint8)])
+
+
+def _floats(halves: npt.NDArray[np.uint16]) -> Float32s:
+    return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)

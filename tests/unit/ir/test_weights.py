@@ -9,8 +9,8 @@ import statistics
 import numpy as np
 import pytest
 
-from fusionai.ir.init import CHUNK, initialise
 from fusionai.ir.schema import Graph, InitOp, ParamSpec, content_hash, decode, encode
+from fusionai.ir.weights import CHUNK, initialise
 from fusionai.primitives.errors import GraphError
 
 GOLDEN_NORMAL = "14440761b89c3c8060c17e78bb97ee7953d41630a8bdbc137877596f9088f4dc"

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fusionai.ir.growth import Operands, largest_elements
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import ListArg, Node, Ref
+from fusionai.ir.shapes import Operands, largest_elements
 
 TENSORS: dict[str, tuple[int, ...]] = {
     "x": (3, 4),

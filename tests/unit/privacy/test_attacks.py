@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusionai.privacy.attacks import DepthComparison, Matcher, matched, reconstructed
 from fusionai.privacy.subject import AttackedModel, Prefixes
-from fusionai.privacy.white_box import DepthComparison, Matcher, matched, reconstructed
 from harness.attacked import tiny
 
 

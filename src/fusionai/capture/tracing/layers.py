@@ -1,17 +1,23 @@
-"""Replace transformers' loops of state-space and linear-attention layers by semantic operators.
+"""Replace layers of transformers models by semantic operators: state-space and linear-attention layers, mixtures of
+experts.
 
-Transformers computes these layers by fused kernels, or else by loops over positions or blocks, which a trace would
+Transformers computes recurrent layers by fused kernels, or else by loops over positions or blocks, which a trace would
 unroll to one length. Its modules call them by a few names that all models share. While a module is traced, those names
 mean the same formulas around `fusion::linear_scan` or `fusion::linear_attention`. A call with other options is refused.
 
-Neighbours: `capture.capture` traces within `semantic_recurrences`, `capture.graph.lowering` turns the operators into
-the IR's, backends implement them."""
+Mixtures of experts become grouped matrix products in graphs that train; everything except the products with experts'
+weights is plain operators, in the order of transformers' own batched form. That form gathers the weights of each
+token's experts. It suits serving, where rows are few and each row's bits must not depend on the others, but for
+thousands of tokens the copies do not fit in memory. Phi's mixtures choose experts by SparseMixer (arXiv 2409.12136): in
+training by random draws, with a gradient that an `autograd.Function` defines. The router here gives
+the same numbers and have this gradient by automatic differentiation. In evaluation nothing is drawn."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, Final, cast
 
 import torch
@@ -19,6 +25,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusionai.backends.torch import semantic as scans
+from fusionai.backends.torch.semantic import expert_linear as by_groups
+from fusionai.capture.tracing.by_mode import in_training
 from fusionai.capture.tracing.patching import patched
 from fusionai.primitives.errors import ModelError
 
@@ -165,8 +173,7 @@ def _lightning_attention(
 
 
 def _refuse(asked: Mapping[str, Any], harmless: tuple[str, ...] = ()) -> None:
-    """Raise `ModelError` for arguments that change the result. Flags that are off or that only choose a kernel do
-    not."""
+    """Raise `ModelError` for arguments that change the result. Those that are off or choose a kernel don't."""
     unknown = sorted(name for name, value in asked.items() if value is not None and value is not False)
     unknown = [name for name in unknown if name not in harmless and name not in _HARMLESS]
     if unknown:
@@ -178,36 +185,116 @@ def _refuse(asked: Mapping[str, Any], harmless: tuple[str, ...] = ()) -> None:
 
 _HARMLESS: Final = frozenset({"use_cache", "output_attentions", "output_hidden_states", "return_dict", "position_ids"})
 """Arguments that the layers above pass on."""
+
+
+EXPERTS: Final = "fusion"
+"""Name under which our function is registered with the interface."""
+
+
+@torch.library.custom_op("fusion::expert_linear", mutates_args=())
+def expert_linear(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, transposed: bool) -> torch.Tensor:
+    return by_groups(x, weight, experts, transposed=transposed)
+
+
+@expert_linear.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, transposed: bool) -> torch.Tensor:  # noqa: ARG001
+    return x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Transformers' experts function: hidden_states [s, d], top_k_index and top_k_weights [s, k]; returns [s, d]."""
+    layer = cast(Any, self)
+    if layer._is_expert_parallel:
+        raise ModelError(f"{type(self).__name__} is distributed over processes, which a graph can't express.")
+    chosen = top_k_index.shape[-1]
+    experts = top_k_index.reshape(-1)
+    rows = hidden_states.repeat_interleave(chosen, dim=0)
+    name = "gate_up_proj" if layer.has_gate else "up_proj"
+    wide = _product(layer, name, rows, experts)
+    inner = layer._apply_gate(wide) if layer.has_gate else layer.act_fn(wide)
+    made = _product(layer, "down_proj", inner, experts)
+    if layer.has_post_expert_norm:
+        made = layer.post_expert_norm(made)
+    weighted = made * top_k_weights.reshape(-1).unsqueeze(-1)
+    return weighted.view(hidden_states.shape[0], chosen, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+def _product(layer: Any, name: str, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    made = expert_linear(rows, getattr(layer, name), experts, bool(layer.is_transposed))
+    return made + getattr(layer, f"{name}_bias")[experts] if layer.has_bias else made
+
+
+def by_products(module: nn.Module) -> None:
+    """Make the replaceable experts layers of `module` trace as grouped products, if it has any."""
+    _register()
+    choose = getattr(module, "set_experts_implementation", None)
+    config = getattr(module, "config", None)
+    if choose is not None and getattr(config, "_experts_implementation", None) is not None:
+        choose(EXPERTS)
+
+
+@cache
+def _register() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)
+
+
+def _sparse_mixer(
+    scores: torch.Tensor,
+    jitter_eps: float,
+    training: bool,
+    top_k: int = 2,  # noqa: ARG001 - as transformers', which chooses two
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights and indices [tokens, 2] of the two experts of each token, like transformers' `sparsemixer`."""
+    first, expert = _chosen(scores, scores, jitter_eps, training)
+    others = torch.scatter(scores, -1, expert, float("-inf"))
+    second, other = _chosen(scores, others, jitter_eps, training)
+    return torch.concat((first, second), dim=-1), torch.concat((expert, other), dim=-1)
+
+
+def _chosen(
+    scores: torch.Tensor, left: torch.Tensor, jitter_eps: float, training: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one expert of those `left`, and its weight among the experts whose score is close to the best."""
+    seen, known = scores.detach(), left.detach()
+    best, calm = known.max(dim=-1, keepdim=True)
+    far = ((best - seen) / seen.abs().clamp(min=best)) > 2 * jitter_eps
+    near = left.masked_fill(far, float("-inf"))
+    gates = torch.softmax(near, dim=-1)
+    weight = gates.gather(dim=-1, index=calm)
+    if not training:
+        return weight, calm
+    noise = torch.empty_like(known).exponential_().log()
+    drawn = (near.detach() - noise).masked_fill(far, float("-inf")).max(dim=-1)[1].unsqueeze(-1)
+    largest, middle = gates.detach().max(dim=-1, keepdim=True)
+    # The same draws as transformers: for the second expert it draws twice.
+    share = torch.rand_like(largest) if left is scores else torch.rand_like(largest).uniform_()
+    whole = torch.logical_or(drawn == middle, share > 0.75)
+    factor = torch.add(0.3333, whole, alpha=0.6667).type_as(gates)
+    own = gates.gather(dim=-1, index=drawn)
+    # The factor applies to the value, not to the gradient.
+    trained = own.detach() * factor + (own - own.detach())
+    return in_training(trained, weight), in_training(drawn, calm)
+
+
 _NAMES: Final[Mapping[str, Callable[..., Any]]] = {
     "mamba_selective_scan": _selective_scan,
     "mamba2_chunk_scan": _chunk_scan,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "sparsemixer": _sparse_mixer,
 }
-
-
+"""Functions that are replaced."""
 _FORWARDS: Final[Mapping[str, Callable[..., Any]]] = {"MiniMaxLightningAttention": _lightning_attention}
 """Classes whose whole forward is replaced."""
 
 
-@contextmanager
-def semantic_recurrences(module: nn.Module) -> Iterator[None]:
-    """While open, the transformers files that `module`'s layers come from call the semantic operators."""
-    with replaced_functions(module, _NAMES), replaced_forwards(module, _FORWARDS):
-        yield
-
-
-def replaced_functions(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> AbstractContextManager[None]:
-    """While open, replace the functions with these names in the transformers files of `module`'s layers."""
-    files = sorted({type(child).__module__ for child in _of_transformers(module)})
-    places = [(sys.modules[file], name) for file in files for name in functions]
-    return patched(*((place, name, functions[name]) for place, name in places if hasattr(place, name)))
-
-
-def replaced_forwards(module: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> AbstractContextManager[None]:
-    """While open, replace the forward of transformers' classes with these names among `module`'s layers."""
-    known = {type(child) for child in _of_transformers(module) if type(child).__name__ in forwards}
-    return patched(*((cls, "forward", forwards[cls.__name__]) for cls in known))
-
-
-def _of_transformers(module: nn.Module) -> Iterator[nn.Module]:
-    return (child for child in module.modules() if type(child).__module__.startswith("transformers."))
+def semantic_layers(module: nn.Module) -> AbstractContextManager[None]:
+    """While open, these functions and classes are replaced in the transformers files of `module`'s layers."""
+    classes = {type(child) for child in module.modules() if type(child).__module__.startswith("transformers.")}
+    files = [sys.modules[name] for name in sorted({cls.__module__ for cls in classes})]
+    functions = ((file, name, made) for file in files for name, made in _NAMES.items() if hasattr(file, name))
+    forwards = ((cls, "forward", _FORWARDS[cls.__name__]) for cls in classes if cls.__name__ in _FORWARDS)
+    return patched(*functions, *forwards)

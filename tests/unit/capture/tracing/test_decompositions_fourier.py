@@ -13,7 +13,8 @@ from fusionai.capture.capture import Captured, capture
 from fusionai.capture.checking.self_check import self_check
 from fusionai.capture.models.source import FactorySource
 from fusionai.capture.tasks import ExampleInput
-from fusionai.capture.tracing.fourier import LARGEST, Fourier
+from fusionai.capture.tracing.decompositions import LARGEST_TRANSFORM
+from fusionai.capture.tracing.functions import Functions
 from fusionai.primitives.errors import ModelError
 from harness.complex_models import FourierMixing, FrequencyFilters
 
@@ -34,7 +35,7 @@ def alike(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None
     for products in (False, True):
         given = x.clone().requires_grad_()
         if products:
-            with Fourier():
+            with Functions():
                 result = call(given)
         else:
             result = call(given)
@@ -73,7 +74,7 @@ def test_several_dimensions_are_pytorchs(name: str, norm: str | None) -> None:
 
 def test_a_long_dimension_is_as_exact_as_a_short_one() -> None:
     x = numbers(2, 3001)
-    with Fourier():
+    with Functions():
         found = torch.fft.rfft(x)
     wanted = torch.fft.rfft(x.double())
     assert (found - wanted).abs().max() <= 2e-6 * wanted.abs().max()
@@ -81,14 +82,14 @@ def test_a_long_dimension_is_as_exact_as_a_short_one() -> None:
 
 def test_whole_numbers_are_transformed_as_floating_ones() -> None:
     x = torch.arange(12).reshape(3, 4)
-    with Fourier():
+    with Functions():
         found = torch.fft.fft(x)
     torch.testing.assert_close(found, torch.fft.fft(x))
 
 
 def test_what_is_too_large_for_a_matrix_is_refused() -> None:
-    with Fourier(), pytest.raises(ModelError, match="too large for a product"):
-        torch.fft.rfft(torch.zeros(LARGEST + 1))
+    with Functions(), pytest.raises(ModelError, match="too large for a product"):
+        torch.fft.rfft(torch.zeros(LARGEST_TRANSFORM + 1))
 
 
 class Correlation(nn.Module):

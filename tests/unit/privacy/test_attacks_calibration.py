@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusionai.privacy.white_box import DepthComparison, calibrated
+from fusionai.privacy.attacks import DepthComparison, calibrated
 
 WIDTH, WORDS = 12, 200
 DICE = torch.Generator().manual_seed(4)

@@ -14,7 +14,7 @@ from fusionai.capture.capture import Captured, capture
 from fusionai.capture.checking.self_check import from_host, self_check
 from fusionai.capture.models.source import ConfigSource
 from fusionai.capture.models.state import to_host
-from fusionai.capture.tracing.recurrence import semantic_recurrences
+from fusionai.capture.tracing.layers import semantic_layers
 from fusionai.wire.messages import StageOptions
 from harness.zoo import models
 
@@ -45,7 +45,7 @@ def test_lightning_attention_equals_its_loop_over_blocks(drawn: bool) -> None:
     for length in LENGTHS:
         x = torch.randn(2, length, 32)
         wanted, _ = layer(x, None, None)
-        with semantic_recurrences(layer):
+        with semantic_layers(layer):
             found, _ = layer(x, None, None)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
@@ -55,7 +55,7 @@ def test_padding_adds_nothing_to_lightning_attention() -> None:
     x, mask = torch.randn(1, 11, 32), torch.ones(1, 11)
     mask[:, :4] = 0
     wanted, _ = layer(x, None, mask)
-    with semantic_recurrences(layer):
+    with semantic_layers(layer):
         found, _ = layer(x, None, mask)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
@@ -90,6 +90,6 @@ def test_one_graph_of_lightning_attention_serves_every_length(minimax: Captured)
 def test_the_forwards_of_transformers_come_back() -> None:
     layer = lightning()
     own = type(layer).forward
-    with semantic_recurrences(layer):
+    with semantic_layers(layer):
         assert type(layer).forward is not own
     assert type(layer).forward is own

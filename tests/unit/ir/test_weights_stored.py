@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionai.ir.schema import ParamSpec, Stored
-from fusionai.ir.stored import form_of, group_of, pack_stored, stored_bytes
+from fusionai.ir.weights import form_of, group_of, pack_stored, stored_bytes
 from fusionai.primitives.errors import GraphError
 from harness.opened_weights import unpack_stored
 

@@ -11,7 +11,7 @@ from fusionai.capture.capture import capture
 from fusionai.capture.checking.comparison import drawn_in_evaluation
 from fusionai.capture.checking.self_check import self_check
 from fusionai.capture.models.source import ConfigSource
-from fusionai.capture.tracing.experts import derived_routers
+from fusionai.capture.tracing.layers import semantic_layers
 from harness.zoo import models
 
 pytestmark = pytest.mark.slow
@@ -46,6 +46,6 @@ def test_the_functions_of_transformers_come_back() -> None:
     own: Any = modeling_phimoe.sparsemixer
     layer = modeling_phimoe.PhimoeTopKRouter.__new__(modeling_phimoe.PhimoeTopKRouter)
     torch.nn.Module.__init__(layer)
-    with derived_routers(layer):
+    with semantic_layers(layer):
         assert modeling_phimoe.sparsemixer is not own
     assert modeling_phimoe.sparsemixer is own

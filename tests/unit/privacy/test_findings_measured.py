@@ -8,8 +8,17 @@ import msgspec
 import pytest
 
 from fusionai.primitives.privacy import LEVELS
-from fusionai.privacy.findings import CONTROL, Findings
-from fusionai.privacy.measured import ADVERSARIES, SENT, STANDS, measured_leakage, read, sentence, shipped
+from fusionai.privacy.findings import (
+    ADVERSARIES,
+    CONTROL,
+    SENT,
+    STANDS,
+    Findings,
+    measured_leakage,
+    read,
+    sentence,
+    shipped,
+)
 from harness.audited import boundary, findings
 
 FOUND = findings(

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fusionai.primitives.errors import ModelError
+from fusionai.privacy.attacks import check_invertible, gradients_of, in_order, texts_of
 from fusionai.privacy.audit import low_rank
-from fusionai.privacy.gradients import check_invertible, gradients_of, in_order, texts_of
 from fusionai.privacy.subject import AttackedModel
 from harness.attacked import tiny
 
