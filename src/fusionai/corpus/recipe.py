@@ -14,32 +14,10 @@ from typing import Literal
 
 import msgspec
 
+from fusionai.corpus import tables as spec
 from fusionai.corpus.recipe_checks import RecipeChecks
 from fusionai.corpus.schedule import TIMES
 from fusionai.corpus.strict import convert
-from fusionai.corpus.tables import (
-    Adapter,
-    ChatData,
-    ConfigModel,
-    Data,
-    EvaluationTable,
-    FactoryModel,
-    FaultsTable,
-    HubModel,
-    JobTable,
-    KnownAdapter,
-    LocalModel,
-    Model,
-    NewAdapter,
-    OutputTable,
-    PlacementTable,
-    Privacy,
-    RecipeTables,
-    Replicas,
-    TensorData,
-    TextData,
-    Train,
-)
 from fusionai.primitives.errors import RecipeError
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.primitives.units import format_count
@@ -53,18 +31,18 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     path: str
     directory: str
-    job: JobTable
-    model: Model
-    data: Data
-    train: Train
-    adapter: Adapter | None = None
-    evaluation: EvaluationTable | None
-    placement: PlacementTable
-    faults: FaultsTable
-    replicas: Replicas | None = None
+    job: spec.JobTable
+    model: spec.Model
+    data: spec.Data
+    train: spec.Train
+    adapter: spec.Adapter | None = None
+    evaluation: spec.EvaluationTable | None
+    placement: spec.PlacementTable
+    faults: spec.FaultsTable
+    replicas: spec.Replicas | None = None
     summed: int | Literal["auto"] = 1
-    privacy: Privacy = Privacy()
-    output: OutputTable
+    privacy: spec.Privacy = spec.Privacy()
+    output: spec.OutputTable
 
     @property
     def checks(self) -> bool:
@@ -82,9 +60,9 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """One line for logs with names, sizes and settings; it contains no text of the data."""
         train = self.train
         match self.data:
-            case TextData(sequence_length=length) | ChatData(sequence_length=length):
+            case spec.TextData(sequence_length=length) | spec.ChatData(sequence_length=length):
                 work = f"{train.batch_size} x {length} tokens ({format_count(train.batch_size * length)})"
-            case TensorData():
+            case spec.TensorData():
                 work = f"{train.batch_size} records"
         parts = [
             f"{self.job.name}: {self.model.task} of {_described_model(self.model)}",
@@ -127,7 +105,7 @@ def recipe_from_table(table: Mapping[str, object], path: Path) -> Recipe:
     """The recipe in a parsed table. `path`: the file that it came from or could be written to; relative paths start at
     its directory, and messages name it. Raises `RecipeError`."""
     check = RecipeChecks(path)
-    tables = convert(table, RecipeTables, path.name)
+    tables = convert(table, spec.RecipeTables, path.name)
     check.train(tables, table)
     data = check.data(tables)
     return Recipe(
@@ -148,7 +126,7 @@ def recipe_from_table(table: Mapping[str, object], path: Path) -> Recipe:
     )
 
 
-def _described_replicas(replicas: Replicas) -> str:
+def _described_replicas(replicas: spec.Replicas) -> str:
     packed = "" if replicas.codec == "none" else f" in {replicas.codec}"
     beside = f", overlapped with {replicas.overlap} steps" if replicas.overlap else ""
     early = (
@@ -161,24 +139,24 @@ def _number_of(replicas: int | Literal["auto"]) -> str:
     return "as many replicas as pay off" if replicas == "auto" else f"{replicas} replicas"
 
 
-def _described_adapter(adapter: Adapter) -> str:
+def _described_adapter(adapter: spec.Adapter) -> str:
     kept = "" if adapter.base == "fp32" else f", the base in {adapter.base}"
     kept += " (held by the job owner)" if adapter.holder == "owner" else ""
     match adapter:
-        case NewAdapter(rank=rank, targets=targets):
+        case spec.NewAdapter(rank=rank, targets=targets):
             where = "its linear layers" if targets is None else ", ".join(targets)
             return f"an adapter of rank {rank} on {where}{kept}"
-        case KnownAdapter(path=path):
+        case spec.KnownAdapter(path=path):
             return f"the adapter in {path} on it{kept}"
 
 
-def _described_model(model: Model) -> str:
+def _described_model(model: spec.Model) -> str:
     match model.source:
-        case ConfigModel(config=config):
+        case spec.ConfigModel(config=config):
             return f"a new {config['model_type']}"
-        case LocalModel(path=path):
+        case spec.LocalModel(path=path):
             return f"the model in {path}"
-        case HubModel(hub=hub):
+        case spec.HubModel(hub=hub):
             return hub
-        case FactoryModel(module=module, function=function):
+        case spec.FactoryModel(module=module, function=function):
             return f"{module}:{function}"

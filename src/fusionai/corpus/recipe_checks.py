@@ -11,36 +11,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from fusionai.corpus import tables as spec
 from fusionai.corpus.schedule import TIMES, outer_step, usual_early_steps
 from fusionai.corpus.strict import show
-from fusionai.corpus.tables import (
-    EVERY,
-    Adapter,
-    ChatData,
-    ConfigModel,
-    Data,
-    DataTable,
-    EvaluationTable,
-    FactoryModel,
-    FileData,
-    HubData,
-    HubModel,
-    HubTokenizer,
-    KnownAdapter,
-    LocalModel,
-    LocalTokenizer,
-    Model,
-    ModelTable,
-    NewAdapter,
-    PlacementTable,
-    Privacy,
-    RecipeTables,
-    Replicas,
-    TensorData,
-    TextData,
-    TokenizerTable,
-    TrainTokenizer,
-)
 from fusionai.primitives.errors import RecipeError
 from fusionai.primitives.privacy import keeps_ends
 from fusionai.wire.messages import OptimizerSpec
@@ -81,20 +54,22 @@ class RecipeChecks:
             if value is not None:
                 raise self.fail(table, f"{key} = {show(value)} has no effect {because}.", hint="Remove it.")
 
-    def model(self, table: ModelTable) -> Model:
+    def model(self, table: spec.ModelTable) -> spec.Model:
         match self.exactly_one("model", table, "config path hub factory"):
             case "config":
-                source = ConfigModel(config=self._config(table.config or {}))
+                source = spec.ConfigModel(config=self._config(table.config or {}))
             case "path":
-                source = LocalModel(path=self.resolve(str(table.path)))
+                source = spec.LocalModel(path=self.resolve(str(table.path)))
             case "hub":
-                source = HubModel(hub=str(table.hub))
+                source = spec.HubModel(hub=str(table.hub))
             case _:
                 module, function = str(table.factory).split(":")
-                source = FactoryModel(module=module, function=function, directory=str(self._path.parent.absolute()))
-        if table.task == "module_loss" and not isinstance(source, FactoryModel):
+                source = spec.FactoryModel(
+                    module=module, function=function, directory=str(self._path.parent.absolute())
+                )
+        if table.task == "module_loss" and not isinstance(source, spec.FactoryModel):
             raise self.fail("model", 'task = "module_loss" needs a factory whose module returns its loss.')
-        return Model(task=table.task, source=source)
+        return spec.Model(task=table.task, source=source)
 
     def _config(self, config: dict[str, Any] | str) -> dict[str, Any]:
         if isinstance(config, str):
@@ -112,7 +87,7 @@ class RecipeChecks:
             raise self.fail("model", 'config lacks model_type, for example model_type = "llama".')
         return config
 
-    def data(self, tables: RecipeTables) -> Data:
+    def data(self, tables: spec.RecipeTables) -> spec.Data:
         table, task = tables.data, tables.model.task
         language = task in ("causal_lm", "masked_lm")
         source = self._data_source(table, language)
@@ -141,7 +116,7 @@ class RecipeChecks:
                     "format = 'tensors' needs columns, a table of model input = column.",
                     hint='For example columns = { x = "image", labels = "digit" }.',
                 )
-            return TensorData(columns=table.columns, **common)
+            return spec.TensorData(columns=table.columns, **common)
         self.no_effect("data", table, "columns", "with text; it belongs to format = 'tensors'")
         if task != "masked_lm":
             self.no_effect("data", table, "mask_fraction", f"with task {task!r}")
@@ -154,7 +129,7 @@ class RecipeChecks:
             "tokenizer": self._tokenizer(table.tokenizer, tables.model),
         }
         if chat:
-            return ChatData(
+            return spec.ChatData(
                 layout="chat" if source.format == "chat" else "instructions",
                 template=None if table.template is None else self.resolve(table.template),
                 loss_on=table.loss_on or "answers",
@@ -164,13 +139,13 @@ class RecipeChecks:
                 **common,
             )
         masked = (table.mask_fraction or DEFAULT_MASK_FRACTION) if task == "masked_lm" else None
-        return TextData(field=table.field or "text", mask_fraction=masked, **common)
+        return spec.TextData(field=table.field or "text", mask_fraction=masked, **common)
 
-    def _data_source(self, table: DataTable, language: bool) -> FileData | HubData:
+    def _data_source(self, table: spec.DataTable, language: bool) -> spec.FileData | spec.HubData:
         if self.exactly_one("data", table, "files dataset") == "files":
             self.no_effect("data", table, "subset split", "with files; it belongs to dataset")
             files = tuple(self.resolve(name) for name in table.files or ())
-            return FileData(files=files, format=table.format)
+            return spec.FileData(files=files, format=table.format)
         match table.format:
             case "auto":
                 form = "text" if language or not table.columns else "tensors"
@@ -182,17 +157,17 @@ class RecipeChecks:
                     f"dataset with format {table.format!r}: expected 'auto', 'text', 'tensors', 'chat' or "
                     "'instructions'.",
                 )
-        return HubData(dataset=str(table.dataset), subset=table.subset, split=table.split or "train", format=form)
+        return spec.HubData(dataset=str(table.dataset), subset=table.subset, split=table.split or "train", format=form)
 
     def _tokenizer(
-        self, table: TokenizerTable | None, model: ModelTable
-    ) -> TrainTokenizer | LocalTokenizer | HubTokenizer:
+        self, table: spec.TokenizerTable | None, model: spec.ModelTable
+    ) -> spec.TrainTokenizer | spec.LocalTokenizer | spec.HubTokenizer:
         if table is None:
             # A pretrained model's weights are useless with any other tokenizer, so its own is the default.
             if model.path is not None:
-                return LocalTokenizer(path=self.resolve(model.path))
+                return spec.LocalTokenizer(path=self.resolve(model.path))
             if model.hub is not None:
-                return HubTokenizer(hub=model.hub)
+                return spec.HubTokenizer(hub=model.hub)
             raise self.fail(
                 "data",
                 "lacks the key 'tokenizer'.",
@@ -200,13 +175,13 @@ class RecipeChecks:
             )
         match self.exactly_one("data.tokenizer", table, "train path hub"):
             case "train":
-                return TrainTokenizer(vocabulary=table.train or 0)
+                return spec.TrainTokenizer(vocabulary=table.train or 0)
             case "path":
-                return LocalTokenizer(path=self.resolve(str(table.path)))
+                return spec.LocalTokenizer(path=self.resolve(str(table.path)))
             case _:
-                return HubTokenizer(hub=str(table.hub))
+                return spec.HubTokenizer(hub=str(table.hub))
 
-    def train(self, tables: RecipeTables, raw: Mapping[str, object]) -> None:
+    def train(self, tables: spec.RecipeTables, raw: Mapping[str, object]) -> None:
         train = tables.train
         if train.batch_size % train.microbatches:
             raise self.fail(
@@ -243,7 +218,7 @@ class RecipeChecks:
         if optimizer.nesterov and optimizer.momentum == 0:
             raise self.fail(table, "nesterov = true needs a momentum above 0.")
 
-    def adapter(self, tables: RecipeTables) -> Adapter | None:
+    def adapter(self, tables: spec.RecipeTables) -> spec.Adapter | None:
         table = tables.adapter
         if table is None:
             return None
@@ -264,11 +239,11 @@ class RecipeChecks:
                 )
         if table.start is not None:
             self.no_effect("adapter", table, "rank alpha targets rslora", "with start: the adapter there has its own")
-            return KnownAdapter(
+            return spec.KnownAdapter(
                 path=self.resolve(table.start), dropout=table.dropout, base=table.base, holder=table.holder
             )
         rank = DEFAULT_RANK if table.rank is None else table.rank
-        return NewAdapter(
+        return spec.NewAdapter(
             rank=rank,
             alpha=float(2 * rank) if table.alpha is None else table.alpha,
             dropout=table.dropout,
@@ -278,7 +253,7 @@ class RecipeChecks:
             holder=table.holder,
         )
 
-    def evaluation(self, tables: RecipeTables) -> EvaluationTable | None:
+    def evaluation(self, tables: spec.RecipeTables) -> spec.EvaluationTable | None:
         if tables.data.evaluation_fraction == 0:
             if tables.evaluation is not None:
                 raise self.fail(
@@ -287,7 +262,7 @@ class RecipeChecks:
                     hint="Set evaluation_fraction in [data] above 0, or remove [evaluation].",
                 )
             return None
-        evaluation = tables.evaluation or EvaluationTable()
+        evaluation = tables.evaluation or spec.EvaluationTable()
         chooses = evaluation.patience is not None or evaluation.keep_best
         if evaluation.patience is None and evaluation.minimum_improvement:
             self.no_effect("evaluation", evaluation, "minimum_improvement", "without patience")
@@ -306,7 +281,7 @@ class RecipeChecks:
             )
         return evaluation
 
-    def summed(self, tables: RecipeTables) -> int | Literal["auto"]:
+    def summed(self, tables: spec.RecipeTables) -> int | Literal["auto"]:
         table = tables.replicas
         if table is None or table.gradients == "local":
             return 1
@@ -321,16 +296,18 @@ class RecipeChecks:
             )
         return table.count
 
-    def replicas(self, tables: RecipeTables) -> Replicas | None:
+    def replicas(self, tables: spec.RecipeTables) -> spec.Replicas | None:
         table = tables.replicas
         if table is None or table.gradients == "summed":
             return None
-        written = {name: value for name in Replicas.__struct_fields__ if (value := getattr(table, name)) is not None}
-        every = EVERY if table.every is None else table.every
+        written = {
+            name: value for name in spec.Replicas.__struct_fields__ if (value := getattr(table, name)) is not None
+        }
+        every = spec.EVERY if table.every is None else table.every
         usual = outer_step(max(1, tables.job.steps // every))
         if tables.model.path is None and tables.model.hub is None:
             written.setdefault("early_steps", usual_early_steps(every, tables.job.steps, table.overlap or 0))
-        replicas = Replicas(**usual._asdict() | written)
+        replicas = spec.Replicas(**usual._asdict() | written)
         if tables.faults.checks == "spot":
             raise self.fail(
                 "faults",
@@ -359,7 +336,7 @@ class RecipeChecks:
             )
         return replicas
 
-    def _early(self, replicas: Replicas) -> None:
+    def _early(self, replicas: spec.Replicas) -> None:
         if replicas.early_steps == 0:
             return
         short, rest = divmod(replicas.every, TIMES)
@@ -376,7 +353,7 @@ class RecipeChecks:
             return
         raise self.fail("replicas", problem, hint=hint)
 
-    def privacy(self, tables: RecipeTables) -> Privacy:
+    def privacy(self, tables: spec.RecipeTables) -> spec.Privacy:
         table, loss = tables.privacy, tables.placement.loss
         level = table.level or ("encrypted" if loss == "pool" else "split")
         if table.confidential and level != "trusted":
@@ -398,9 +375,9 @@ class RecipeChecks:
             raise self.fail(
                 "privacy", "level = 'split-k' needs first or last, the number of layers that stay at each end."
             )
-        return Privacy(level=level, first=table.first or 0, last=table.last or 0, confidential=table.confidential)
+        return spec.Privacy(level=level, first=table.first or 0, last=table.last or 0, confidential=table.confidential)
 
-    def placement(self, placement: PlacementTable) -> PlacementTable:
+    def placement(self, placement: spec.PlacementTable) -> spec.PlacementTable:
         both = sorted(set(placement.required) & set(placement.excluded))
         if both:
             raise self.fail("placement", f"peer {both[0]!r} is both required and excluded.")

@@ -24,7 +24,7 @@ import msgspec
 from fusionai.ir.graph import cheap_nodes, consumers, needing_gradient, nodes_by_block, reads
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, Node, Ref
-from fusionai.ir.serving import ATTENTION, SEQUENCE
+from fusionai.ir.serving import ATTENTION, PRODUCTS, SEQUENCE
 from fusionai.ir.shapes import evaluate
 from fusionai.ir.weights import stored_bytes
 from fusionai.primitives.errors import GraphError
@@ -254,7 +254,6 @@ INT4_SCALE_BYTES: Final = 4
 """Bytes of the scale and middle of each group."""
 INT4_GROUP: Final = 32
 """Weights per group of the 4-bit format."""
-PRODUCTS: Final = frozenset({"aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default"})
 EMBEDDING: Final = "aten.embedding.default"
 BESIDE: Final = 2
 """Factor from the largest result of one operator to the memory of a pass, including values that are read later."""

@@ -24,18 +24,10 @@ from typing import Final
 
 import msgspec
 
-from fusionai.ir.gradients import (
-    GradientRoute,
-    Rewritten,
-    gradient_uses,
-    in_stage_order,
-    passed_on,
-    rewritten,
-    route_values,
-)
+from fusionai.ir import gradients as routing
 from fusionai.ir.graph import cheap_nodes, needing_gradient, nodes_by_block, producers, reads, restrict
 from fusionai.ir.schema import Dim, Graph, Node, Ref
-from fusionai.ir.serving import FROM_SEGMENTS, LOGITS
+from fusionai.ir.serving import FROM_SEGMENTS, HIDDEN, LOGITS
 from fusionai.ir.shapes import parse
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import tensor_bytes
@@ -93,7 +85,7 @@ class Partition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     stages: tuple[StageGraph, ...]
     routes: tuple[Route, ...]
     shared: tuple[SharedParam, ...]
-    gradients: tuple[GradientRoute, ...] = ()
+    gradients: tuple[routing.GradientRoute, ...] = ()
     cut_dependent: tuple[CutDependent, ...] = ()
 
 
@@ -186,16 +178,16 @@ class _Cut:
         made_at = {route.value: route.producer for route in routes if route.needs_grad}
         value_of = {spec.key: value for value, spec in self.graph.params.items()}
         held = [{node.id for node in graph.nodes} for graph in graphs]
-        uses = gradient_uses(self.graph, held, made_at.keys() | {value_of[one.key] for one in shared})
-        gradients, changes = route_values(uses, made_at, self.graph.values.keys())
+        uses = routing.gradient_uses(self.graph, held, made_at.keys() | {value_of[one.key] for one in shared})
+        gradients, changes = routing.route_values(uses, made_at, self.graph.values.keys())
         dependent: list[CutDependent] = []
         for number, one in enumerate(shared):
             value = value_of[one.key]
             found = uses.get(value, [])
             reason = ""
             if self._passes_on(one):
-                gradients += passed_on(value, found, one.stages[0])
-                if in_stage_order(found)[1]:
+                gradients += routing.passed_on(value, found, one.stages[0])
+                if routing.in_stage_order(found)[1]:
                     reason = "its uses in several stages interleave"
             else:
                 shared[number] = msgspec.structs.replace(one, summed=one.stages[1:])
@@ -206,13 +198,13 @@ class _Cut:
             stages=tuple(
                 StageGraph(
                     stage=stage,
-                    graph=rewritten(self.graph, graph, change),
+                    graph=routing.rewritten(self.graph, graph, change),
                     grad_inputs=tuple(route.value for route in gradients if route.sender == stage),
                     aliases=change.aliases,
                     joins=tuple(change.joins),
                 )
                 for stage, graph in enumerate(graphs)
-                for change in (changes.get(stage, Rewritten()),)
+                for change in (changes.get(stage, routing.Rewritten()),)
             ),
             routes=routes,
             shared=tuple(shared),
@@ -346,8 +338,6 @@ def _shared(graphs: Sequence[Graph]) -> list[SharedParam]:
 
 PUBLIC_INPUTS: Final = FROM_SEGMENTS | {"position_ids", "attention_mask"}
 """Inputs that layers may read: they say where a text begins and ends and which adapter it uses, but not its content."""
-HIDDEN: Final = "hidden"
-"""Output of a serving graph that goes into the head. It is sent to the owner anyway."""
 
 
 def ends(graph: Graph, *, first_layers: int = 0, last_layers: int = 0, training: bool = True) -> tuple[int, int]:
@@ -387,6 +377,7 @@ def _check(graph: Graph, first: int, end: int, count: int) -> None:
         )
     middle = partition.stages[1].graph
     inner = {value for node in middle.nodes for value in node.outputs}
+    # `hidden` goes into the head and so to the owner anyway.
     made = [name for name, value in graph.outputs.items() if value in inner and name != HIDDEN]
     if made:
         raise GraphError(

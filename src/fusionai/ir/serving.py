@@ -30,7 +30,7 @@ FROM_SEGMENTS: Final = frozenset({POSITIONS, ADAPTERS})
 """Inputs that are computed from a pass's segments and never sent."""
 
 ATTENTION: Final = "fusion.attention"
-_PRODUCTS: Final = frozenset({"aten.linear.default", "aten.mm.default", "aten.matmul.default", "aten.addmm.default"})
+PRODUCTS: Final = frozenset({"aten.linear.default", "aten.mm.default", "aten.matmul.default", "aten.addmm.default"})
 _IDENTITIES: Final = frozenset({"fusion.dropout", "aten.alias.default", "aten.detach.default", "aten.clone.default"})
 """Operators that return their first operand outside training."""
 BY_MODE: Final = "fusion.in_training"
@@ -186,7 +186,7 @@ def _hidden(graph: Graph) -> str:
     flattened."""
     made_by = producers(graph)
     node = made_by.get(graph.outputs[LOGITS])
-    while node is not None and not (node.op in _PRODUCTS and any(value in graph.params for value in reads(node))):
+    while node is not None and not (node.op in PRODUCTS and any(value in graph.params for value in reads(node))):
         node = made_by.get(next(reads(node), ""))
     if node is None:
         raise GraphError(f"graph {graph.name!r}: no product with a parameter makes the logits.")

@@ -17,24 +17,9 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from fusionai.ir import schema
 from fusionai.ir.graph import SYMINT
 from fusionai.ir.operators import OPERATORS, WORDS, check_semantic
-from fusionai.ir.schema import (
-    IR_VERSION,
-    Arg,
-    DeviceArg,
-    DTypeArg,
-    FloatArg,
-    Graph,
-    InitOp,
-    ListArg,
-    MemoryFormatArg,
-    Node,
-    ParamSpec,
-    Ref,
-    ValueSpec,
-    decode,
-)
 from fusionai.ir.shapes import SYMBOL, BinaryName, Operands, Sizes, bounds, combine, largest_elements
 from fusionai.ir.weights import form_of
 from fusionai.primitives.errors import GraphError
@@ -104,7 +89,7 @@ class _Version(msgspec.Struct, frozen=True):
     ir: int
 
 
-def parse(data: bytes | memoryview, limits: GraphLimits = DEFAULT_LIMITS) -> Graph:
+def parse(data: bytes | memoryview, limits: GraphLimits = DEFAULT_LIMITS) -> schema.Graph:
     """Decode and validate untrusted JSON. Raises `GraphError` for anything but a legal graph within the limits."""
     size = len(data) if isinstance(data, bytes) else data.nbytes
     if size > limits.json_bytes:
@@ -113,13 +98,13 @@ def parse(data: bytes | memoryview, limits: GraphLimits = DEFAULT_LIMITS) -> Gra
     try:
         version = msgspec.json.decode(data, type=_Version).ir
         _check_version(version)
-        graph = decode(data)
+        graph = schema.decode(data)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError, OverflowError) as error:
         raise GraphError(f"not a graph: {error}.") from error
     return validate(graph, limits)
 
 
-def validate(graph: Graph, limits: GraphLimits = DEFAULT_LIMITS) -> Graph:
+def validate(graph: schema.Graph, limits: GraphLimits = DEFAULT_LIMITS) -> schema.Graph:
     """Return the graph unchanged. Raises `GraphError`, naming the entity, if it is not legal."""
     try:
         _Check(graph, limits).run()
@@ -129,9 +114,9 @@ def validate(graph: Graph, limits: GraphLimits = DEFAULT_LIMITS) -> Graph:
 
 
 def _check_version(version: int) -> None:
-    if version != IR_VERSION:
+    if version != schema.IR_VERSION:
         raise GraphError(
-            f"graph has IR version {version}, this build reads version {IR_VERSION}.",
+            f"graph has IR version {version}, this build reads version {schema.IR_VERSION}.",
             hint="Run the same release on both sides.",
         )
 
@@ -149,7 +134,7 @@ def _check_depth(data: bytes | memoryview, limits: GraphLimits) -> None:
 class _Check:
     """One pass over a graph, which records what is known about each value when it reaches the value's producer."""
 
-    def __init__(self, graph: Graph, limits: GraphLimits) -> None:
+    def __init__(self, graph: schema.Graph, limits: GraphLimits) -> None:
         self.graph = graph
         self.limits = limits
         self.sizes: dict[str, Sizes] = {}
@@ -195,7 +180,7 @@ class _Check:
                     f" got {smallest} and {largest}."
                 )
 
-    def _value(self, name: str, spec: ValueSpec) -> None:
+    def _value(self, name: str, spec: schema.ValueSpec) -> None:
         self._name(name, "value name")
         if len(spec.shape) > self.limits.rank:
             raise GraphError(f"value {name!r} has rank {len(spec.shape)}, the limit is {self.limits.rank}.")
@@ -248,7 +233,7 @@ class _Check:
         if constant_bytes > self.limits.constant_bytes:
             raise GraphError(f"constants take {constant_bytes} bytes, the limit is {self.limits.constant_bytes}.")
 
-    def _param(self, spec: ParamSpec) -> None:
+    def _param(self, spec: schema.ParamSpec) -> None:
         if len(spec.aliases) > self.limits.aliases:
             raise GraphError(
                 f"parameter {spec.key[:64]!r} has {len(spec.aliases)} aliases, the limit is {self.limits.aliases}."
@@ -270,7 +255,7 @@ class _Check:
         if spec.init is not None:
             self._init(spec, spec.init)
 
-    def _init(self, spec: ParamSpec, steps: tuple[InitOp, ...]) -> None:
+    def _init(self, spec: schema.ParamSpec, steps: tuple[schema.InitOp, ...]) -> None:
         begun = steps[1:] if steps and steps[0].op == "shared" else steps
         if len(steps) > self.limits.init_ops or not begun or begun[0].op not in _INIT_STARTS:
             raise GraphError(
@@ -313,7 +298,7 @@ class _Check:
         if unmade:
             raise GraphError(f"value {min(unmade)!r} has no producer.")
 
-    def _node(self, node: Node) -> None:
+    def _node(self, node: schema.Node) -> None:
         operator = OPERATORS.get(node.op)
         if operator is None:
             raise GraphError(
@@ -341,7 +326,7 @@ class _Check:
         for name in node.outputs:
             self._bytes(f"result {name!r} of node {node.id} ({node.op})", most, self.graph.values[name].dtype)
 
-    def _results(self, node: Node) -> None:
+    def _results(self, node: schema.Node) -> None:
         operator = OPERATORS[node.op]
         count = len(node.outputs)
         if not 1 <= count <= self.limits.results or (operator.results is not None and count != operator.results):
@@ -361,9 +346,9 @@ class _Check:
             raise GraphError(f"value {name!r} has two producers, the second is {maker}.")
         self.made.add(name)
 
-    def _arg(self, node: Node, arg: Arg, depth: int) -> None:
+    def _arg(self, node: schema.Node, arg: schema.Arg, depth: int) -> None:
         match arg:
-            case None | bool() | DeviceArg() | MemoryFormatArg() | FloatArg():
+            case None | bool() | schema.DeviceArg() | schema.MemoryFormatArg() | schema.FloatArg():
                 pass
             case int():
                 if not -_MAX_INTEGER <= arg < _MAX_INTEGER:
@@ -374,13 +359,13 @@ class _Check:
             case str():
                 if arg not in WORDS:
                     raise GraphError(f"node {node.id} ({node.op}): {arg[:32]!r} is not an allowed string argument.")
-            case DTypeArg(name):
+            case schema.DTypeArg(name):
                 if name not in ITEMSIZE_BYTES:
                     raise GraphError(f"node {node.id} ({node.op}): unknown dtype {name[:32]!r}.")
-            case Ref(name):
+            case schema.Ref(name):
                 if name not in self.made:
                     raise GraphError(f"node {node.id} ({node.op}) reads {name[:64]!r}, which nothing before it makes.")
-            case ListArg(items):
+            case schema.ListArg(items):
                 if depth >= self.limits.list_depth or len(items) > self.limits.list_items:
                     raise GraphError(
                         f"node {node.id} ({node.op}) has a list that is too deep or too long: {len(items)} items at"
@@ -389,13 +374,13 @@ class _Check:
                 for item in items:
                     self._arg(node, item, depth + 1)
 
-    def _size_node(self, node: Node) -> None:
+    def _size_node(self, node: schema.Node) -> None:
         if node.kwargs:
             raise GraphError(f"node {node.id} ({node.op}) takes no named arguments.")
         (name,) = node.outputs
         if node.op == "aten.sym_size.int":
             match node.args:
-                case (Ref(tensor), int(dim)) if tensor in self.sizes and not isinstance(dim, bool):
+                case (schema.Ref(tensor), int(dim)) if tensor in self.sizes and not isinstance(dim, bool):
                     shape = self.graph.values[tensor].shape
                     if -len(shape) <= dim < len(shape):
                         self.integers[name] = bounds(shape[dim], self.graph.symbols)
@@ -413,10 +398,10 @@ class _Check:
             raise GraphError(f"node {node.id} ({node.op}) reaches numbers beyond 64 bits.")
         self.integers[name] = made
 
-    def _integer(self, node: Node, arg: Arg) -> tuple[int, int]:
+    def _integer(self, node: schema.Node, arg: schema.Arg) -> tuple[int, int]:
         if isinstance(arg, int) and not isinstance(arg, bool):
             return arg, arg
-        if isinstance(arg, Ref) and arg.name in self.integers:
+        if isinstance(arg, schema.Ref) and arg.name in self.integers:
             return self.integers[arg.name]
         raise GraphError(f"node {node.id} ({node.op}) takes whole numbers and sizes only.")
 

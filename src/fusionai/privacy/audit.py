@@ -15,38 +15,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fusionai.privacy.attacks import ROWS as INVERTER_ROWS
-from fusionai.privacy.attacks import (
-    DepthComparison,
-    FitBudget,
-    Gradients,
-    InverterBudget,
-    Matcher,
-    calibrated,
-    fitted,
-    gradients_of,
-    in_order,
-    matched,
-    nearest,
-    reconstructed,
-    ridge,
-    texts_of,
-    train_inverter,
-)
-from fusionai.privacy.findings import (
-    Attack,
-    AuditAttack,
-    BoundaryFindings,
-    Budget,
-    Control,
-    Recovery,
-    Truth,
-    Update,
-    recovery,
-)
+from fusionai.privacy import attacks as attacker
+from fusionai.privacy import findings as results
 from fusionai.privacy.subject import AttackedModel, Change, Defence
 
-Key = tuple[str, int, Attack]
+Key = tuple[str, int, results.Attack]
 """Defence, depth, attack."""
 LORA_RANK: Final = 8
 """Rank of the adapter whose update is attacked."""
@@ -60,7 +33,7 @@ class Texts:
 
     trial: Tensor
     template_tokens: int
-    truth: Truth
+    truth: results.Truth
     auxiliary: Tensor
     known: Tensor
     held_out: Tensor
@@ -91,11 +64,11 @@ class AuditPlan:
     """What an audit runs. `few`: number of texts for the slow attacks, which run on one boundary at a time."""
 
     depths: tuple[int, ...]
-    attacks: frozenset[AuditAttack]
+    attacks: frozenset[results.AuditAttack]
     updates: tuple[UpdateCase, ...] = ()
     few: int = 3
-    inverter: InverterBudget = field(default_factory=InverterBudget)
-    fit: FitBudget = field(default_factory=FitBudget)
+    inverter: attacker.InverterBudget = field(default_factory=attacker.InverterBudget)
+    fit: attacker.FitBudget = field(default_factory=attacker.FitBudget)
     seed: int = 0
 
 
@@ -112,9 +85,9 @@ class Doing:
 class AuditResult:
     """Result of `run`: `findings.Findings` without the circumstances of the run."""
 
-    boundaries: tuple[BoundaryFindings, ...]
-    updates: tuple[Update, ...]
-    controls: tuple[Control, ...]
+    boundaries: tuple[results.BoundaryFindings, ...]
+    updates: tuple[results.Update, ...]
+    controls: tuple[results.Control, ...]
 
 
 def run(
@@ -128,14 +101,14 @@ def run(
     seen = [_seen(public, victim, texts) for victim in victims]
     by_matching = _by_matching(public, seen, texts, plan, on_doing)
     cells = [(one, depth) for one in seen for depth in plan.depths if depth >= one.victim.first]
-    boundaries: list[BoundaryFindings] = []
+    boundaries: list[results.BoundaryFindings] = []
     for number, (one, depth) in enumerate(cells):
         name = one.victim.defence.name
         on_doing(Doing(f"{name} at depth {depth}", number, len(cells)))
         matches = {key[2]: found for key, found in by_matching.items() if key[:2] == (name, depth)}
         others = [found for attack, found in matches.items() if attack != "white-box"]
         boundaries.append(
-            BoundaryFindings(
+            results.BoundaryFindings(
                 depth=depth,
                 defence=name,
                 loss=one.victim.model.loss(texts.held_out, depth, one.victim.defence.change),
@@ -179,26 +152,28 @@ def _by_matching(
     texts: Texts,
     plan: AuditPlan,
     on_doing: Callable[[Doing], None],
-) -> dict[Key, Recovery]:
+) -> dict[Key, results.Recovery]:
     """Run all attacks that share one pass over the vocabulary."""
-    matchers: dict[Key, Matcher] = {}
+    matchers: dict[Key, attacker.Matcher] = {}
     for one in seen:
         name, first = one.victim.defence.name, one.victim.first
         depths = [depth for depth in plan.depths if depth >= first]
-        by_template: list[DepthComparison] = []
+        by_template: list[attacker.DepthComparison] = []
         for depth in depths:
-            matchers[name, depth, "white-box"] = Matcher((DepthComparison(depth, one.trial[depth].float()),))
+            matchers[name, depth, "white-box"] = attacker.Matcher(
+                (attacker.DepthComparison(depth, one.trial[depth].float()),)
+            )
             if {"calibrated", "pooled"} & plan.attacks:
                 by_template.append(_known_part(depth, one.own_trial, one.trial, one.trial, texts.template_tokens))
             if "calibrated" in plan.attacks:
-                matchers[name, depth, "template"] = Matcher((by_template[-1],), expected=True)
+                matchers[name, depth, "template"] = attacker.Matcher((by_template[-1],), expected=True)
                 by_text = _known_part(depth, one.own_known, one.known, one.trial)
-                matchers[name, depth, "known text"] = Matcher((by_text,), expected=True)
+                matchers[name, depth, "known text"] = attacker.Matcher((by_text,), expected=True)
         if "pooled" in plan.attacks and depths:
-            matchers[name, depths[0], "pooled"] = Matcher(tuple(by_template), expected=True)
+            matchers[name, depths[0], "pooled"] = attacker.Matcher(tuple(by_template), expected=True)
     private = texts.trial.shape[1] - texts.template_tokens
     begun_s = time.perf_counter()
-    found = matched(
+    found = attacker.matched(
         public,
         texts.trial,
         texts.template_tokens,
@@ -206,17 +181,17 @@ def _by_matching(
         lambda done: on_doing(Doing("white-box, every token tried", done, private)),
     )
     seconds = time.perf_counter() - begun_s
-    known_tokens: dict[Attack, int] = {
+    known_tokens: dict[results.Attack, int] = {
         "template": len(texts.trial) * texts.template_tokens,
         "pooled": len(texts.trial) * texts.template_tokens,
         "known text": texts.known.numel(),
     }
     return {
-        key: recovery(
+        key: results.recovery(
             key[2],
             guess.tolist(),
             texts.truth,
-            Budget(
+            results.Budget(
                 forward_tokens=guess.numel() * public.vocabulary,
                 seconds=seconds,
                 known_tokens=known_tokens.get(key[2], 0),
@@ -226,42 +201,50 @@ def _by_matching(
     }
 
 
-def _known_part(depth: int, own: Tensor, seen: Tensor, target: Tensor, tokens: int | None = None) -> DepthComparison:
+def _known_part(
+    depth: int, own: Tensor, seen: Tensor, target: Tensor, tokens: int | None = None
+) -> attacker.DepthComparison:
     """Return the comparison calibrated on the first `tokens` tokens of known texts, by default all."""
     # Without the first position, where most models put an attention sink many times larger than any token's row.
     own, seen = (boundary[depth][:, 1:tokens].flatten(0, 1) for boundary in (own, seen))
-    return calibrated(depth, own, seen, target[depth])
+    return attacker.calibrated(depth, own, seen, target[depth])
 
 
-def _one_by_one(public: AttackedModel, one: _Seen, texts: Texts, plan: AuditPlan, depth: int) -> Iterator[Recovery]:
+def _one_by_one(
+    public: AttackedModel, one: _Seen, texts: Texts, plan: AuditPlan, depth: int
+) -> Iterator[results.Recovery]:
     """Run the attacks that work on one boundary at a time."""
     begin, trial = texts.template_tokens, one.trial[depth]
     length = trial.shape[1] - begin
 
-    def found(attack: Attack, guess: Callable[[], Tensor], truth: Truth, **budget: int) -> Recovery:
+    def found(
+        attack: results.Attack, guess: Callable[[], Tensor], truth: results.Truth, **budget: int
+    ) -> results.Recovery:
         begun_s = time.perf_counter()
         tokens = guess().tolist()
-        taken = Budget(seconds=time.perf_counter() - begun_s, **{"forward_tokens": 0, **budget})
-        return recovery(attack, tokens, truth, taken)
+        taken = results.Budget(seconds=time.perf_counter() - begun_s, **{"forward_tokens": 0, **budget})
+        return results.recovery(attack, tokens, truth, taken)
 
     def private(read: Callable[[Tensor], Tensor]) -> Tensor:
         return read(trial)[:, begin:]
 
     if "nearest" in plan.attacks:
-        yield found("nearest", lambda: nearest(trial, public.embedding)[:, begin:], texts.truth)
+        yield found("nearest", lambda: attacker.nearest(trial, public.embedding)[:, begin:], texts.truth)
     if "inverter" in plan.attacks:
         auxiliary = one.auxiliary[depth]
         learned = texts.auxiliary.numel()
-        trained = plan.inverter.steps * INVERTER_ROWS * texts.auxiliary.shape[1]
+        trained = plan.inverter.steps * attacker.ROWS * texts.auxiliary.shape[1]
         yield found(
             "ridge",
-            lambda: private(ridge(auxiliary, texts.auxiliary, public.embedding)),
+            lambda: private(attacker.ridge(auxiliary, texts.auxiliary, public.embedding)),
             texts.truth,
             auxiliary_tokens=learned,
         )
         yield found(
             "inverter",
-            lambda: private(train_inverter(auxiliary, texts.auxiliary, public.vocabulary, plan.inverter, plan.seed)),
+            lambda: private(
+                attacker.train_inverter(auxiliary, texts.auxiliary, public.vocabulary, plan.inverter, plan.seed)
+            ),
             texts.truth,
             auxiliary_tokens=learned,
             forward_tokens=trained,
@@ -270,7 +253,7 @@ def _one_by_one(public: AttackedModel, one: _Seen, texts: Texts, plan: AuditPlan
             yield found(
                 "inverter, known text",
                 lambda: private(
-                    train_inverter(one.known[depth], texts.known, public.vocabulary, plan.inverter, plan.seed)
+                    attacker.train_inverter(one.known[depth], texts.known, public.vocabulary, plan.inverter, plan.seed)
                 ),
                 texts.truth,
                 known_tokens=texts.known.numel(),
@@ -281,34 +264,36 @@ def _one_by_one(public: AttackedModel, one: _Seen, texts: Texts, plan: AuditPlan
     if "prefix" in plan.attacks and depth == max(plan.depths):  # as expensive as all others; run at the hardest depth
         yield found(
             "recovered prefix",
-            lambda: reconstructed(public, known, length, Matcher((DepthComparison(depth, few.float()),))),
+            lambda: attacker.reconstructed(
+                public, known, length, attacker.Matcher((attacker.DepthComparison(depth, few.float()),))
+            ),
             truth,
             forward_tokens=len(few) * length * public.vocabulary,
         )
     if "optimisation" in plan.attacks:
         yield found(
             "optimisation",
-            lambda: fitted(public, few, known, depth, plan.fit),
+            lambda: attacker.fitted(public, few, known, depth, plan.fit),
             truth,
             forward_tokens=plan.fit.steps * few.shape[0] * few.shape[1],
         )
 
 
-def _update(public: AttackedModel, case: UpdateCase, texts: Texts) -> Update:
+def _update(public: AttackedModel, case: UpdateCase, texts: Texts) -> results.Update:
     begin = texts.template_tokens
     rows = texts.held_out if case.texts > len(texts.trial) else texts.trial[:, begin:]
     ids = rows[: case.texts, : case.tokens + 1]
-    truth = Truth(tuple(tuple(row) for row in ids[:, :-1].tolist()), ("",) * len(ids), texts.truth.decode)
+    truth = results.Truth(tuple(tuple(row) for row in ids[:, :-1].tolist()), ("",) * len(ids), texts.truth.decode)
     begun_s = time.perf_counter()
-    gradients: Gradients = gradients_of(public, ids).changed(case.change)
-    guesses = in_order(texts_of(public, gradients, case.texts, case.tokens), truth.texts)
-    budget = Budget(forward_tokens=public.vocabulary, seconds=time.perf_counter() - begun_s)
-    return Update(
+    gradients: attacker.Gradients = attacker.gradients_of(public, ids).changed(case.change)
+    guesses = attacker.in_order(attacker.texts_of(public, gradients, case.texts, case.tokens), truth.texts)
+    budget = results.Budget(forward_tokens=public.vocabulary, seconds=time.perf_counter() - begun_s)
+    return results.Update(
         texts=case.texts,
         tokens=case.texts * case.tokens,
         width=gradients.first.shape[1],
         form=case.form,
-        recovery=recovery("gradients", guesses, truth, budget),
+        recovery=results.recovery("gradients", guesses, truth, budget),
     )
 
 
@@ -322,18 +307,20 @@ def low_rank(rank: int, seed: int) -> Change:
     return mixed
 
 
-def _controls(clean: str, boundaries: Sequence[BoundaryFindings], updates: Sequence[Update]) -> Iterator[Control]:
+def _controls(
+    clean: str, boundaries: Sequence[results.BoundaryFindings], updates: Sequence[results.Update]
+) -> Iterator[results.Control]:
     """Yield each attack on a clean boundary, where it must succeed. The white-box attack must succeed at all depths,
     attacks that learn or fit at the shallowest, which is the easiest."""
     mine = sorted((one for one in boundaries if one.defence == clean), key=lambda one: one.depth)
     for one in mine:
-        yield Control(name=f"white-box, {clean}, depth {one.depth}", got=one.white_box.top1)
-    anywhere: tuple[Attack, ...] = ("recovered prefix", "template", "known text", "pooled")
-    at_depth_0: tuple[Attack, ...] = ("nearest", "ridge", "optimisation")
+        yield results.Control(name=f"white-box, {clean}, depth {one.depth}", got=one.white_box.top1)
+    anywhere: tuple[results.Attack, ...] = ("recovered prefix", "template", "known text", "pooled")
+    at_depth_0: tuple[results.Attack, ...] = ("nearest", "ridge", "optimisation")
     for one in mine:
         for other in one.others:
             if other.attack in anywhere or (other.attack in at_depth_0 and one.depth == 0):
-                yield Control(name=f"{other.attack}, {clean}, depth {one.depth}", got=other.top1)
+                yield results.Control(name=f"{other.attack}, {clean}, depth {one.depth}", got=other.top1)
     within = [one for one in updates if one.form == "fp32" and one.tokens * 2 <= one.width]
     for one in within:
-        yield Control(name=f"gradients, {one.tokens} tokens", got=one.recovery.top1)
+        yield results.Control(name=f"gradients, {one.tokens} tokens", got=one.recovery.top1)

@@ -228,28 +228,25 @@ def _keep_gradient_stops(program: ExportedProgram) -> None:
     inlines these regions and loses the stop of the gradient."""
     parameters = program.graph_signature.inputs_to_parameters
     learning: set[fx.Node] = set()
+
+    def stops(node: Any) -> bool:
+        return isinstance(node, fx.Node) and node.target is wrap_with_set_grad_enabled and node.args[0] is False
+
     for node in list(program.graph.nodes):
-        if node.op == "placeholder":
-            if node.name in parameters:
-                learning.add(node)
+        if node.op == "placeholder" and node.name in parameters:
+            learning.add(node)
+        if node.op in ("placeholder", "output") or learning.isdisjoint(node.all_input_nodes):
             continue
-        depends = any(source in learning for source in node.all_input_nodes)
-        if node.target is wrap_with_set_grad_enabled and depends and node.args[0] is False:
+        if stops(node):
             for result in [user for user in node.users if user.target is operator.getitem]:
                 with program.graph.inserting_after(result):
                     stop = program.graph.call_function(torch.ops.aten.detach.default, (result,))
                 stop.meta = dict(result.meta)
                 result.replace_all_uses_with(stop, delete_user_cb=lambda user, stop=stop: user is not stop)
-        elif depends and node.op != "output" and node.target is not torch.ops.aten.detach.default:
-            stopped = (
-                node.target is operator.getitem
-                and isinstance(source := node.args[0], fx.Node)
-                and source.target is wrap_with_set_grad_enabled
-                and source.args[0] is False
-            )
-            if not stopped:
-                learning.add(node)
-        if node.target is wrap_with_set_grad_enabled and depends:
+            learning.add(node)
+        elif node.target is not torch.ops.aten.detach.default and not (
+            node.target is operator.getitem and stops(node.args[0])
+        ):
             learning.add(node)
     program.graph_module.recompile()
 
