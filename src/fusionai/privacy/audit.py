@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import torch
@@ -225,26 +226,22 @@ def _one_by_one(
         taken = results.Budget(seconds=time.perf_counter() - begun_s, **{"forward_tokens": 0, **budget})
         return results.recovery(attack, tokens, truth, taken)
 
-    def private(read: Callable[[Tensor], Tensor]) -> Tensor:
-        return read(trial)[:, begin:]
-
     if "nearest" in plan.attacks:
         yield found("nearest", lambda: attacker.nearest(trial, public.embedding)[:, begin:], texts.truth)
     if "inverter" in plan.attacks:
         auxiliary = one.auxiliary[depth]
         learned = texts.auxiliary.numel()
         trained = plan.inverter.steps * attacker.ROWS * texts.auxiliary.shape[1]
+        train = partial(attacker.train_inverter, vocabulary=public.vocabulary, budget=plan.inverter, seed=plan.seed)
         yield found(
             "ridge",
-            lambda: private(attacker.ridge(auxiliary, texts.auxiliary, public.embedding)),
+            lambda: attacker.ridge(auxiliary, texts.auxiliary, public.embedding)(trial)[:, begin:],
             texts.truth,
             auxiliary_tokens=learned,
         )
         yield found(
             "inverter",
-            lambda: private(
-                attacker.train_inverter(auxiliary, texts.auxiliary, public.vocabulary, plan.inverter, plan.seed)
-            ),
+            lambda: train(auxiliary, texts.auxiliary)(trial)[:, begin:],
             texts.truth,
             auxiliary_tokens=learned,
             forward_tokens=trained,
@@ -252,9 +249,7 @@ def _one_by_one(
         if one.victim.model is not public:  # an attacker that knows text need not know the secret weights
             yield found(
                 "inverter, known text",
-                lambda: private(
-                    attacker.train_inverter(one.known[depth], texts.known, public.vocabulary, plan.inverter, plan.seed)
-                ),
+                lambda: train(one.known[depth], texts.known)(trial)[:, begin:],
                 texts.truth,
                 known_tokens=texts.known.numel(),
                 forward_tokens=trained,
@@ -262,11 +257,10 @@ def _one_by_one(
     few, truth = trial[: plan.few], texts.truth.first(plan.few)
     known = texts.trial[: plan.few, :begin]
     if "prefix" in plan.attacks and depth == max(plan.depths):  # as expensive as all others; run at the hardest depth
+        matcher = attacker.Matcher((attacker.DepthComparison(depth, few.float()),))
         yield found(
             "recovered prefix",
-            lambda: attacker.reconstructed(
-                public, known, length, attacker.Matcher((attacker.DepthComparison(depth, few.float()),))
-            ),
+            lambda: attacker.reconstructed(public, known, length, matcher),
             truth,
             forward_tokens=len(few) * length * public.vocabulary,
         )

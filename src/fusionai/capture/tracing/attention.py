@@ -73,6 +73,11 @@ def _shared(query: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
+def _added(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert a boolean mask into a tensor to add to scores: 0 where true, the lowest finite number where false."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen.bool(), torch.finfo(dtype).min)
+
+
 def _masked(scores: torch.Tensor, rule: MaskRule) -> torch.Tensor:
     """Return scores [b, h, s, t] with hidden places set to the lowest finite number of the dtype."""
     rows = torch.arange(scores.shape[2], device=scores.device)[:, None]
@@ -129,10 +134,7 @@ def attention_forward(
             rule = MaskRule(bool(getattr(module, "is_causal", True) if causal is None else causal))
         case _:
             # The model made its own mask: a tensor to add to the scores, or a boolean one.
-            own = attention_mask
-            if not own.is_floating_point():
-                zeros = torch.zeros(own.shape, dtype=query.dtype, device=own.device)
-                own = zeros.masked_fill(~own.bool(), torch.finfo(query.dtype).min)
+            own = attention_mask if attention_mask.is_floating_point() else _added(attention_mask, query.dtype)
             position_bias = own if position_bias is None else position_bias + own
             rule = MaskRule(causal=False)
     if position_bias is not None:
