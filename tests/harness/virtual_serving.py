@@ -382,7 +382,8 @@ class Driver:
             self.handle(interface.ProbeReturned(result.number, str(value), distance, 0.5, fence=result.fence))
             return
         world = self.world
-        sessions = self.machine.sessions_of(result.fence, result.number)
+        is_current = result.fence == self.machine.fence
+        sessions = self.machine.batcher.sessions_of(result.number) if is_current else ()
         owners = self.wanted.get(result.number, ())
         chosen: dict[int, tuple[int, ...]] = {}
         rows: Counter[int] = Counter()

@@ -276,22 +276,20 @@ class ApiGeneration:
                     self._metrics.token(event.index, now_s - (last_s if event.index else began_s))
                     last_s = now_s
                     self.route.token(choice.index, event.hops, now_s)
-                    await self._give(choice.token(event))
+                    if not (delta := choice.token(event)).is_empty:
+                        await self._queue.put(delta)
                     if choice.is_over:
                         return
                 case GenerationPaused():
                     self.route.held(event, now_s)
                     await self._queue.put(event)
                 case Finished(reason="stop" | "length" as reason):
-                    await self._give(choice.end(reason))
+                    if not (delta := choice.end(reason)).is_empty:
+                        await self._queue.put(delta)
                     return
                 case Finished():
                     raise _failed(event)
         raise ApiError(503, "The engine ended this generation without giving a reason.", code="generation_failed")
-
-    async def _give(self, delta: Delta) -> None:
-        if not delta.is_empty:
-            await self._queue.put(delta)
 
 
 def _failed(event: Finished) -> ApiError:

@@ -17,8 +17,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-import numpy as np
-
 from fusionai.coordination.round.interface import CommandFailed, DriverEvent
 from fusionai.coordination.serving.driver import ServingMachine
 from fusionai.coordination.serving.interface import ServingState
@@ -122,64 +120,68 @@ class Answers:
 
     def returned(self, result: Returned) -> None:
         """Sample the rows of a finished pass, on the event loop or in a thread, then emit the tokens."""
-        sessions = self._machine.sessions_of(result.fence, result.plan.number)
+        sessions, vocabulary = self._batcher.sessions_of(result.plan.number), self._job.vocabulary
         rows = {number: share for number, share in _shares(result).items() if number in sessions}
-        todo = [(self._generations[number], *share) for number, share in rows.items() if number in self._generations]
-        size = sum(len(share) for _, share, _, _ in todo) * self._job.vocabulary
-        plain = all(generating.is_plain for generating, *_ in todo)
+        todo = {number: self._generations[number] for number in rows if number in self._generations}
+
+        def judge() -> dict[int, Verdict]:
+            shares = {number: rows[number] for number in todo}
+            return {n: todo[n].judge(share[:, :vocabulary], at, after) for n, (share, at, after) in shares.items()}
+
+        size = sum(len(rows[number][0]) for number in todo) * vocabulary
+        plain = all(generating.is_plain for generating in todo.values())
         # While the thread samples an earlier pass of a text, later ones go to the thread too, to keep the order.
-        follows = any(generating.number in self._sampled_now for generating, *_ in todo)
+        follows = any(number in self._sampled_now for number in todo)
         if size <= (INLINE_PLAIN if plain else INLINE) and not follows:
-            self._take(result, rows, lambda: _judged(todo, self._job.vocabulary))
+            self._give_out(result, rows, judge)
             return
-        self._sampled_now.update(generating.number for generating, *_ in todo)
+        self._sampled_now.update(todo)
 
         def done(judged: asyncio.Future[dict[int, Verdict]]) -> None:
-            self._sampled_now.subtract(generating.number for generating, *_ in todo)
+            self._sampled_now.subtract(todo)
             self._sampled_now += Counter()
             if not judged.cancelled():
-                self._take(result, rows, judged.result)
+                self._give_out(result, rows, judged.result)
 
-        work = asyncio.get_running_loop().run_in_executor(self._sampling, _judged, todo, self._job.vocabulary)
-        work.add_done_callback(done)
+        asyncio.get_running_loop().run_in_executor(self._sampling, judge).add_done_callback(done)
 
-    def _take(self, result: Returned, rows: Mapping[int, Share], judged: Callable[[], Mapping[int, Verdict]]) -> None:
-        try:
-            self._give_out(result, rows, judged())
-        except Exception as error:  # otherwise the error would be lost and the pass's generations would wait for ever
-            log.exception("the result of pass %d of %s could not be processed", result.plan.number, self._job.job)
-            self._post(CommandFailed(f"{type(error).__name__}: {error}"))
-
-    def _give_out(self, result: Returned, rows: Mapping[int, Share], verdicts: Mapping[int, Verdict]) -> None:
+    def _give_out(
+        self, result: Returned, rows: Mapping[int, Share], judged: Callable[[], Mapping[int, Verdict]]
+    ) -> None:
         number, now_s = result.plan.number, self._now_s()
-        cached = {one: self._batcher.matched(one) for one in verdicts}
-        tokens = {one: tuple(verdict.tokens) for one, verdict in verdicts.items()}
-        finished = {one for one, verdict in verdicts.items() if verdict.ended is not None}
-        counted = self._machine.returned(result.fence, number, tokens, finished, now_s)
-        hops = self._hops(result) if verdicts else ()
-        emitted = 0
-        self._watch(result, counted)
-        going_on: list[int] = []
-        for session in counted:
-            generating, verdict = self._generations.get(session), verdicts.get(session)
-            if generating is not None and verdict is not None:
-                generating.adopt(verdict, hops, cached[session])
-                emitted += len(verdict.tokens)
-                if self._goes_on(generating, verdict) and verdict.tokens:
-                    going_on.append(session)
-            embedding = self._embeddings.get(session)
-            if embedding is not None and session in rows:
-                embedding.adopt(rows[session][0])
-                if embedding.done.done():
-                    del self._embeddings[session]
-        if emitted:
-            self.emitted_tokens += emitted
-            self._recent.append((now_s, emitted))
-            self._faults.flowed()
-        # Deadlines are checked here too, because a whole answer may take less time than one tick.
-        self.expire(now_s)
-        self._guess([one for one in going_on if one in self._generations], len(result.plan.segments))
-        self._post(None)
+        try:
+            verdicts = judged()
+            cached = {one: self._batcher.matched(one) for one in verdicts}
+            tokens = {one: tuple(verdict.tokens) for one, verdict in verdicts.items()}
+            finished = {one for one, verdict in verdicts.items() if verdict.ended is not None}
+            counted = self._machine.returned(result.fence, number, tokens, finished, now_s)
+            hops = self._hops(result) if verdicts else ()
+            emitted = 0
+            self._watch(result, counted)
+            going_on: list[int] = []
+            for session in counted:
+                generating, verdict = self._generations.get(session), verdicts.get(session)
+                if generating is not None and verdict is not None:
+                    generating.adopt(verdict, hops, cached[session])
+                    emitted += len(verdict.tokens)
+                    if self._goes_on(generating, verdict) and verdict.tokens:
+                        going_on.append(session)
+                embedding = self._embeddings.get(session)
+                if embedding is not None and session in rows:
+                    embedding.adopt(rows[session][0])
+                    if embedding.done.done():
+                        del self._embeddings[session]
+            if emitted:
+                self.emitted_tokens += emitted
+                self._recent.append((now_s, emitted))
+                self._faults.flowed()
+            # Deadlines are checked here too, because a whole answer may take less time than one tick.
+            self.expire(now_s)
+            self._guess([one for one in going_on if one in self._generations], len(result.plan.segments))
+            self._post(None)
+        except Exception as error:  # otherwise the error would be lost and the pass's generations would wait for ever
+            log.exception("the result of pass %d of %s could not be processed", number, self._job.job)
+            self._post(CommandFailed(f"{type(error).__name__}: {error}"))
 
     def _goes_on(self, generating: Generating, verdict: Verdict) -> bool:
         number = generating.number
@@ -303,26 +305,12 @@ def _shares(result: Returned) -> dict[int, Share]:
     plan, rows = result.plan, result.rows
     if rows is None:
         return {}
-    owners = np.array(plan.wanted_sessions)
     shares: dict[int, Share] = {}
-    begin = 0
-    for segment in plan.segments:
-        count = int(np.count_nonzero(owners == segment.session))
-        end = begin + segment.length
+    first = end = 0
+    for segment in plan.segments:  # a segment's wanted rows are its last ones
+        count, end = plan.wanted_sessions.count(segment.session), end + segment.length
         if count:
-            first = int(np.flatnonzero(owners == segment.session)[0])
-            packed = plan.tokens[begin:end]
-            shares[segment.session] = (
-                rows[first : first + count],
-                segment.start + segment.length - count,
-                packed[segment.length - count + 1 :],
-            )
-        begin = end
+            position = segment.start + segment.length - count
+            shares[segment.session] = (rows[first : first + count], position, plan.tokens[end - count + 1 : end])
+        first += count
     return shares
-
-
-def _judged(todo: Sequence[tuple[Generating, Rows, int, tuple[int, ...]]], vocabulary: int) -> dict[int, Verdict]:
-    return {
-        generating.number: generating.judge(rows[:, :vocabulary], first, proposals)
-        for generating, rows, first, proposals in todo
-    }

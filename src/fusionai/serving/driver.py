@@ -42,13 +42,12 @@ from fusionai.execution.weights.server import WeightServer
 from fusionai.ir.partition import FEED
 from fusionai.primitives.errors import ExecutionError, FusionError, PlanError
 from fusionai.primitives.ids import PeerId, short
-from fusionai.primitives.tensors import HostTensor
 from fusionai.serving import job as progress
 from fusionai.serving.answers import Answers
 from fusionai.serving.checking import Checking
 from fusionai.serving.faults import ServingFaultLog
 from fusionai.serving.job import ServedCut, ServingJob
-from fusionai.serving.passes import Passes, Returned
+from fusionai.serving.passes import Passes
 from fusionai.serving.rounds import ServingRound
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
@@ -98,13 +97,22 @@ class ServingDriver:
         self._tasks = JobTasks(job.job, lambda reason: self.post(CommandFailed(reason)))
         self._desk = WeightServer(job.weights, (spec.digest for spec in job.weights.specs))
         fence = Fence(machine.roles.version, machine.incarnation, 0)
+        self._passes = Passes(
+            job,
+            machine,
+            to_stage=lambda stage, message, tensors: self._member.to_stage(stage, message, tensors),
+            returned=answers.returned,
+            post=self.post,
+            now_s=host.clock.now_s,
+            drop=lambda peer, reason: self._connections.drop(peer, reason),
+        )
         self._member = ServingMember(
             host,
             job.job,
             job.owner,
             fence,
             OwnWeights(job.weights),
-            on_result=self._on_result,
+            on_result=self._passes.arrived,
             on_evidence=lambda peer, message, tensors: self._checking.heard(peer, message, tensors),
             on_link_lost=lambda peer, reason: self._suspect_link(host.peer, peer, reason),
         )
@@ -122,7 +130,6 @@ class ServingDriver:
         self._round = ServingRound(
             job, host.seal, deployment, whole, fence, self._connections, self._tasks, secret_of=self._checking.secret_of
         )
-        self._passes = Passes(job, machine, self._member, now_s=host.clock.now_s, drop=self._connections.drop)
 
     @property
     def fence(self) -> Fence:
@@ -297,14 +304,6 @@ class ServingDriver:
         )
 
     # -------------------------------------------------------------------------------------------------- messages
-
-    def _on_result(self, message: wire.PassResult, tensors: Mapping[str, HostTensor]) -> None:
-        """Never raises: a member that sends an invalid result counts as lost."""
-        arrived = self._passes.arrived(message, tensors)
-        if isinstance(arrived, Returned):
-            self._answers.returned(arrived)
-        elif arrived is not None:
-            self.post(arrived)
 
     def _on_message(self, peer: PeerId, message: wire.Message) -> None:
         match message:

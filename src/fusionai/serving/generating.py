@@ -113,39 +113,34 @@ class Generating:
                 token = generation.prompt[position + 1]
                 verdict.prompt_logprobs.append(token_logprob(rows[row], token, generation.logprobs or 0))
         before = max(0, known - 1 - first)
-        proposals = following[before:]
+        rows, proposals = rows[before:], following[before:]
         verdict.proposed = len(proposals)
-        try:
-            self._decide(rows[before:], proposals, verdict)
-        except FusionError as error:
-            verdict.ended, verdict.detail = "failed", error.message
-        return verdict
-
-    def _decide(self, rows: Rows, proposals: Sequence[int], verdict: Verdict) -> None:
-        generation = self.generation
-        if len(rows) == 0:
-            return
-        if generation.max_tokens == 0:
+        if len(rows) and generation.max_tokens == 0:
             verdict.ended = "length"
-            return
+            return verdict
         # Proposals are judged in order, each as if the ones before it had been emitted.
         history = copy.deepcopy(self.history) if len(rows) > 1 else self.history
         for place, row in enumerate(rows):
-            mask = None if generation.constraint is None else generation.constraint.allowed()
-            token = choose(row, generation.sampling, history, self.emitted + len(verdict.tokens), mask)
+            try:
+                mask = None if generation.constraint is None else generation.constraint.allowed()
+                token = choose(row, generation.sampling, history, self.emitted + len(verdict.tokens), mask)
+            except FusionError as error:
+                verdict.ended, verdict.detail = "failed", error.message
+                break
             if token in generation.stop_tokens:
                 verdict.ended = "stop"
-                return
+                break
             verdict.tokens.append(token)
             logprobs = None if generation.logprobs is None else token_logprob(row, token, generation.logprobs)
             verdict.logprobs.append(logprobs)
             if self.emitted + len(verdict.tokens) >= generation.max_tokens:
                 verdict.ended = "length"
-                return
+                break
             if place >= len(proposals) or proposals[place] != token:
-                return
+                break
             verdict.accepted += 1
             history.add(token)
+        return verdict
 
     # ------------------------------------------------------------------------------------------------------ adopting
 

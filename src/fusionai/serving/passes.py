@@ -1,6 +1,7 @@
 """Passes, probes and rebuilds that the driver of a serving job sends through the stages, and their results.
 
-`serving.driver` says what is sent, `execution.serving.member` sends it; `serving.answers` samples what comes back.
+`serving.driver` says what is sent, `execution.serving.member` sends it and delivers results; `serving.answers` samples
+them.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Final
 
 import numpy as np
 
+from fusionai.coordination.round.interface import DriverEvent
 from fusionai.coordination.serving.driver import ServingMachine
 from fusionai.coordination.serving.interface import ProbeReturned, SendProbePass, SendRebuild
 from fusionai.coordination.serving.sessions import PassPlan
 from fusionai.execution.serving.boundary import packed
-from fusionai.execution.serving.member import ServingMember
 from fusionai.execution.state import as_array, headers
 from fusionai.ir.partition import FEED
 from fusionai.ir.serving import LOGITS
@@ -43,14 +44,17 @@ class Returned:
 
 
 class Passes:
-    """`drop` ends the connection to a member that sent an invalid result, with the reason."""
+    """`to_stage` sends a message with tensors to a stage. `returned` takes each finished pass, `post` an event for the
+    machine. `drop` ends the connection to a member that sent an invalid result, with the reason."""
 
     def __init__(
         self,
         job: ServingJob,
         machine: ServingMachine,
-        member: ServingMember,
         *,
+        to_stage: Callable[[int, wire.Message, Sequence[HostTensor]], None],
+        returned: Callable[[Returned], None],
+        post: Callable[[DriverEvent], None],
         now_s: Callable[[], float],
         drop: Callable[[PeerId, str], None],
     ) -> None:
@@ -58,7 +62,9 @@ class Passes:
         """Moving mean of a stage's compute time per pass, by stage."""
         self._job = job
         self._machine = machine
-        self._member = member
+        self._to_stage = to_stage
+        self._returned = returned
+        self._post = post
         self._now_s = now_s
         self._drop = drop
         self._sent: dict[int, tuple[PassPlan, float]] = {}
@@ -119,45 +125,45 @@ class Passes:
             rebuild=rebuild,
             tensors=headers(tensors),
         )
-        self._member.to_stage(0, message, tuple(tensors.values()))
+        self._to_stage(0, message, tuple(tensors.values()))
 
     # ------------------------------------------------------------------------------------------------------ results
 
-    def arrived(self, message: wire.PassResult, tensors: Mapping[str, HostTensor]) -> Returned | ProbeReturned | None:
-        """Return what arrived; None if it belongs to nothing in flight or is invalid. A member that sends an invalid
-        result counts as lost. Never raises."""
+    def arrived(self, message: wire.PassResult, tensors: Mapping[str, HostTensor]) -> None:
+        """Process the result of a pass or probe in flight; drop it if it belongs to neither. A member that sends
+        anything other than the wanted rows, as [1, rows, width], counts as lost. Never raises."""
         machine = self._machine
         if message.fence != machine.fence:
-            return None
+            return
         now_s = self._now_s()
         for hop in message.hops:
             mean_s = self.compute_s.get(hop.stage, hop.compute_s)
             self.compute_s[hop.stage] = mean_s + 0.05 * (hop.compute_s - mean_s)
             machine.measured(message.fence, message.number, hop.stage, hop.compute_s)
+        sent = self._sent.pop(message.number, None)
         if message.number in machine.rounds.probes:
-            rows = self._rows(message, tensors, 1, LOGITS)
-            return None if rows is None else self._probed(message.number, rows)
-        if (sent := self._sent.pop(message.number, None)) is None:
-            return None
-        plan, sent_s = sent
-        rows = self._rows(message, tensors, len(plan.wanted), plan.output) if plan.wanted else None
-        if plan.wanted and rows is None:
-            return None
-        return Returned(message.fence, plan, rows, message.hops, now_s - sent_s)
-
-    def _rows(
-        self, message: wire.PassResult, tensors: Mapping[str, HostTensor], count: int, output: str
-    ) -> np.ndarray | None:
-        """Return the output as [count, width], or None if it is not what was expected."""
-        places = self._machine.roles.places
-        tensor = tensors.get(output) if message.stage == len(places) - 1 else None
-        if tensor is not None and len(tensor.shape) == 3 and tensor.shape[:2] == (1, count):
-            logits = output != LOGITS or (tensor.dtype == "float32" and tensor.shape[2] >= self._job.vocabulary)
-            if logits and tensor.dtype in FLOAT_DTYPES:
-                return as_array(tensor).astype(np.float32, copy=False).reshape(count, -1)
-        got = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
-        self._drop(PeerId(places.get(message.stage, self._job.owner)), f"expected {count} rows of {output}, got {got}")
-        return None
+            count, output = 1, LOGITS
+        elif sent is not None:
+            count, output = len(sent[0].wanted), sent[0].output
+        else:
+            return
+        rows: np.ndarray | None = None
+        if count:
+            places = machine.roles.places
+            tensor = tensors.get(output) if message.stage == len(places) - 1 else None
+            if tensor is not None and len(tensor.shape) == 3 and tensor.shape[:2] == (1, count):
+                logits = output != LOGITS or (tensor.dtype == "float32" and tensor.shape[2] >= self._job.vocabulary)
+                if logits and tensor.dtype in FLOAT_DTYPES:
+                    rows = as_array(tensor).astype(np.float32, copy=False).reshape(count, -1)
+            if rows is None:
+                got = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
+                peer = PeerId(places.get(message.stage, self._job.owner))
+                self._drop(peer, f"expected {count} rows of {output}, got {got}")
+                return
+        if sent is not None:
+            self._returned(Returned(message.fence, sent[0], rows, message.hops, now_s - sent[1]))
+        elif rows is not None:
+            self._post(self._probed(message.number, rows))
 
     def _probed(self, number: int, rows: np.ndarray) -> ProbeReturned:
         digest = hashlib.sha256(rows.tobytes()).hexdigest()

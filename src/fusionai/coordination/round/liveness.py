@@ -1,24 +1,23 @@
-"""Who has been silent for too long. Decides when silence becomes suspicion; never sends, closes or replaces anything.
+"""An adaptive failure detector: which peers have been silent for too long.
 
-Time is counted while the watcher itself is awake. Calls are at most a ping's interval apart when all is well; a gap
-longer than `stall_s` means that the watcher stood still (a closed lid, a stopped process, a starved machine), and what
-others did meanwhile lies unread. Such a gap counts as half a stall: nobody is suspected for the watcher's own
-sleep, and a watcher that stalls all the time still finds out who is dead, only later.
+Time is counted while the watcher itself is awake. Normally its calls are at most a ping interval apart. A gap longer
+than `stall_s` means that the watcher was suspended (a closed lid, a stopped process, a starved machine) and that
+messages wait unread. Such a gap counts as half a stall: no peer is suspected because the watcher slept, and a watcher
+that stalls all the time still finds dead peers, only later.
 
-How long is too long is learnt from each peer: a multiple of the longest gap between two signs of life that it showed
-lately, within fixed bounds, so that a prompt peer is missed soon and a jerky one is not blamed for being itself. That
-is the idea of the adaptive failure detectors: Chen, Toueg and Aguilera, "On the quality of service of failure
-detectors" (IEEE Trans. Computers 51, 2002); Hayashibara et al., "The phi accrual failure detector" (SRDS 2004). They
-estimate a distribution; the longest gap is what is left of one when signs of life come four times a second and a false
-alarm costs a recovery.
+The deadline is learnt for each peer: a multiple of the longest recent gap between two of its signs of life, within
+fixed bounds. So the silence of a regular peer is noticed soon, and an irregular peer is not suspected wrongly. This is
+the idea of adaptive failure detectors: Chen, Toueg and Aguilera, "On the quality of service of failure detectors" (IEEE
+Trans. Computers 51, 2002); Hayashibara et al., "The phi accrual failure detector" (SRDS 2004). They estimate a
+distribution. Here the longest gap is enough, because signs of life come four times a second and a false alarm costs a
+recovery.
 
-A process that died is not found here: its machine closes its connections at once. Silence means a machine or a path
-that is gone, or a process that is starved or frozen. A connection can often tell which: a machine that is there goes on
-acknowledging what is sent to it. Such a peer has at least `deadline_s`, because moving its stages is dear and would
-make a busy machine busier.
+The death of a process is noticed elsewhere: its machine closes its connections at once. Silence means that a machine or
+a path is gone, or that a process is starved or frozen. In the last case the machine usually still acknowledges what is
+sent to it. Such a peer has at least `deadline_s`, because moving its stages is expensive and would add load.
 
-Neighbours: whoever has the connections calls `heard` for every frame and `tick` in time; what follows from a suspicion
-is decided by the job's driver. The broker's leases (`lease`) are slower and survive its restart by a grace.
+Neighbours: the owner of the connections calls `heard` for every frame and `tick` in time; the job's driver decides what
+follows from a suspicion. The broker's leases are slower and survive its restart by one lease of grace.
 """
 
 from __future__ import annotations
@@ -29,38 +28,38 @@ from dataclasses import dataclass, field
 from typing import Final
 
 PING_S: Final = 0.25
-"""How often a quiet connection is asked for a sign of life."""
+"""Interval at which a quiet connection is pinged."""
 DEADLINE_S: Final = 4.0
-"""For a peer of which nothing is known yet, and the least for one whose machine acknowledges what is sent to it."""
+"""Deadline for a peer that is not known yet, and shortest deadline for a peer whose machine acknowledges data."""
 LONGEST_S: Final = 16.0
-"""The most that a peer with long gaps is granted: a machine under load starves its processes for several seconds."""
+"""Longest deadline, for a peer with long gaps: a machine under load starves its processes for several seconds."""
 SHORTEST_S: Final = 1.0
-"""The least, for a peer whose machine acknowledges nothing. A packet lost twice in a row is sent again after 0.2 and
-0.4 s; lost three times it comes too late, which is rarer than a takeover, which takes less than a second, is dear. A
-link that does it often shows gaps, and gets twice as long."""
+"""Shortest deadline, for a peer whose machine acknowledges nothing. A packet lost twice in a row is sent again after
+0.2 and 0.4 s. A third loss would exceed the deadline; that is rare, and a takeover takes less than a second. A link on
+which it happens often shows gaps, and its deadline doubles."""
 STALL_S: Final = 0.5
-"""A gap between two calls that is longer than this is the watcher's own lateness: its machine is busy, too."""
+"""Gap between two calls above which the watcher itself was late, because its machine is busy."""
 FACTOR: Final = 2.0
-"""The deadline in terms of the longest gap lately."""
+"""Deadline divided by the longest recent gap."""
 MEMORY_S: Final = 60.0
-"""How long a gap counts: rare work that makes a peer stall (a checkpoint, a restore) is to be among what is known."""
+"""How long a gap is remembered; long enough to include rare stalls, such as a checkpoint or a restore."""
 LEARNING_S: Final = 5.0
-"""How long a peer must have been watched before it is known."""
+"""Time for which a peer must be watched before its own gaps determine its deadline."""
 
 
 @dataclass(slots=True)
 class _Rhythm:
-    """Of one peer, in the watcher's waking time."""
+    """Signs of life of one peer. Times are the watcher's waking time."""
 
     since_s: float
     heard_s: float
     deadline_s: float
-    """Changes only when the peer is heard, so that a silence once begun is judged by one deadline."""
+    """Changes only at a sign of life, so that one silence is measured against one deadline."""
     gaps: deque[tuple[float, float]] = field(default_factory=deque[tuple[float, float]])
-    """(when it ended, how long it was), the long ones: after each only shorter ones. The first is the longest."""
+    """(end, length) of gaps, each longer than all later ones. The first is the longest."""
 
     def heard(self, awake_s: float) -> float | None:
-        """The longest gap lately; None while the peer is not known well enough."""
+        """Record a sign of life. Return the longest recent gap; None while the peer is not known well enough."""
         gap_s = awake_s - self.heard_s
         self.heard_s = awake_s
         while self.gaps and self.gaps[-1][1] <= gap_s:
@@ -96,29 +95,27 @@ class Silence:
         self.longest_s = longest_s
         self.stall_s = stall_s
         self._acknowledging: frozenset[str] = frozenset()
-        """At the last tick."""
+        """Peers whose machines acknowledged data at the last tick."""
         self._now_s: float | None = None
         self._awake_s = 0.0
         """Time spent awake, up to `_now_s`."""
         self._rhythms: dict[str, _Rhythm] = {}
-        """Of each peer watched."""
 
     @property
     def watched(self) -> frozenset[str]:
         return frozenset(self._rhythms)
 
     def watch(self, who: str, now_s: float) -> None:
-        """From now on `who` is expected to be heard. Nothing is known of it, also if it was watched before: another
-        connection may have another rhythm."""
+        """Watch `who` from now on. What was known of it from an earlier connection is dropped."""
         self._advance(now_s)
         self._rhythms[who] = _Rhythm(self._awake_s, self._awake_s, self.deadline_s)
 
     def forget(self, who: str) -> None:
-        """Its silence means nothing any more."""
+        """Stop watching `who`."""
         self._rhythms.pop(who, None)
 
     def heard(self, who: str, now_s: float) -> None:
-        """A sign of life, whatever it says. A late one of somebody no longer watched starts nothing."""
+        """Record a sign of life, which is any frame. Ignored for a peer that is not watched any more."""
         self._advance(now_s)
         rhythm = self._rhythms.get(who)
         if rhythm is None:
@@ -128,9 +125,9 @@ class Silence:
             rhythm.deadline_s = min(self.longest_s, max(self.shortest_s, FACTOR * longest_s))
 
     def tick(self, now_s: float, acknowledging: Collection[str] = ()) -> dict[str, float]:
-        """Who has been silent for its deadline or longer, in alphabetical order, with that deadline in seconds; each
-        once, then it is forgotten. `acknowledging`: peers whose machines take what is sent to them, or of which the
-        connection can't tell."""
+        """Return the peers that have been silent for their deadline or longer, in alphabetical order, with the deadline
+        in seconds. Each is returned once and then forgotten. `acknowledging`: peers whose machines acknowledge data, or
+        whose connections can't tell."""
         self._advance(now_s)
         self._acknowledging = frozenset(acknowledging)
         silent = {who: self._deadline_s(who) for who in sorted(self._rhythms) if self._left_s(who) <= 0}
@@ -139,7 +136,7 @@ class Silence:
         return silent
 
     def silent_s(self, who: str) -> float:
-        """How long `who` had been silent at the last call. Raises `KeyError` for one that is not watched."""
+        """Return how long `who` had been silent at the last call. Raises `KeyError` if it is not watched."""
         return self._awake_s - self._rhythms[who].heard_s
 
     def _left_s(self, who: str) -> float:

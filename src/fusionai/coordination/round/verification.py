@@ -29,19 +29,19 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 NEEDED: Final = 10
-"""Valid stretches in a row before any goes unchecked."""
+"""Valid audit intervals in a row before any goes unchecked."""
 CHEATED: Final = 0.2
 PROMISED_TASKS: Final = 300
 MISSED: Final = 0.05
 LEAST: Final = 0.05
-"""Of the stretches, however trusted a peer is."""
+"""Lower limit of the fraction of audit intervals that are checked, however trusted a peer is."""
 MOST: Final = 0.10
-"""Where the promise would need more of a trusted peer's work to be done twice, it is not kept."""
+"""Upper limit of that fraction for a trusted peer; beyond it, checks cost more than `PROMISED_TASKS` is worth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reputation:
-    """`valid`: stretches in a row that held. `partners`: those whose word stood against this peer's."""
+    """`valid`: valid audit intervals in a row. `partners`: peers that contradicted this peer."""
 
     valid: int = 0
     partners: frozenset[str] = frozenset()
@@ -50,25 +50,25 @@ class Reputation:
         return Reputation(self.valid + 1, self.partners)
 
     def doubted(self, partner: str = "") -> Reputation:
-        """Trust begins anew."""
+        """Return the reputation after a doubt: the count of valid intervals restarts."""
         return Reputation(0, self.partners | ({partner} if partner else frozenset[str]()))
 
     def chance(self, tasks: int) -> float:
-        """That a stretch of so many tasks (microbatches of a stage) is checked."""
+        """Probability that an audit interval of this many tasks (microbatches of a stage) is checked."""
         if self.valid < NEEDED:
             return 1.0
         return max(1.0 / self.valid, floor(tasks))
 
 
 def floor(tasks: int) -> float:
-    """Least part of the stretches of `tasks` tasks that is checked."""
+    """Lower limit of the fraction of audit intervals with `tasks` tasks that are checked."""
     spoilt = 1 - (1 - CHEATED) ** tasks
     needed = (1 - MISSED ** (tasks / PROMISED_TASKS)) / spoilt
     return min(MOST, max(LEAST, needed))
 
 
 def drawn(secret: bytes, peer: str, stage: int, first: int, chance: float) -> bool:
-    """Whether this stretch is checked: the same for the same secret, a coin of `chance` for who does not know it."""
+    """Return whether this audit interval is checked: determined by the secret, a coin of `chance` without it."""
     content = f"{stage}:{first}:{peer}".encode()
     digest = hashlib.blake2b(content, key=secret, digest_size=8, person=b"spot check").digest()
     return int.from_bytes(digest, "little") < chance * 2**64

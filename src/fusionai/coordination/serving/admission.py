@@ -48,11 +48,11 @@ class TooLong(FusionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """`sessions`: admitted at a time; stages need room for one more, the probe's. `reserve_tokens`: of its answer, for
-    which an admitted session must find pages. `queue`: sessions that may wait. `decoding_passes`: number of passes over
-    which decoding sessions are spread; None: as many as are in flight. `chunk_tokens`: longest piece of a prompt;
-    `tile_tokens`: pieces are multiples of this, None: of `chunk_tokens`. `ahead_tokens`: most positions of one session
-    in passes under way, where stages could not go back further; None: any number."""
+    """`sessions`: limit on admitted sessions; stages need room for one more, the probe's. `reserve_tokens`: tokens of
+    its answer for which an admitted session must find pages. `queue`: limit on waiting sessions. `decoding_passes`:
+    number of passes over which decoding sessions are spread; None: as many as are in flight. `chunk_tokens`: longest
+    piece of a prompt; `tile_tokens`: pieces are multiples of this, None: of `chunk_tokens`. `ahead_tokens`: limit on
+    one session's positions in passes under way, beyond which stages could not go back; None: no limit."""
 
     pages: int
     page_tokens: int
@@ -88,6 +88,8 @@ class BatchLimits:
 
 
 class FairQueue:
+    """At most `most` sessions wait, of one scope at most three quarters of them, so that others find a place."""
+
     def __init__(self, most: int) -> None:
         if most < 1:
             raise ValueError(f"expected at least one place in the queue, got {most}")
@@ -95,9 +97,9 @@ class FairQueue:
         self._share = max(1, most - most // 4)
         self._waiting: dict[str, deque[int]] = {}
         self._returned: list[int] = []
-        """Preempted, ascending. They take no place: they had one before."""
+        """Preempted sessions, ascending. They do not count towards `most`, because they were counted before."""
         self._served: dict[str, float] = {}
-        """Scope -> tokens it was given, for those with a session waiting or admitted."""
+        """Scope -> tokens that it was charged, for scopes with a session waiting or admitted."""
         self._members: dict[str, int] = {}
         self._clock = 0.0
 
@@ -110,12 +112,13 @@ class FairQueue:
             yield from waiting
 
     def has_room(self, scope: str, admissible: int) -> bool:
-        """`admissible`: so many that wait now do so only until the next pass is made."""
+        """Return whether another session may wait. `admissible`: number of waiting sessions that the next pass
+        admits."""
         waiting = sum(len(one) for one in self._waiting.values()) - admissible
         return waiting < self.most and len(self._waiting.get(scope, ())) - admissible < self._share
 
     def push(self, session: int, scope: str) -> None:
-        """A new session at the end of its scope's queue."""
+        """Add a new session at the end of its scope's queue."""
         if not self._members.get(scope):
             self._clock = max(self._clock, min(self._served.values(), default=self._clock))
             self._served[scope] = self._clock
@@ -123,12 +126,12 @@ class FairQueue:
         self._waiting.setdefault(scope, deque()).append(session)
 
     def push_back(self, session: int) -> None:
-        """An admitted session waits again, before everybody who was not admitted yet."""
+        """Queue a preempted session before all sessions that were never admitted."""
         insort(self._returned, session)
 
     @property
     def first(self) -> int | None:
-        """Who is admitted next; it is not passed over by others that would fit."""
+        """The session that is admitted next. Sessions that need less room do not overtake it."""
         if self._returned:
             return self._returned[0]
         scope = self._next_scope()
@@ -139,7 +142,7 @@ class FairQueue:
             return self._returned.pop(0)
         scope = self._next_scope()
         if scope is None:
-            raise IndexError("nobody waits")
+            raise IndexError("no session waits")
         session = self._waiting[scope].popleft()
         if not self._waiting[scope]:
             del self._waiting[scope]
@@ -149,7 +152,7 @@ class FairQueue:
         self._served[scope] += tokens
 
     def leave(self, session: int, scope: str) -> None:
-        """The session is over, waiting or not."""
+        """Remove a session that has ended, waiting or not."""
         if session in self._returned:
             self._returned.remove(session)
         elif session in self._waiting.get(scope, ()):
@@ -162,7 +165,7 @@ class FairQueue:
             del self._members[scope], self._served[scope]
 
     def rank(self, sessions: Iterable[tuple[int, str]]) -> list[int]:
-        """The sessions in turn of their scopes: the first of each, then the second of each, order kept otherwise."""
+        """Interleave the sessions by scope: the first of each, then the second of each, in order otherwise."""
         seen: Counter[str] = Counter()
         ranked: list[tuple[int, int, int]] = []
         for order, (session, scope) in enumerate(sessions):

@@ -1,4 +1,4 @@
-"""Continuous batching over sessions and stages: what the next pass carries, and what counts when it comes back.
+"""Continuous batching over sessions and stages: what the next pass carries, and which sessions its result counts for.
 
 Decoding sessions are spread over the pipeline: with n of them and S passes that can be computed at a time, a pass
 carries about n/S, and no more than S such passes are under way: sessions that become ready meanwhile go together.
@@ -69,11 +69,10 @@ class Batcher(Admission):
     def returned(
         self, number: int, tokens: Mapping[int, Sequence[int]], finished: Collection[int], now_s: float
     ) -> frozenset[int]:
-        """A pass came back. `tokens`: for each session whose next token's row was in it what follows: as many of the
-        proposals as were right and one more; it may be empty for one in `finished`. Gives the sessions for which it
-        counts: only theirs may be given out. A void pass changes nothing.
-
-        Raises `ValueError` where the tokens contradict what was proposed."""
+        """Process a pass that came back, and return the sessions for which it counts: only their tokens may be emitted.
+        `tokens`: session -> its new tokens, if the row of its next token was in the pass: the correct proposals and one
+        more; may be empty for sessions in `finished`. A void pass changes nothing. Raises `ValueError` if tokens
+        contradict the proposals."""
         sent = self._passes.pop(number, None)
         if sent is None:
             return frozenset()
@@ -149,8 +148,8 @@ class Batcher(Admission):
     # ----------------------------------------------------------------------------------------------------------- faults
 
     def rewind(self) -> None:
-        """All passes under way are void. Stages are told whole page tables again; a session of which nothing was
-        computed since it was admitted waits again, so that all stages have what `live` says."""
+        """Void all passes under way. The next passes carry whole page tables. A session without a computed position
+        since its admission waits again, so that all stages have the positions in `live`."""
         self._passes.clear()
         for session in self._sessions.values():
             if session.admitted and session.computed == session.origin:
@@ -166,8 +165,8 @@ class Batcher(Admission):
         return {number: session.computed for number, session in self._sessions.items() if session.computed > 0}
 
     def segments_for_rebuild(self) -> tuple[Segment, ...]:
-        """What a stage without caches needs, of all sessions: each with its page table. Pages that several have are in
-        one segment only, the first; the others start behind them."""
+        """Return the segments, over all sessions, that a stage without caches needs; each has its whole page table.
+        Pages shared by several sessions are in the first one's segment only; the others start behind them."""
         segments: list[Segment] = []
         seen: set[int] = set()
         for number, computed in sorted(self.live.items()):
@@ -185,7 +184,7 @@ class Batcher(Admission):
         return tuple(self._sessions[segment.session].tokens[segment.start : segment.start + segment.length])
 
     def caches_lost(self) -> None:
-        """A stage has to be rebuilt. Afterwards it has only the positions of living sessions."""
+        """Drop what a rebuild does not restore: a rebuilt stage has only the positions of live sessions."""
         self._make_room()
         self.pages.drop_index()
 

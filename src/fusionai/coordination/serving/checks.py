@@ -1,15 +1,15 @@
-"""Spot checks of a served model: which texts are read again, one after the other, and what holds them up. Pure.
+"""Spot checks of a served model: which texts are read again, one after the other.
 
-What is checked, or not, as a whole is a *text* at one stage: all passes of one session since it was admitted. When it
-is over its pages are held, so that the stages still have and retain what belongs to it; its turn comes when nothing
-else is being checked, and then a secret decides for each stage that somebody stands by for, as in training, whether
-that one reads it again. Texts that end while many wait go unchecked, and so does what needs its pages: tokens come
-first.
+A *text* at one stage, all passes of one session since it was admitted, is checked as a whole or not at all. When the
+session ends its pages are held, so that the stages still hold and retain the text's data. When no other check is open,
+a secret decides for each stage with a standby, as in training, whether that standby reads the text again. A text is not
+checked if it ends while many wait, or if sessions need its pages, because tokens have priority.
 
-A *task* is one pass of one text through one stage; they are numbered through, which names a text to `verification`.
+A *task* is one pass of one text through one stage. Tasks are numbered over all texts, and `verification` knows a text
+by these numbers.
 
-Neighbours: `coordination.serving.driver` owns one where work is checked; `verification` says what an answer means;
-`batching` holds the pages.
+Neighbours: `coordination.serving.driver` owns the checks; `round.verification` interprets an answer; `batching` holds
+the pages.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from fusionai.coordination.serving.batching import Batcher
 from fusionai.coordination.serving.sessions import Text
 
 MOST_WAITING: Final = 32
-"""Texts. Newcomers' are all checked; most of the others' leave the queue at once."""
+"""Limit on waiting texts. All texts of new peers are checked; most texts of others leave the queue at once."""
 
 
 @dataclass(slots=True)
 class TextChecks:
     inspector: Inspector
     texts: int = 0
-    """That were over at some stage with a standby."""
+    """Number of texts that ended while a stage had a standby."""
     _waiting: deque[Text] = field(default_factory=deque[Text])
     _reading: Text | None = None
-    """The one that is being read again."""
+    """The text that is being read again."""
     _tasks: int = 0
-    """Of all texts so far."""
+    """Number of tasks of all texts so far."""
 
     @property
     def reading(self) -> Text | None:
         return self._reading
 
     def due(self, batcher: Batcher, places: Mapping[int, str], standbys: Mapping[int, str]) -> tuple[Check, ...]:
-        """What is to be checked now, all of the same text: `reading`. `standbys`: those that could read it."""
+        """Return the checks to begin now, all of the same text: `reading`. `standbys`: those that could read it."""
         for text in batcher.take_over():
             if standbys and len(self._waiting) < MOST_WAITING:
                 self._waiting.append(text)
@@ -54,7 +54,7 @@ class TextChecks:
             if not batcher.is_held(text.number):
                 continue
             if batcher.computed_positions - text.over_at > batcher.limits.pages * batcher.limits.page_tokens:
-                batcher.let_go(text.number)  # so long ago that sketches of it may have gone
+                batcher.let_go(text.number)  # too long ago: sketches of it may have been dropped
                 continue
             first, self._tasks = self._tasks, self._tasks + text.passes
             self.texts += 1
@@ -65,8 +65,8 @@ class TextChecks:
         return ()
 
     def answered(self, batcher: Batcher, check: Check, opinion: Opinion) -> CheckVerdict | None:
-        """None for a check that is not open. What was said of a text whose pages went to others meanwhile says
-        nothing."""
+        """Return the verdict, None for a check that is not open. An answer about a text whose pages were given away
+        meanwhile is void."""
         text = self._reading
         if text is not None and not batcher.is_held(text.number):
             opinion = Opinion(void="its pages were needed")
@@ -77,7 +77,7 @@ class TextChecks:
         return found
 
     def drop(self) -> None:
-        """A round begins: nothing that was computed before it is checked any more."""
+        """Drop all checks, because a round begins."""
         self.inspector.drop()
         self._waiting.clear()
         self._reading = None

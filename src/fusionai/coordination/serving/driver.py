@@ -99,10 +99,6 @@ class ServingMachine(ServingJobState):
         if work is not None:
             self.patience.times.measured(stage, work, seconds)
 
-    def sessions_of(self, fence: Fence, number: int) -> tuple[int, ...]:
-        """Return the sessions for which an arrived result counts. The driver samples for these."""
-        return self.batcher.sessions_of(number) if fence == self.fence else ()
-
     def returned(
         self,
         fence: Fence,

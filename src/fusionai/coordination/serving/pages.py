@@ -1,14 +1,14 @@
-"""Pages of the caches: which session has which, which are shared, which hold a prefix worth keeping. Decides numbers.
+"""Page tables of the KV caches: which session has which pages, which are shared, which are kept as prefix cache.
 
 One table serves all layers and stages: page 7 of every stage belongs to the same positions of the same session. Full
-pages whose content is known to be computed everywhere (`confirm`) are found again by what they hold: the key is a hash
-chain over scope and tokens, so that only an equal beginning of the same scope matches. Pages nobody refers to stay
-while nobody needs the room; the one used longest ago goes first, of a chain its end before its beginning.
+pages that all stages have computed (`confirm`) are found again by a hash chain over scope and tokens, so that only an
+equal beginning in the same scope matches. Unreferenced pages are kept until their room is needed; the least recently
+used page goes first, and of one chain the end before the beginning.
 
-A page is in one of three places: free, referred to by one or more sessions, or unreferenced and kept. Shared pages are
-full and never written: a session writes behind what it matched, and at least one of its tokens is left to compute.
+A page is either free, referenced by one or more sessions, or unreferenced and kept. Shared pages are full and never
+written: a session writes behind what it matched, and at least one of its tokens is left to compute.
 
-Never sees a tensor. Neighbours: `coordination.serving.batching` asks, stages obey (`wire.serving.Segment`).
+Neighbours: `coordination.serving.admission` hands out pages; stages follow the tables (`wire.serving.Segment`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Key = bytes
 
 
 class UnknownSession(FusionError):
-    """Pages were asked for in the name of a session that has none."""
+    """Pages were requested for a session that has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class _Table:
     scope: str
     pages: list[int]
     keys: list[Key] = field(default_factory=list[Key])
-    """Of its first pages: those known to be full and computed."""
+    """Keys of its first pages, as far as they are known to be full and computed."""
 
 
 class Pages:
-    """`count` pages of `page_tokens` positions each. Without `prefix` nothing is shared or kept: a windowed layer has
-    no pages that another session could go on from."""
+    """`count` pages of `page_tokens` positions each. Without `prefix` no page is shared or kept, because a windowed
+    layer has no pages that another session could continue from."""
 
     def __init__(self, count: int, page_tokens: int, *, prefix: bool = True) -> None:
         if count < 1 or page_tokens < 1:
@@ -61,13 +61,13 @@ class Pages:
         self._key_of: dict[int, Key] = {}
         """Indexed page -> its key."""
         self._kept: OrderedDict[int, None] = OrderedDict()
-        """Indexed pages without a reference, the next to go first."""
+        """Indexed pages without a reference, the next to be reused first."""
 
     # ------------------------------------------------------------------------------------------------------ looking
 
     @property
     def room(self) -> int:
-        """Pages that can be handed out: the free ones and those that are only kept."""
+        """Number of pages that can be handed out: free ones, and kept ones without a reference."""
         return len(self._free) + len(self._kept)
 
     @property
@@ -79,12 +79,12 @@ class Pages:
         return tuple(self._tables)
 
     def pages_for(self, tokens: int) -> int:
-        """How many hold so many positions."""
+        """Number of pages that hold this many positions."""
         return -(-tokens // self.page_tokens)
 
     def match(self, scope: str, tokens: Sequence[int]) -> Match:
-        """The longest known beginning of `tokens` in this scope, in whole pages, always less than all of them: the
-        last token has to be computed for what follows from it."""
+        """Return the longest known prefix of `tokens` in this scope, in whole pages. Always shorter than `tokens`,
+        because the last token's logits are needed."""
         pages: list[int] = []
         if self.prefix:
             key = _root(scope)
@@ -97,7 +97,8 @@ class Pages:
         return Match(tuple(pages), len(pages) * self.page_tokens)
 
     def lacks(self, match: Match, tokens: int) -> int:
-        """Pages missing for a session that begins with `match` and shall hold `tokens` positions; 0 when it fits."""
+        """Return how many pages are missing for a session of `tokens` positions that begins with `match`; 0 if it
+        fits."""
         taken = sum(self._references[page] == 0 for page in match.pages)
         return max(0, self.pages_for(tokens) - len(match.pages) - (self.room - taken))
 
@@ -108,7 +109,7 @@ class Pages:
     # --------------------------------------------------------------------------------------------------- one session
 
     def admit(self, session: int, scope: str, match: Match) -> None:
-        """Open a session that begins with what `match` (just given by `match`) holds."""
+        """Open a session that begins with `match`, which `match` has just returned."""
         if session in self._tables:
             raise ValueError(f"session {session} has pages already")
         keys: list[Key] = []
@@ -120,7 +121,7 @@ class Pages:
         self._tables[session] = _Table(scope, list(match.pages), keys)
 
     def extend(self, session: int, tokens: int) -> bool:
-        """Have the session hold `tokens` positions. False, and nothing changed, where there is no room."""
+        """Give the session pages for `tokens` positions. Returns False, with nothing changed, if there is no room."""
         table = self._table(session)
         missing = self.pages_for(tokens) - len(table.pages)
         if missing > self.room:
@@ -132,7 +133,7 @@ class Pages:
         return True
 
     def confirm(self, session: int, tokens: Sequence[int]) -> None:
-        """The session's first positions hold these tokens, computed at all stages: whole pages can be found again."""
+        """Index the session's full pages: all stages have computed its first positions, which hold these tokens."""
         if not self.prefix:
             return
         table = self._table(session)
@@ -149,11 +150,11 @@ class Pages:
                 self._key_of[page] = key
 
     def release(self, session: int) -> None:
-        """Its pages are free, or kept where they are indexed; unknown sessions are ignored."""
+        """Free the session's pages, or keep those that are indexed. Unknown sessions are ignored."""
         table = self._tables.pop(session, None)
         if table is None:
             return
-        # From the end: what a chain begins with is of use to more and stays longer.
+        # From the end: the beginning of a chain is useful to more sessions and is kept longer.
         for page in reversed(table.pages):
             self._references[page] -= 1
             if self._references[page]:
@@ -166,7 +167,7 @@ class Pages:
     # ----------------------------------------------------------------------------------------------------- all of it
 
     def drop_index(self) -> None:
-        """Some stage lost its cache: only the pages of living sessions are computed anew, and only they can be found
+        """Drop all kept pages, because a stage lost its cache and only the pages of live sessions are computed
         again."""
         for page in self._kept:
             self._forget(page)

@@ -1,6 +1,6 @@
-"""One session of a served model: what was asked for, and how far it is. Decides nothing.
+"""Sessions of a served model: the request, the progress, and the shares of passes that are packed from them.
 
-Neighbours: `coordination.serving.batching` moves it on, `coordination.serving.sessions` packs its share of a pass.
+Neighbours: `coordination.serving.admission` and `batching` change sessions.
 """
 
 from __future__ import annotations
@@ -16,48 +16,47 @@ Output = Literal["logits", "hidden"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """`number`: from 1 on, ascending, never used again. `max_tokens` 0: the prompt is read, nothing is generated.
-    `all_rows`: the output of every prompt position is wanted, so none is taken from the prefix cache."""
+    """`number`: from 1 on, ascending, never used again. `max_tokens` 0: the prompt is read, no token is generated.
+    `all_rows`: the output of every prompt position is wanted, so none comes from the prefix cache."""
 
     number: int
     scope: str
     prompt: tuple[int, ...]
     max_tokens: int
     deadline_s: float | None = None
-    """On the clock that `now_s` is told from."""
+    """On the clock of `now_s`."""
     all_rows: bool = False
     output: Output = "logits"
     adapter: int = 0
-    """Number of the adapter it goes through, 0 for none."""
+    """Number of the adapter, 0 for none."""
 
     @property
     def prefix_scope(self) -> str:
-        """Who may go on from what is cached of it: another scope may not, and what went through another adapter is of
-        no use."""
+        """Scope of its cached prefix: other scopes may not continue from it, and other adapters can't."""
         return f"{self.adapter}\x00{self.scope}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """What is left of a session that is over: what may be checked of it, as long as its pages are held."""
+    """A session that has ended, for spot checks while its pages are held."""
 
     number: int
     tokens: tuple[int, ...]
-    """Of all positions that were computed."""
+    """Tokens of all computed positions."""
     origin: int
-    """What comes before was computed for another session."""
+    """First position that was computed for this session."""
     pages: tuple[int, ...]
     adapter: int
     passes: int
-    """That crossed each stage."""
+    """Number of passes that crossed each stage."""
     over_at: int
-    """How many positions all texts together had had computed when it was over."""
+    """Number of positions computed in all texts together when this one ended."""
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A session's share of a pass under way: positions up to `end`. `accepted`: proposals behind them that were right,
-    once it came back, which may be before shares that were sent earlier."""
+    """A session's share of a pass under way: positions up to `end`. `accepted`: number of correct proposals behind
+    them; set when the pass is back, which may be before shares that were sent earlier."""
 
     number: int
     end: int
@@ -68,33 +67,33 @@ class Flight:
 class Session:
     spec: SessionSpec
     tokens: list[int]
-    """Prompt and what was emitted."""
+    """Prompt and emitted tokens."""
     turn: int
-    """The smaller, the sooner it is its turn in a pass."""
+    """Rank in the order of passes, lowest first."""
     admitted: bool = False
     computed: int = 0
     """Positions that all stages have in their caches."""
     origin: int = 0
     """First position computed since it was admitted."""
     delivered: int = 0
-    """Positions whose rows have come, for `all_rows`."""
+    """Positions whose rows have arrived, for `all_rows`."""
     matched: int | None = None
     """Prompt tokens found in the prefix cache when it was first admitted."""
     pages_sent: int = 0
-    """Entries of its page table that the stages know."""
+    """Number of page table entries that the stages know."""
     flights: list[Flight] = field(default_factory=list[Flight])
-    """Its passes under way, in the order they were sent: of one that decodes one, of one that reads any number. From
-    the first on that is not back, so that `computed` leaves nothing out."""
+    """Its passes in the order they were sent, from the first that is not back: at most one while it decodes, any
+    number while it reads its prompt."""
     proposals: tuple[int, ...] = ()
     held: bool = False
-    """Until somebody has guessed what follows."""
+    """Whether it waits for speculative tokens."""
     lacking: bool = False
-    """Its next position finds no page."""
+    """Whether no page is free for its next position."""
     failures: int = 0
     passes: int = 0
-    """That came back."""
+    """Number of passes that came back since it was admitted."""
     undisturbed: bool = True
-    """Whether all that was computed of it since it was admitted was computed in one round."""
+    """Whether all its positions since its admission were computed in one round."""
 
     @property
     def number(self) -> int:
@@ -115,27 +114,27 @@ class Session:
 
     @property
     def reads_on(self) -> bool:
-        """Whether tokens that it has are in no pass yet, though another pass with it is under way."""
+        """Whether it reads its prompt: passes are under way, and some of its tokens are in none yet."""
         last = self.flights[-1] if self.flights else None
         return last is not None and last.accepted is None and not self.failures and last.end < len(self.tokens)
 
     def flight(self, number: int) -> Flight | None:
-        """Of this pass, where it still counts."""
+        """Return its share of pass `number`, None if that does not count any more."""
         return next((one for one in self.flights if one.number == number and one.accepted is None), None)
 
     def land(self) -> None:
-        """What is back counts as computed as far as nothing before it is missing."""
+        """Count returned shares as computed, up to the first that is not back."""
         while self.flights and (accepted := self.flights[0].accepted) is not None:
             self.computed = self.flights.pop(0).end + accepted
 
     def put_back(self) -> None:
-        """Its passes are void: it goes on from what is computed, and stages are told its whole page table."""
+        """Void its passes: it continues from the computed positions, and its next pass carries its whole page table."""
         self.flights.clear()
         self.pages_sent = 0
         self.proposals = ()
 
     def leave_pages(self) -> None:
-        """It waits as if it had never been admitted; what was emitted stays."""
+        """Return it to the state before its admission; emitted tokens stay."""
         self.put_back()
         self.admitted = self.lacking = False
         self.computed = self.origin = self.passes = 0
@@ -144,8 +143,8 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassPlan:
-    """`tokens` packed in the order of `segments`. `wanted`: rows along `tokens`, ascending; `wanted_sessions`: whose
-    each is. A pass that only reads prompts may want no row at all; its return counts all the same."""
+    """`tokens` packed in the order of `segments`. `wanted`: rows along `tokens`, ascending; `wanted_sessions`: the
+    session of each wanted row. A pass that only reads prompts may want no rows; its result counts all the same."""
 
     number: int
     segments: tuple[Segment, ...]
@@ -173,8 +172,8 @@ class SessionShare:
 
     @property
     def first_wanted(self) -> int:
-        """From this row of the share on all are wanted: of the prompt those that have not come yet, where all of it
-        are; then the last token's, and the proposals'."""
+        """First row of the share that is wanted; all later ones are, too. With `all_rows`, the prompt's rows that have
+        not arrived yet; always the last token's row, and the proposals'."""
         session = self.session
         first = len(self.tokens)
         if session.spec.all_rows:  # behind the prompt, whatever was computed has been delivered
@@ -187,8 +186,8 @@ class SessionShare:
 def packed(
     number: int, parts: Sequence[SessionShare], table: Callable[[int], tuple[int, ...]], forget: tuple[int, ...]
 ) -> PassPlan:
-    """Of at least one share. `table`: session -> its pages, of which the stages are told what they don't know yet; the
-    sessions remember that."""
+    """Pack at least one share into a pass. `table`: session -> its pages. The pass carries the page table entries that
+    the stages do not know yet, and the sessions record that."""
     segments: list[Segment] = []
     tokens: list[int] = []
     wanted: list[int] = []

@@ -21,16 +21,16 @@ from fusionai.coordination.serving.interface import ServingRoles
 from fusionai.wire.serving import Segment
 
 FEW: Final = 16
-"""Positions up to which a pass takes about as long as for one."""
+"""Number of positions up to which a pass takes about as long as with one."""
 MEAN_GAIN: Final = 0.25
 DEVIATION_GAIN: Final = 0.25
 DEVIATIONS: Final = 4.0
-"""Above the mean where an estimate is to hold nearly always."""
+"""Mean deviations above the mean for a value that is hardly ever exceeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassWork:
-    """Of a pass. `units`: positions, each by what it looks at."""
+    """Work of a pass. `units`: its positions, weighted by how many positions their attention reads."""
 
     rows: int
     units: float
@@ -41,7 +41,7 @@ class PassWork:
 
     @property
     def amount(self) -> float:
-        """What the time is in proportion to: of a pass of few positions what one of them is on average."""
+        """Quantity that the time is proportional to; for a pass of few positions, the mean units of one position."""
         return self.units / max(1, self.rows) if self.is_few else self.units
 
 
@@ -59,7 +59,7 @@ class Estimate:
 
 @dataclass(slots=True)
 class StageTimes:
-    """`balance_tokens`: positions that attention must look at for one position to cost what all else of it costs."""
+    """`balance_tokens`: attended positions at which attention costs as much as the rest of a position."""
 
     balance_tokens: float = inf
     _partition: str = ""
@@ -68,7 +68,7 @@ class StageTimes:
     _measured: dict[tuple[int, bool], Estimate] = field(default_factory=dict[tuple[int, bool], Estimate])
 
     def begin(self, roles: ServingRoles) -> None:
-        """A round. What was measured of a stage on another machine, or of another cut, says nothing."""
+        """Begin a round. Drop measurements of stages that moved to another machine or belong to another cut."""
         anew = roles.partition != self._partition
         kept = {stage for stage, one in roles.places.items() if not anew and self._holders.get(stage) == one}
         self._measured = {key: known for key, known in self._measured.items() if key[0] in kept}
@@ -82,11 +82,11 @@ class StageTimes:
         return PassWork(rows, units)
 
     def units(self, start: int, end: int) -> float:
-        """Of positions `start` to `end` of one text."""
+        """Units of positions `start` to `end` of one text."""
         return (end - start) * (1.0 + (start + end) / 2 / self.balance_tokens)
 
     def measured(self, stage: int, work: PassWork, seconds: float) -> None:
-        """The stage has computed a pass. Stages that this round does not know are ignored."""
+        """Record the time of a pass. Stages that are not in this round are ignored."""
         if stage not in self._holders or not work.amount > 0 or not seconds >= 0:
             return
         rate_s = seconds / work.amount
@@ -97,22 +97,22 @@ class StageTimes:
             known.add(rate_s)
 
     def expected_s(self, stage: int, work: PassWork) -> float | None:
-        """The mean; None where nothing is known."""
+        """Mean time, None if unknown."""
         known, amount = self._estimate(stage, work)
         return None if known is None else known.mean_s * amount
 
     def nearly_always_s(self, stage: int, work: PassWork) -> float | None:
-        """What a pass of this work hardly ever takes longer than; None where nothing is known."""
+        """Time that a pass of this work hardly ever exceeds, None if unknown."""
         known, amount = self._estimate(stage, work)
         return None if known is None else (known.mean_s + DEVIATIONS * known.deviation_s) * amount
 
     def known_s(self, stage: int, work: PassWork) -> float:
-        """As `nearly_always_s`, of what was measured of passes like it; 0.0 where none was."""
+        """Like `nearly_always_s`, from measurements of passes of the same kind only; 0.0 without any."""
         known = self._measured.get((stage, work.is_few))
         return 0.0 if known is None else (known.mean_s + DEVIATIONS * known.deviation_s) * work.amount
 
     def tokens_per_s(self, stage: int) -> float | None:
-        """Of prompts without a context, as measured; None where none was."""
+        """Measured speed of reading a prompt without context, None if unknown."""
         known = self._measured.get((stage, False))
         return None if known is None or not known.mean_s > 0 else 1.0 / known.mean_s
 
@@ -121,7 +121,8 @@ class StageTimes:
         return tuple(sorted(self._holders))
 
     def _estimate(self, stage: int, work: PassWork) -> tuple[Estimate | None, float]:
-        """With the amount that it is of. Where nothing like it was measured, each position is as if it came alone."""
+        """Return the estimate and the amount of work that it applies to. Without a measurement of passes of this kind,
+        each position counts as a pass of its own."""
         known = self._measured.get((stage, work.is_few))
         if known is not None:
             return known, work.amount
@@ -219,23 +220,31 @@ class Patience:
 
 TARGET_S: Final = 1.0
 FILLING: Final = 1 / 8
-"""Of n pieces through s equal stages: (s - 1) / n."""
+"""Largest fraction of a prompt's time in which the first or last stage is idle: (stages - 1) / pieces."""
 FIXED_TIMES: Final = 8.0
 
 
 @dataclass(slots=True)
 class PieceSizes:
-    """`tile_tokens`: what all pieces but a prompt's last one are multiples of. `longest_tokens`: of a piece."""
+    """Lengths of prompt pieces, which go through the stages one behind the other. Long pieces use a machine best; short
+    ones fill the pipeline sooner, let other sessions' tokens pass and reveal early that a stage is slow.
+
+    A piece takes the slowest stage at most `target_s`, or half of that while other sessions wait for their next token.
+    A prompt is divided so that its last stage waits for the first piece, and its first stage is idle at the end, for at
+    most `FILLING` of the time; but a piece takes a stage at least `FIXED_TIMES` as long as one token does, which is the
+    time to read the weights. A piece ends at a multiple of `tile_tokens`, except for a prompt's last one: a tile's bits
+    do not depend on the piece it is computed in (`backends.torch.paged_attention`), so lengths may depend on the clock.
+    """
 
     tile_tokens: int
     longest_tokens: int
     times: StageTimes | None = None
-    """None: all pieces are as long as may be."""
+    """None: all pieces have `longest_tokens`."""
     target_s: float = TARGET_S
     _halvings: int = 0
 
     def end(self, start: int, total: int, *, others_wait: bool) -> int:
-        """Where the piece from `start` on of a text of `total` tokens ends."""
+        """Return the end of the piece that begins at `start` in a text of `total` tokens."""
         tile = self.tile_tokens
         length = min(self.allowed(start, others_wait=others_wait), self._filling(total))
         end = (start // tile + max(1, length // tile)) * tile
@@ -243,19 +252,19 @@ class PieceSizes:
             return total
         if self.times is None or total - end > FEW:
             return end
-        # So few are computed in another way if they come alone: they go with the tile before them.
+        # So few positions would be computed in another way alone, so they go with the tile before them.
         return total if total - start <= self.longest_tokens else max(end - tile, start // tile * tile + tile)
 
     def shrink(self) -> None:
-        """Nothing came back in time."""
+        """Halve the lengths, because no pass came back in time."""
         self._halvings += 1
 
     def recover(self) -> None:
-        """A pass came back."""
+        """Double the lengths again, because a pass came back."""
         self._halvings = max(0, self._halvings - 1)
 
     def allowed(self, start: int, *, others_wait: bool) -> int:
-        """How many positions from `start` on a pass should read."""
+        """Return how many positions from `start` on a pass should read."""
         times = self.times
         longest = self.longest_tokens >> self._halvings
         if times is None:
@@ -267,7 +276,7 @@ class PieceSizes:
         return tokens
 
     def _filling(self, total: int) -> int:
-        """How long pieces of a text of `total` tokens are at most, so that all stages soon have one."""
+        """Largest length of pieces of a text of `total` tokens at which all stages soon have one."""
         times, tile = self.times, self.tile_tokens
         if times is None or len(times.stages) < 2:
             return self.longest_tokens

@@ -92,7 +92,7 @@ def test_who_had_to_make_room_comes_before_all_others_the_oldest_first() -> None
     assert len(queue) == 3
     assert [queue.pop() for _ in range(3)] == [1, 2, 3]
     assert queue.first is None
-    with pytest.raises(IndexError, match="nobody waits"):
+    with pytest.raises(IndexError, match="no session waits"):
         queue.pop()
 
 

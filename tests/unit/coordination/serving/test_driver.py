@@ -206,7 +206,6 @@ def test_messages_of_older_rounds_change_nothing() -> None:
         StageFailure(1, "late", peer="a", fence=old),
     )
     assert job.tell(*late) == []
-    assert job.machine.sessions_of(old, plan.number) == ()
     assert job.machine.returned(old, plan.number, {2: (9,)}, (), 0.0) == frozenset()
 
 
@@ -445,8 +444,8 @@ def test_the_driver_samples_for_whoever_is_in_a_pass_of_this_round() -> None:
     job.batcher.submit(SessionSpec(number=1, scope="", prompt=(1, 2), max_tokens=3), 0.0)
     plan = job.machine.next_pass(0.0)
     assert plan is not None
-    assert job.machine.sessions_of(job.fence, plan.number) == (1,)
-    assert job.machine.sessions_of(Fence(1, 7, 9), plan.number) == ()
+    assert job.batcher.sessions_of(plan.number) == (1,)
+    assert job.machine.returned(Fence(1, 7, 9), plan.number, {1: (9,)}, (), 0.0) == frozenset()
 
 
 def told_to_forget(job: Job) -> set[int]:
@@ -559,6 +558,6 @@ def test_a_result_that_comes_while_the_job_waits_or_is_over_counts_for_nobody() 
         fence = job.fence
         job.tell(end)
         assert job.fence == fence
-        assert job.machine.sessions_of(fence, plan.number) == ()
+        assert job.batcher.sessions_of(plan.number) == ()
         assert job.machine.returned(fence, plan.number, {1: (9,)}, (), 0.0) == frozenset()
         assert job.machine.next_pass(0.0) is None
