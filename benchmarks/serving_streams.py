@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fusionai.cli.serving.options import ServingOptions
+from fusionai.cli.options import ServingOptions
 from fusionai.client.serving.job import ServeRequest
 from fusionai.client.serving.serve import Served, ServeEvent, ServePlanned
 from fusionai.serving.interface import Constraint, Emitted, Finished, Generation, Sampling

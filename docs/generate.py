@@ -35,7 +35,6 @@ import msgspec
 from msgspec import NODEFAULT
 
 from fusionai.backends.registry import BACKENDS, open_backend
-from fusionai.cli import audit as audit_view
 from fusionai.cli import privacy
 from fusionai.cli.planning.analyze import shipped_comparisons
 from fusionai.coordination.broker import job, membership
@@ -436,7 +435,7 @@ def privacy_page() -> str:
     found = shipped()
     versions = ", ".join(f"{name} {number}" for name, number in found.versions.items())
     lines = [
-        *audit_view.facts(found),
+        *privacy.facts(found),
         f"Made on {found.date} by `{found.command}` in {format_seconds(found.seconds)} ({found.machine}; {versions}).",
         "",
         "## Levels",
@@ -449,21 +448,21 @@ def privacy_page() -> str:
         "all depths.",
     ]
     for title, cell in (
-        ("Tokens recovered by the white-box attack", lambda one: audit_view.share(one.white_box.top1)),
+        ("Tokens recovered by the white-box attack", lambda one: privacy.share(one.white_box.top1)),
         (
             "Tokens recovered by the strongest attack",
-            lambda one: f"{audit_view.share(one.worst.top1)} ({one.worst.attack})",
+            lambda one: f"{privacy.share(one.worst.top1)} ({one.worst.attack})",
         ),
         ("Loss, nats per token", lambda one: f"{one.loss:.3f}"),
     ):
         lines += ["", f"## {title}", "", *_by_depth(found, cell)]
     lines += ["", "## Every attack", ""]
-    lines += _table(audit_view.boundary_headers(found), audit_view.boundary_rows(found))
+    lines += _table(privacy.boundary_headers(found), privacy.boundary_rows(found))
     lines += ["", "## Texts recovered from gradients", ""]
-    lines += _table(audit_view.UPDATE_HEADERS, map(audit_view.update_row, found.updates))
-    lines += ["", "## Cost of the attacks", "", *_table(audit_view.BUDGET_HEADERS, audit_view.budget_rows(found))]
+    lines += _table(privacy.UPDATE_HEADERS, map(privacy.update_row, found.updates))
+    lines += ["", "## Cost of the attacks", "", *_table(privacy.BUDGET_HEADERS, privacy.budget_rows(found))]
     lines += ["", "## Positive controls", ""]
-    passed = ((control.name, audit_view.share(control.got)) for control in found.controls)
+    passed = ((control.name, privacy.share(control.got)) for control in found.controls)
     lines += _table(("case in which the attack must succeed", "recovered"), passed)
     return "\n".join(lines) + "\n"
 

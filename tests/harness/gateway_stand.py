@@ -13,7 +13,7 @@ from typing import Any
 
 from fusionai.gateway.app import Gateway, make_app
 from fusionai.gateway.config import GatewayConfig
-from fusionai.gateway.server import serve
+from fusionai.gateway.server import open_listener, serve
 from harness.patience import CEILING_S
 from harness.scripted_engine import ScriptedEngine
 
@@ -37,14 +37,17 @@ class Stand:
 async def gateway_stand(engine: ScriptedEngine, config: GatewayConfig | None = None) -> AsyncIterator[Stand]:
     app = make_app(config or GatewayConfig("tiny"), engine, engine.text)
     stop = asyncio.Event()
-    listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    served = asyncio.create_task(serve(app, port=0, stop=stop, on_listening=listening.set_result))
+    listener, url = open_listener("127.0.0.1", 0, has_keys=app.config.keys is not None)
+    listening = asyncio.Event()
+    served = asyncio.create_task(serve(app, listener, stop=stop, on_listening=listening.set))
+    waiting = asyncio.create_task(listening.wait())
     async with asyncio.timeout(LIMIT_S):
-        await asyncio.wait((served, listening), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((served, waiting), return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
     if served.done():
         await served
     try:
-        yield Stand(await listening, engine, app, stop, served)
+        yield Stand(url, engine, app, stop, served)
     finally:
         stop.set()
         async with asyncio.timeout(LIMIT_S):

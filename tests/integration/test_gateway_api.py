@@ -11,9 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from fusionai.gateway.app import make_app
 from fusionai.gateway.config import GatewayConfig, KeyRing, RequestLimits
-from fusionai.gateway.server import serve
+from fusionai.gateway.server import open_listener
 from fusionai.primitives.errors import UsageError
 from fusionai.serving.interface import FaultNote
 from harness.gateway_stand import Stand, chat, gateway_stand, until
@@ -189,19 +188,17 @@ def test_a_key_opens_everything_but_the_page_and_the_health(engine: ScriptedEngi
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_without_keys_only_this_machine_is_served(engine: ScriptedEngine, host: str):
-    app = make_app(GatewayConfig("tiny"), engine, engine.text)
+def test_without_keys_only_this_machine_is_served(host: str):
     with pytest.raises(UsageError, match="without API keys"):
-        asyncio.run(serve(app, host, 0))
+        open_listener(host, 0, has_keys=False)
 
 
-def test_a_port_in_use_is_said_so(engine: ScriptedEngine):
-    app = make_app(GatewayConfig("tiny"), engine, engine.text)
+def test_a_port_in_use_is_said_so():
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(UsageError, match=r"can't listen on 127\.0\.0\.1"),
     ):
-        asyncio.run(serve(app, "127.0.0.1", taken.getsockname()[1]))
+        open_listener("127.0.0.1", taken.getsockname()[1], has_keys=False)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from fusionai.cli import console
-from fusionai.cli.options import json_option, lora_option, write_json
+from fusionai.cli.options import choice_option, json_option, lora_option, write_json
 from fusionai.corpus.tables import Task
 from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_bytes, format_count
@@ -24,13 +24,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("model")
-@click.option(
-    "--task",
-    type=click.Choice(get_args(Task)),
-    default="causal_lm",
-    show_default=True,
-    help="Check the model for this training task.",
-)
+@choice_option("--task", "Check the model for this training task.", get_args(Task), "causal_lm")
 @lora_option
 @click.option("--operators", is_flag=True, help="List every operator with its count.")
 @click.option(

@@ -88,7 +88,9 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
         "fusionai.cli.planning.analyze:analyze", "Compare many small machines on home links with a few large ones."
     ),
     "privacy": LazyCommand("fusionai.cli.privacy:privacy", "Show the privacy levels and what peers could reconstruct."),
-    "audit": LazyCommand("fusionai.cli.audit:audit", "Attack your own job: what could peers reconstruct of its text?"),
+    "audit": LazyCommand(
+        "fusionai.cli.privacy:audit", "Attack your own job: what could peers reconstruct of its text?"
+    ),
     "simulate": LazyCommand(
         "fusionai.cli.planning.simulate:simulate", "Simulate hours of a job on a pool whose machines come and go."
     ),

@@ -1,46 +1,52 @@
-"""Flags that several commands share: their names, help texts and parsing. `primitives.units` parses quantities.
+"""Flags of the commands: how each kind is declared, and those that several commands share. Also writes `--json FILE`.
 
-Also writes `--json FILE`.
+`primitives.units` parses quantities.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar, cast
 
 import click
 import msgspec
 
 from fusionai.primitives import environment
 from fusionai.primitives.errors import UsageError
-from fusionai.primitives.privacy import LEVELS
+from fusionai.primitives.privacy import LEVELS, PrivacyLevel, keeps_ends
 from fusionai.primitives.units import parse_seconds
+from fusionai.scheduling.problem.types import ServingNeeds
 from fusionai.storage.atomic import write_atomic
 from fusionai.transport.routes.addresses import SCHEME, parse_address
+from fusionai.wire.serving import MAX_SESSIONS
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Option = Callable[[_Function], _Function]
 
 
-class HowMany(click.ParamType[Any]):
-    """Parameter type: a whole number from 1 on, or `auto`."""
+class WordOrCount(click.ParamType[Any]):
+    """Parameter type: one of `words`, or a whole number from 1 to `most`. `expected`: the error's sentence, in which
+    `{}` stands for the value."""
 
     name = "number"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["auto"]:
-        if value == "auto":
-            return "auto"
-        try:
-            number = int(value)
-        except ValueError:
-            number = 0
-        if number < 1:
-            self.fail(f"expected a whole number of at least 1, or auto; got {value!r}.", param, ctx)
+    def __init__(self, words: Sequence[str], expected: str, most: int | None = None) -> None:
+        self._words, self._expected, self._most = words, expected, most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value in self._words:
+            return value
+        number = int(value) if str(value).isdecimal() else 0
+        if not 1 <= number <= (self._most or number):
+            self.fail(self._expected.format(value), param, ctx)
         return number
 
 
-def options(*given: Callable[[_Function], _Function]) -> Callable[[_Function], _Function]:
+def options(*given: _Option[_Function]) -> _Option[_Function]:
     """Return a decorator that gives a command several options, in the order of its help."""
 
     def decorate(function: _Function) -> _Function:
@@ -52,56 +58,77 @@ def options(*given: Callable[[_Function], _Function]) -> Callable[[_Function], _
 
 
 def number_option(
-    flag: str, what: str, default: int, least: int | None = None, most: int | None = None, *, metavar: str = "N"
-) -> Callable[[_Function], _Function]:
-    """Give a command an option that is a whole number from `least` to `most`. `what`: the help."""
-    kind = click.INT if least is None else click.IntRange(least, most)
-    return click.option(flag, type=kind, default=default, show_default=True, metavar=metavar, help=what)
+    flag: str,
+    what: str,
+    default: int | None = None,
+    least: int | None = None,
+    most: int | None = None,
+    *,
+    name: str = "",
+    metavar: str | None = "N",
+) -> _Option[_Function]:
+    """Give a command an option that is a whole number from `least` to `most`, as the parameter `name` or the flag's
+    own. `what`: the help."""
+    names, kind = (flag, name) if name else (flag,), click.INT if least is None else click.IntRange(least, most)
+    return click.option(*names, type=kind, default=default, show_default=True, metavar=metavar, help=what)
+
+
+def choice_option(flag: str, what: str, words: Sequence[str], default: str | None = None) -> _Option[_Function]:
+    """Give a command an option that is one of `words`. `what`: the help."""
+    return click.option(flag, type=click.Choice(words), default=default, show_default=True, help=what)
+
+
+def path_option(
+    flag: str, metavar: str | None, what: str, *, name: str = "", default: Path | None = None, **kind: bool
+) -> _Option[_Function]:
+    """Give a command an option that is a path, as the parameter `name` or the flag's own. `what`: the help; `kind`: as
+    for `click.Path`."""
+    path: click.Path = click.Path(path_type=Path, **kind)
+    names = (flag, name) if name else (flag,)
+    return click.option(*names, type=path, default=default, show_default=True, metavar=metavar, help=what)
+
+
+def converted(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """Return an option's callback that parses its value, or each of several. An error of `parse` becomes the usage
+    error of that flag."""
+
+    def convert(context: click.Context, parameter: click.Parameter, given: Any) -> Any:
+        try:
+            return given if given is None else parse(given) if isinstance(given, str) else tuple(map(parse, given))
+        except UsageError as wrong:
+            raise click.BadParameter(wrong.message, context, parameter) from wrong
+
+    return convert
 
 
 def quantity_option(
     flag: str, parse: Callable[[str], Any], metavar: str, what: str, default: str | None = None, *, name: str = ""
-) -> Callable[[_Function], _Function]:
-    """Give a command an option with a unit, as the parameter `name` or the flag's own. `what`: the help. An error of
-    `parse` becomes the usage error of that flag."""
-
-    def convert(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
-        try:
-            return None if text is None else parse(text)
-        except UsageError as wrong:
-            raise click.BadParameter(wrong.message, context, parameter) from wrong
-
+) -> _Option[_Function]:
+    """Give a command an option with a unit, as the parameter `name` or the flag's own. `what`: the help."""
     names = (flag, name) if name else (flag,)
-    return click.option(*names, callback=convert, default=default, show_default=True, metavar=metavar, help=what)
-
-
-def device_option(what: str, *, auto: bool = True) -> Callable[[_Function], _Function]:
-    """Give a command the parameter `device: str`. `what`: the imperative sentence of the help, without its period."""
-    first = "auto" if auto else "cpu"
-    chosen = "; auto: with PyTorch, cuda if there is one, else mps, else cpu" if auto else ""
     return click.option(
-        "--device",
-        type=click.Choice(["auto", "cpu", "cuda", "mps"] if auto else ["cpu", "cuda", "mps"]),
-        default=first,
-        show_default=True,
-        help=f"{what}{chosen}.",
+        *names, callback=converted(parse), default=default, show_default=True, metavar=metavar, help=what
     )
 
 
-def threads_option(what: str) -> Callable[[_Function], _Function]:
+def device_option(what: str, *, auto: bool = True) -> _Option[_Function]:
+    """Give a command the parameter `device: str`. `what`: the imperative sentence of the help, without its period."""
+    if not auto:
+        return choice_option("--device", f"{what}.", ["cpu", "cuda", "mps"], "cpu")
+    chosen = "auto: with PyTorch, cuda if there is one, else mps, else cpu"
+    return choice_option("--device", f"{what}; {chosen}.", ["auto", "cpu", "cuda", "mps"], "auto")
+
+
+def threads_option(what: str) -> _Option[_Function]:
     """Give a command the parameter `threads: int | None`."""
-    return click.option("--threads", type=click.IntRange(min=1), metavar="N", help=f"{what}.  [default: all cores]")
+    return number_option("--threads", f"{what}.  [default: all cores]", None, 1)
 
 
-def own_part_options(what: str) -> Callable[[_Function], _Function]:
+def own_part_options(what: str) -> _Option[_Function]:
     """Give a job's command the parameters `invitation`, `device` and `threads`. `what` this machine computes itself."""
+    joining = "Join the pool with this invitation first. Needed only until this machine has joined."
     return options(
-        click.option(
-            "--invite",
-            "invitation",
-            metavar="INVITE",
-            help="Join the pool with this invitation first. Needed only until this machine has joined.",
-        ),
+        click.option("--invite", "invitation", metavar="INVITE", help=joining),
         device_option(f"Compute the job owner's part ({what}) on this device of this machine"),
         threads_option("Compute the job owner's part with this many threads"),
     )
@@ -110,37 +137,31 @@ def own_part_options(what: str) -> Callable[[_Function], _Function]:
 recipe_argument = click.argument("recipe", metavar="RECIPE.toml", type=click.Path(path_type=Path))
 """Gives a command the parameter `recipe: Path`."""
 
-stages_option = click.option(
-    "--stages",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Cut the model into exactly this many stages (per replica).  [default: the planner chooses]",
-)
-"""Gives a command the parameter `stages: int | None`."""
 
-host_option = click.option(
-    "--host",
-    default="0.0.0.0",
-    show_default=True,
-    metavar="ADDRESS",
-    help="Listen on this address of the machine; 0.0.0.0: on all its IPv4 addresses.",
-)
-"""Gives a command that other machines connect to the parameter `host: str`."""
+def stages_option(per_replica: str = "") -> _Option[_Function]:
+    """Give a command the parameter `stages: int | None`."""
+    what = f"Cut the model into exactly this many stages{per_replica}.  [default: the planner chooses]"
+    return number_option("--stages", what, None, 1)
 
 
-def port_option(what: str, *, default: int | None = 0, shown: str) -> Callable[[_Function], _Function]:
+def host_option(default: str = "0.0.0.0", beside: str = "; 0.0.0.0: on all its IPv4 addresses") -> _Option[_Function]:
+    """Give a command that other machines connect to the parameter `host: str`."""
+    what = f"Listen on this address of the machine{beside}."
+    return click.option("--host", default=default, show_default=True, metavar="ADDRESS", help=what)
+
+
+def port_option(what: str, *, default: int | None = 0, shown: str) -> _Option[_Function]:
     """Give a command the parameter `port`. `shown`: the default in the help."""
     help_text = f"{what}  [default: {shown}]"
     return click.option("--port", type=click.IntRange(0, 65_535), default=default, metavar="PORT", help=help_text)
 
 
-def invitation_options(uses: int) -> Callable[[_Function], _Function]:
+def invitation_options(uses: int) -> _Option[_Function]:
     """Give a command the parameters `uses: int`, with this default, and `lifetime: float` in seconds."""
+    what = "Let machines join with the invitation for this long, e.g. 30min."
     return options(
         number_option("--uses", "Let this many machines join with the invitation.", uses, 1, 100_000),
-        quantity_option(
-            "--lifetime", _lifetime, "TIME", "Let machines join with the invitation for this long, e.g. 30min.", "24h"
-        ),
+        quantity_option("--lifetime", _lifetime, "TIME", what, "24h"),
     )
 
 
@@ -151,26 +172,15 @@ def _lifetime(text: str) -> float:
     return seconds
 
 
-def lora_option(function: _Function) -> _Function:
-    """Give a command the parameter `lora: int | None`."""
-    return click.option(
-        "--lora",
-        type=click.IntRange(1, 4096),
-        metavar="RANK",
-        help="Train LoRA adapters of this rank on every linear layer except the head, instead of the whole model.",
-    )(function)
-
-
-def home_option(function: _Function) -> _Function:
-    """Give a command the parameter `home: Path`."""
-    return click.option(
-        "--home",
-        type=click.Path(path_type=Path, file_okay=False),
-        default=environment.fusion_home,
-        callback=lambda _context, _parameter, home: _writable(home),
-        help="Directory for this machine's key, pool membership and runs.  [default: $FUSION_HOME, or the platform's "
-        "data directory]",
-    )(function)
+lora_option = number_option(
+    "--lora",
+    "Train LoRA adapters of this rank on every linear layer except the head, instead of the whole model.",
+    None,
+    1,
+    4096,
+    metavar="RANK",
+)
+"""Gives a command the parameter `lora: int | None`."""
 
 
 def _writable(home: Path) -> Path:
@@ -185,45 +195,62 @@ def _writable(home: Path) -> Path:
     return home
 
 
-def privacy_option(default: str) -> Callable[[_Function], _Function]:
+home_option = click.option(
+    "--home",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=environment.fusion_home,
+    callback=lambda _context, _parameter, home: _writable(home),
+    help="Directory for this machine's key, pool membership and runs.  [default: $FUSION_HOME, or the platform's data "
+    "directory]",
+)
+"""Gives a command the parameter `home: Path`."""
+
+
+def privacy_option(default: str) -> _Option[_Function]:
     """Give a command the parameter `privacy: PrivacyLevel | None`. `default`: the level if the flag is not given."""
     what = "Set what stays on the job owner's machine; `fusion privacy` explains the levels."
-    return click.option("--privacy", type=click.Choice(LEVELS), help=f"{what}  [default: {default}]")
+    return choice_option("--privacy", f"{what}  [default: {default}]", LEVELS)
 
 
-def address_option(function: _Function) -> _Function:
-    """Give a command the parameter `addresses: tuple[str, ...]`, as `tcp://host:port`."""
-    return click.option(
-        "--address",
-        "addresses",
-        multiple=True,
-        metavar="HOST:PORT",
-        callback=lambda context, parameter, given: tuple(_address(context, parameter, text) for text in given),
-        help="Announce this address instead of the machine's own, e.g. a forwarded port or a name. May be repeated.",
-    )(function)
-
-
-def _address(context: click.Context, parameter: click.Parameter, text: str) -> str:
+def _address(text: str) -> str:
     address = text if "://" in text else f"{SCHEME}://{text}"
-    try:
-        known = parse_address(address)
-    except UsageError as wrong:
-        raise click.BadParameter(wrong.message, context, parameter) from wrong
-    if known is None:
-        raise click.BadParameter(f"expected HOST:PORT, got {text!r}.", context, parameter)
+    if parse_address(address) is None:
+        raise UsageError(f"expected HOST:PORT, got {text!r}.")
     return address
 
 
-def json_option(function: _Function) -> _Function:
-    """Give a click command the parameter `json_file: Path | None`."""
-    return click.option(
-        "--json",
-        "json_file",
-        type=click.Path(path_type=Path, dir_okay=False),
-        callback=lambda _context, _parameter, path: None if path is None else _checked(path),
-        help="Also write the results to FILE as one JSON object.",
-        metavar="FILE",
-    )(function)
+address_option = click.option(
+    "--address",
+    "addresses",
+    multiple=True,
+    metavar="HOST:PORT",
+    callback=converted(_address),
+    help="Announce this address instead of the machine's own, e.g. a forwarded port or a name. May be repeated.",
+)
+"""Gives a command the parameter `addresses: tuple[str, ...]`, as `tcp://host:port`."""
+
+
+def _creatable(path: Path | None) -> Path | None:
+    """Return `path`. Raises `UsageError` if no file can be created there, before the work begins."""
+    if path is None:
+        return None
+    folder = path.parent
+    if not folder.is_dir():
+        raise UsageError(f"can't write {path}: there is no directory {folder}.", hint="Create it or name another file.")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"can't write {path}: {folder} is not writable.", hint="Name a file in another directory.")
+    return path
+
+
+json_option = click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    callback=lambda _context, _parameter, path: _creatable(path),
+    help="Also write the results to FILE as one JSON object.",
+    metavar="FILE",
+)
+"""Gives a command the parameter `json_file: Path | None`."""
 
 
 def write_json(path: Path | None, command: str, figures: Mapping[str, object]) -> None:
@@ -236,16 +263,119 @@ def write_json(path: Path | None, command: str, figures: Mapping[str, object]) -
     write_atomic(path, msgspec.json.format(encoded, indent=2) + b"\n")
 
 
-def _checked(path: Path) -> Path:
-    folder = path.parent
-    if not folder.is_dir():
-        raise UsageError(f"can't write {path}: there is no directory {folder}.", hint="Create it or name another file.")
-    if not os.access(folder, os.W_OK):
-        raise UsageError(f"can't write {path}: {folder} is not writable.", hint="Name a file in another directory.")
-    return path
-
-
 def _encode(value: object) -> object:
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+CONTEXT_TOKENS: Final = 4096
+"""Default and, if the model allows more, upper limit of the default context, in tokens (chosen)."""
+SESSIONS: Final = 16
+MOST_SESSIONS: Final = MAX_SESSIONS - 1
+"""Upper limit of `--sessions`. The probe takes one more session."""
+CACHED_CONTEXTS: Final = 4
+"""Number of full contexts that the KV cache must hold (chosen). Sessions are usually shorter than the context."""
+PASS_TOKENS: Final = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingOptions:
+    """Values of the flags. `context_tokens` None: the model's, at most `CONTEXT_TOKENS`. `ends`: where embedding and
+    head are; always `owner` if `privacy` keeps them there."""
+
+    weights: Literal["fp32", "bf16", "fp16", "int8", "int4"]
+    cache: Literal["fp32", "bf16", "fp16"]
+    context_tokens: int | None
+    sessions: int
+    ends: Literal["owner", "pool"]
+    privacy: PrivacyLevel = "split"
+    confidential: bool = False
+    asked: PrivacyLevel | None = None
+    """The level given with `--privacy`, None if none was."""
+    first_layers: int = 0
+    last_layers: int = 0
+    """Layers at either end that also stay with the job owner at level `split-k`."""
+
+    def needs(self, model_tokens: int | None) -> ServingNeeds:
+        """Return the planner's serving needs. `model_tokens`: the model's largest context, None if unlimited or
+        unknown."""
+        asked = self.context_tokens or min(model_tokens or CONTEXT_TOKENS, CONTEXT_TOKENS)
+        context = min(asked, model_tokens or asked)
+        return ServingNeeds(
+            weights=self.weights,
+            cache=self.cache,
+            context_tokens=context,
+            sessions=self.sessions,
+            cache_tokens=context * min(self.sessions, CACHED_CONTEXTS),
+            pass_tokens=PASS_TOKENS,
+        )
+
+
+_FLAGS: Final = options(
+    choice_option(
+        "--weights",
+        "Store the model's matrices in this format; int8 and int4 are weight-only quantisation.",
+        ["fp32", "bf16", "fp16", "int8", "int4"],
+        "fp32",
+    ),
+    choice_option("--cache", "Store the KV cache in this format.", ["fp32", "bf16", "fp16"], "fp32"),
+    number_option(
+        "--context",
+        f"Limit prompt plus answer to this many tokens.  [default: the model's limit, at most {CONTEXT_TOKENS}]",
+        None,
+        2,
+        name="context_tokens",
+        metavar="TOKENS",
+    ),
+    number_option("--sessions", "Serve up to this many sessions at the same time.", SESSIONS, 1, MOST_SESSIONS),
+    choice_option(
+        "--ends",
+        "Place embedding and head on this machine (`owner`: tokens and logits never leave it) or on peers (`pool`).  "
+        "[default: owner]",
+        ["owner", "pool"],
+    ),
+    privacy_option("split; with --ends pool: encrypted"),
+    click.option("--confidential", is_flag=True, help="Refuse to run at any privacy level other than `trusted`."),
+    *(
+        click.option(
+            f"--keep-{end}",
+            f"{end}_layers",
+            type=click.IntRange(min=0),
+            default=0,
+            metavar=metavar,
+            help=f"With --privacy split-k: keep the {end} {metavar} layers on this machine too.  [default: 0]",
+        )
+        for end, metavar in (("first", "K"), ("last", "M"))
+    ),
+)
+
+
+def serving_options(function: _Function) -> _Function:
+    """Give a command the parameter `served: ServingOptions`."""
+
+    @wraps(function)
+    def with_options(*, ends: Literal["owner", "pool"] | None, privacy: PrivacyLevel | None, **given: Any) -> object:
+        """Fill in the defaults that depend on each other, and raise `UsageError` for flags that contradict the privacy
+        level."""
+        level = privacy or ("encrypted" if ends == "pool" else "split")
+        if ends == "pool" and keeps_ends(level):
+            raise UsageError(
+                f"--ends pool sends token ids and logits to peers, but --privacy {level} keeps them on this machine.",
+                hint="Leave one of the two out.",
+            )
+        kept = {field: given.pop(field) for field in ServingOptions.__dataclass_fields__ if field in given}
+        served = ServingOptions(**kept, ends=ends or "owner", privacy=level, asked=privacy)
+        if served.confidential and level != "trusted":
+            raise UsageError(
+                f"--confidential needs --privacy trusted: at level {level!r} others could reconstruct the text.",
+                hint="Add --privacy trusted, or leave --confidential out.",
+            )
+        if (level == "split-k") != bool(served.first_layers or served.last_layers):
+            raise UsageError(
+                "--keep-first and --keep-last need --privacy split-k, which needs at least one of them; got "
+                f"--privacy {level}."
+            )
+        return function(served=served, **given)
+
+    return cast(_Function, _FLAGS(with_options))

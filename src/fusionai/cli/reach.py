@@ -1,6 +1,6 @@
 """Tests this machine's connectivity: whether the broker answers, whether others can dial in, the routes of its links.
 
-Contacts only the broker, which dials back to one port of this machine. `cli.findings` words the result for
+Contacts only the broker, which dials back to one port of this machine. `cli.doctor` words the result for
 `fusion doctor`.
 """
 

@@ -3,7 +3,7 @@
 Defines what is private in the trial and what the attacker knows; the attacks are in `privacy`. The text is the source
 of Python's standard library, which every machine has. Its files are divided into training data, the attacker's data and
 the texts of the trial. `corpus` reads and tokenises, `execution.training.codecs` are the codecs of real links,
-`cli.audit` prints the findings."""
+`cli.privacy` prints the findings."""
 
 from __future__ import annotations
 

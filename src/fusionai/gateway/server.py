@@ -12,9 +12,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 
@@ -29,27 +27,11 @@ _RESERVED_FILES: Final = 256
 """Open files reserved for everything but clients, such as weights, connections to peers and logs (chosen)."""
 
 
-@dataclass(frozen=True, slots=True)
-class TlsCertificate:
-    """PEM files for HTTPS."""
-
-    chain: Path
-    key: Path
-
-
 async def serve(
-    app: Gateway,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    *,
-    stop: asyncio.Event | None = None,
-    on_listening: Callable[[str], None] | None = None,
-    certificate: TlsCertificate | None = None,
+    app: Gateway, listener: socket.socket, *, stop: asyncio.Event, on_listening: Callable[[], None]
 ) -> None:
-    """Serve until `stop` is set or the task is cancelled; streams may then continue for `Limits.drain_s`. `port` 0: any
-    free port; `on_listening` is called with the URL. Raises `UsageError` if it can't listen on the address, or if the
-    address is reachable from other machines and there are no API keys."""
-    listener = _listen(host, port, has_keys=app.config.keys is not None)
+    """Serve until `stop` is set or the task is cancelled; streams may then continue for `Limits.drain_s`. Closes
+    `listener` at the end. `on_listening` is called once clients can connect."""
     with contextlib.closing(listener):
         limits = app.config.limits
         open_files = _allow_files(2 * limits.connections + _RESERVED_FILES)
@@ -72,16 +54,15 @@ async def serve(
                 backlog=_BACKLOG,
                 h11_max_incomplete_event_size=64 * 2**10,
                 timeout_graceful_shutdown=int(limits.drain_s + _LAST_WORDS_S) + 1,
-                ssl_certfile=None if certificate is None else certificate.chain,
-                ssl_keyfile=None if certificate is None else certificate.key,
             )
         )
         connections = server.server_state.connections
         app.metrics.connections.set_function(lambda: len(connections))
-        if on_listening is not None:
-            on_listening(_url(listener, host, is_https=certificate is not None))
+        with _listening_errors(listener.getsockname()):
+            listener.listen(_BACKLOG)
+        on_listening()
         running = asyncio.create_task(server.serve(sockets=[listener]))
-        halt = asyncio.create_task(stop.wait() if stop is not None else asyncio.Event().wait())
+        halt = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait((running, halt), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -109,40 +90,43 @@ async def _close(app: Gateway, server: uvicorn.Server, running: asyncio.Task[Non
         app.close()
 
 
-def _listen(host: str, port: int, *, has_keys: bool) -> socket.socket:
+def open_listener(host: str, port: int, *, has_keys: bool) -> tuple[socket.socket, str]:
+    """Reserve the address for `serve` and return the socket and its URL. `port` 0: any free one. Raises `UsageError` if
+    it can't listen there, or if the address is reachable from other machines and there are no API keys."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, OverflowError, UnicodeError) as problem:
-        raise UsageError(f"{host}:{port} is no address to listen on: {problem}") from problem
-    if not has_keys:
-        for *_, address in found:
-            if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-                raise UsageError(
-                    f"without API keys the gateway listens on this machine only, not on {host}.",
-                    hint="Give a file of keys, or use --host 127.0.0.1.",
-                )
+        raise UsageError(f"can't listen on {host}:{port}, which is not a valid address: {problem}.") from problem
+    addresses = [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
+    if not has_keys and not all(address.is_loopback for address in addresses):
+        raise UsageError(
+            f"without API keys the gateway listens on this machine only, not on {host}.",
+            hint="Give a file of keys with --api-key-file, or use --host 127.0.0.1.",
+        )
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
+    # Not on Windows, where this option would let two programs share the port.
+    if os.name == "posix":
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setblocking(False)
     try:
-        # Not on Windows, where this option would let two programs share the port.
-        if os.name == "posix":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-    except OSError as problem:
+        with _listening_errors((host, port)):
+            listener.bind(address)
+    except UsageError:
         listener.close()
+        raise
+    return listener, f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def _listening_errors(address: tuple[Any, ...]) -> Generator[None, None, None]:
+    try:
+        yield
+    except OSError as problem:
         raise UsageError(
-            f"can't listen on {host}:{port}: {problem.strerror or problem}.",
-            hint="Another program may have it: choose another with --port, or --port 0 for any.",
+            f"can't listen on {address[0]}:{address[1]}: {problem.strerror or problem}.",
+            hint="Another program may be using it: choose another with --port, or --port 0 for any free one.",
         ) from problem
-    return listener
-
-
-def _url(listener: socket.socket, host: str, *, is_https: bool) -> str:
-    port = listener.getsockname()[1]
-    shown = f"[{host}]" if ":" in host else host
-    return f"{'https' if is_https else 'http'}://{shown}:{port}"
 
 
 def _allow_files(wanted: int) -> int | None:

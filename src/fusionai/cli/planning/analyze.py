@@ -16,7 +16,7 @@ from typing import Final
 import click
 
 from fusionai.cli import console
-from fusionai.cli.options import json_option, write_json
+from fusionai.cli.options import json_option, path_option, write_json
 from fusionai.cli.planning.pool_file import catalogue_option, read_catalogue, shipped_catalogue
 from fusionai.primitives.errors import UsageError
 from fusionai.scheduling.analysis.cases import Cell, Comparison, compare
@@ -49,12 +49,12 @@ _FLEET: Final = re.compile(r"^\s*(?P<count>\d{1,9})\s*x\s+(?P<device>\S.*?)\s*$"
     help="Compare it with these machines in one box. May be repeated.",
 )
 @catalogue_option
-@click.option(
+@path_option(
     "--out",
-    type=click.Path(path_type=Path, file_okay=False),
+    None,
+    "Write analysis.html, analysis.csv and analysis.json here.",
     default=Path("fusion-analysis"),
-    show_default=True,
-    help="Write analysis.html, analysis.csv and analysis.json here.",
+    file_okay=False,
 )
 @json_option
 def analyze(

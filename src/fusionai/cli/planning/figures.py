@@ -9,6 +9,7 @@ from typing import Final
 
 from fusionai.backends.state import Trained, trained
 from fusionai.cli import console
+from fusionai.cli.options import MOST_SESSIONS
 from fusionai.cli.planning.alternatives import (
     ReplicaDivision,
     pipelines_warnings,
@@ -27,7 +28,6 @@ from fusionai.cli.planning.view import (
     show_plan,
     show_standbys,
 )
-from fusionai.cli.serving.options import MOST_SESSIONS
 from fusionai.ir.schema import Graph
 from fusionai.primitives.units import format_speed
 from fusionai.scheduling.problem.memory_savings import savings_of_stage

@@ -15,7 +15,19 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from fusionai.cli.options import HowMany, home_option, json_option, lora_option, stages_option, write_json
+from fusionai.cli.options import (
+    ServingOptions,
+    WordOrCount,
+    choice_option,
+    home_option,
+    json_option,
+    lora_option,
+    number_option,
+    path_option,
+    serving_options,
+    stages_option,
+    write_json,
+)
 from fusionai.cli.planning.figures import PlanReport
 from fusionai.cli.planning.pool_file import (
     ConstraintsTable,
@@ -26,7 +38,6 @@ from fusionai.cli.planning.pool_file import (
     resolve,
 )
 from fusionai.cli.planning.request import Asked, Change, captured, problem_of, what_would_fit
-from fusionai.cli.serving.options import ServingOptions, serving_options
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import PlanError, UsageError
 from fusionai.primitives.privacy import PrivacyLevel
@@ -41,69 +52,57 @@ FASTER: Final = 1.01
 """Least speed-up without the user's constraints that gives a warning (chosen)."""
 
 
+_TASKS: Final = ("train", "serve")
+
+
 @click.command()
 @click.argument("model")
-@click.option(
+@path_option(
     "--pool",
-    "pool_file",
-    type=click.Path(path_type=Path),
-    metavar="POOL.toml",
-    help="Plan for the machines of this file.  [default: the pool that this machine has joined]",
+    "POOL.toml",
+    "Plan for the machines of this file.  [default: the pool that this machine has joined]",
+    name="pool_file",
 )
-@click.option(
-    "--task", type=click.Choice(["train", "serve"]), default="train", show_default=True, help="Plan for this task."
-)
-@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Rows per training step.")
-@click.option(
-    "--microbatches", type=click.IntRange(min=1), default=8, show_default=True, help="Microbatches per training step."
-)
-@click.option("--sequence", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per row.")
-@click.option(
+@choice_option("--task", "Plan for this task.", _TASKS, "train")
+@number_option("--batch", "Rows per training step.", 8, 1, metavar=None)
+@number_option("--microbatches", "Microbatches per training step.", 8, 1, metavar=None)
+@number_option("--sequence", "Tokens per row.", 256, 1, metavar=None)
+@choice_option(
     "--compression",
-    type=click.Choice(get_args(Compression)),
-    default="none",
-    show_default=True,
-    help="Compress activations and gradients between the stages of a training job.",
+    "Compress activations and gradients between the stages of a training job.",
+    get_args(Compression),
+    "none",
 )
-@click.option(
+@choice_option(
     "--precision",
-    type=click.Choice(["fp32", "bf16"]),
-    default="fp32",
-    show_default=True,
-    help="Format of a training job's matrix products. In bf16 more results depend on the cut; the plan says which.",
+    "Format of a training job's matrix products. In bf16 more results depend on the cut; the plan says which.",
+    ["fp32", "bf16"],
+    "fp32",
 )
 @lora_option
-@click.option(
+@choice_option(
     "--recompute",
-    type=click.Choice(get_args(SavingMode)),
-    default="auto",
-    show_default=True,
-    help="Recompute activations in the backward pass of training stages instead of keeping them.",
+    "Recompute activations in the backward pass of training stages instead of keeping them.",
+    get_args(SavingMode),
+    "auto",
 )
-@click.option(
-    "--offload",
-    type=click.Choice(get_args(SavingMode)),
-    default="auto",
-    show_default=True,
-    help="Keep optimizer state in files on the stages' machines.",
-)
-@click.option(
+@choice_option("--offload", "Keep optimizer state in files on the stages' machines.", get_args(SavingMode), "auto")
+@choice_option(
     "--offload-weights",
-    type=click.Choice(get_args(SavingMode)),
-    default="auto",
-    show_default=True,
-    help="Keep weights in files on the stages' machines until a block needs them.",
+    "Keep weights in files on the stages' machines until a block needs them.",
+    get_args(SavingMode),
+    "auto",
 )
 @click.option(
     "--replicas",
-    type=HowMany(),
+    type=WordOrCount(["auto"], "expected a whole number of at least 1, or auto; got {!r}."),
     default="1",
     show_default=True,
     metavar="N|auto",
     help="Split each training step over N pipelines that sum their gradients; auto: the fastest number.",
 )
-@stages_option
-@click.option("--spares", type=click.IntRange(min=0), help="Keep this many peers free as spares.")
+@stages_option(" (per replica)")
+@number_option("--spares", "Keep this many peers free as spares.", None, 0, metavar=None)
 @click.option("--require", multiple=True, metavar="PEER", help="Use this peer. May be repeated.")
 @click.option("--exclude", multiple=True, metavar="PEER", help="Don't use this peer. May be repeated.")
 @serving_options
@@ -114,20 +113,18 @@ FASTER: Final = 1.01
     help="With --task serve: least speed of a session in the estimate for several pipelines.  [default: half of what a "
     "single session gets]",
 )
-@click.option(
+@choice_option(
     "--takeover",
-    type=click.Choice(["any", "exact", "tolerant"]),
-    default="any",
-    show_default=True,
-    help="Allow warm standbys with other numerics, which would continue with slightly different results; `exact`: "
-    "never.",
+    "Allow warm standbys with other numerics, which would continue with slightly different results; `exact`: never.",
+    ["any", "exact", "tolerant"],
+    "any",
 )
-@click.option(
+@path_option(
     "--picture",
-    "picture_file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE.svg",
-    help="Also draw the plan into this file, and the estimated layout with replicas into FILE-replicas.svg.",
+    "FILE.svg",
+    "Also draw the plan into this file, and the estimated layout with replicas into FILE-replicas.svg.",
+    name="picture_file",
+    dir_okay=False,
 )
 @catalogue_option
 @home_option

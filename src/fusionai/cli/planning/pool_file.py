@@ -8,17 +8,17 @@ Each `[[peers]]` table is one machine, or `count` equal ones, given by measured 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
-import click
 import msgspec
 from msgspec import Meta
 
+from fusionai.cli.options import path_option
 from fusionai.corpus.strict import convert, nearest
 from fusionai.primitives.errors import RecipeError, UsageError
 from fusionai.primitives.pace import TrainingSpeed
@@ -26,8 +26,6 @@ from fusionai.primitives.units import parse_bandwidth_bytes_per_s, parse_bytes, 
 from fusionai.scheduling.analysis.catalogue import Catalogue, Device, Dtype
 from fusionai.scheduling.problem.types import Excluded, Link, PeerProfile
 from fusionai.scheduling.token_cost import Prices
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _SHIPPED: Final = "data/catalogue.toml"
 
@@ -58,15 +56,13 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         raise RecipeError(f"{path}: can't be read ({problem.strerror}).", hint=hint) from None
 
 
-def catalogue_option(function: _Function) -> _Function:
-    """Give a command the parameter `catalogue_file: Path | None`."""
-    return click.option(
-        "--catalogue",
-        "catalogue_file",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="Add or replace devices of the shipped catalogue from this TOML file.",
-    )(function)
+catalogue_option = path_option(
+    "--catalogue",
+    "FILE",
+    "Add or replace devices of the shipped catalogue from this TOML file.",
+    name="catalogue_file",
+)
+"""Gives a command the parameter `catalogue_file: Path | None`."""
 
 
 def _devices(table: Mapping[str, Any], where: str) -> tuple[Device, ...]:

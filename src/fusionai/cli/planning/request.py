@@ -16,8 +16,8 @@ import msgspec
 from fusionai.capture.kept import kept
 from fusionai.capture.models.source import parse_source
 from fusionai.cli import console
+from fusionai.cli.options import ServingOptions
 from fusionai.cli.planning.pool_file import FIRST, LAST, ConstraintsTable, PoolOnPaper
-from fusionai.cli.serving.options import ServingOptions
 from fusionai.client.serving.planning import serving_problem
 from fusionai.ir.cost import block_costs
 from fusionai.ir.partition import ends

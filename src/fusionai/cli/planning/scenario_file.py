@@ -13,9 +13,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from fusionai.cli.options import ServingOptions
 from fusionai.cli.planning.pool_file import PoolOnPaper, read_pool, read_toml
 from fusionai.cli.planning.request import Asked, problem_of
-from fusionai.cli.serving.options import ServingOptions
 from fusionai.corpus.strict import convert
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import RecipeError, UsageError

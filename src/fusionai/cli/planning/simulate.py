@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from fusionai.cli import console
-from fusionai.cli.options import json_option, write_json
+from fusionai.cli.options import json_option, number_option, path_option, write_json
 from fusionai.cli.planning.pool_file import catalogue_option, read_catalogue
 from fusionai.cli.planning.request import captured
 from fusionai.cli.planning.scenario_file import ScenarioOnPaper, read_scenario
@@ -35,16 +35,11 @@ from fusionai.scheduling.problem.types import Problem
 
 @click.command()
 @click.argument("scenario_file", type=click.Path(path_type=Path), metavar="SCENARIO.toml")
-@click.option("--seed", type=click.IntRange(min=0), help="Use this seed instead of the scenario's.")
+@number_option("--seed", "Use this seed instead of the scenario's.", None, 0, metavar=None)
 @click.option(
     "--hours", type=click.FloatRange(min=0, min_open=True), help="Simulate this many hours instead of the scenario's."
 )
-@click.option(
-    "--plots",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="DIR",
-    help="Draw one step and the whole time as PNG files into DIR.",
-)
+@path_option("--plots", "DIR", "Draw one step and the whole time as PNG files into DIR.", file_okay=False)
 @catalogue_option
 @json_option
 def simulate(

@@ -17,6 +17,7 @@ from fusionai.cli.options import (
     invitation_options,
     json_option,
     number_option,
+    path_option,
     port_option,
     quantity_option,
     write_json,
@@ -29,7 +30,7 @@ from fusionai.transport.security.trust import parse_key
 
 @click.command()
 @click.option("--pool", "name", metavar="NAME", help="Name of the pool.  [default: the name it has, or `pool`]")
-@host_option
+@host_option()
 @port_option("Listen on this TCP port; 0: any free one.", default=None, shown="4711")
 @address_option
 @invitation_options(uses=100)
@@ -61,12 +62,13 @@ from fusionai.transport.security.trust import parse_key
     metavar="SIGNING_KEY",
     help="Let only machines lend themselves whose keys this signing key has endorsed. May be repeated.",
 )
-@click.option(
+@path_option(
     "--trust-file",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    metavar="FILE",
-    help="Let only machines lend themselves that a signing key in this file has endorsed and that are not revoked in "
-    "it. `fusion trust` writes such a file: trust.json in its --home.",
+    "FILE",
+    "Let only machines lend themselves that a signing key in this file has endorsed and that are not revoked in it. "
+    "`fusion trust` writes such a file: trust.json in its --home.",
+    dir_okay=False,
+    exists=True,
 )
 @lifeline_option
 @home_option

@@ -17,10 +17,12 @@ from fusionai.backends.registry import BACKENDS
 from fusionai.cli import console
 from fusionai.cli.options import (
     address_option,
+    choice_option,
     device_option,
     home_option,
     host_option,
     json_option,
+    path_option,
     port_option,
     quantity_option,
     threads_option,
@@ -38,13 +40,12 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("invitation", metavar="[INVITE]", required=False)
 @click.option("--owner", is_flag=True, help="Only run jobs from this machine; don't lend it.")
-@click.option(
+@choice_option(
     "--backend",
-    type=click.Choice(("auto", *BACKENDS)),
-    default="auto",
-    show_default=True,
-    help="Compute with this framework; auto: one that is installed. jax needs fusionai[jax]; onnxruntime, which can "
-    "serve but not train, needs fusionai[onnxruntime].",
+    "Compute with this framework; auto: one that is installed. jax needs fusionai[jax]; onnxruntime, which can serve "
+    "but not train, needs fusionai[onnxruntime].",
+    ("auto", *BACKENDS),
+    "auto",
 )
 @device_option("Lend this device")
 @quantity_option(
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
 )
 @click.option("--pause-when-busy", is_flag=True, help="Don't compute while other programs keep the CPU busy.")
 @click.option("--name", default="", metavar="NAME", help="Show this name for the machine.  [default: the host name]")
-@host_option
+@host_option()
 @port_option("Listen on this TCP port; 0: any free one.", shown="0")
 @click.option(
     "--relay/--no-relay",
@@ -86,12 +87,12 @@ if TYPE_CHECKING:
     help="Accept connections over the broker's relay from machines that can't dial this one.  [default: yes, unless "
     "--address is given]",
 )
-@click.option(
+@path_option(
     "--weights-beside",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Read weights from the files of a job owner on this machine, instead of fetching a copy. FILE: weights.json "
-    "in the owner's --home.",
+    "FILE",
+    "Read weights from the files of a job owner on this machine, instead of fetching a copy. FILE: weights.json in the "
+    "owner's --home.",
+    dir_okay=False,
 )
 @click.option(
     "--measure", is_flag=True, help="Measure this machine's speed even if it was measured in the last 7 days."

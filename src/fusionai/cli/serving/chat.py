@@ -20,7 +20,7 @@ import click
 import msgspec
 
 from fusionai.cli import console
-from fusionai.cli.options import home_option
+from fusionai.cli.options import ServingOptions, home_option, number_option, path_option, serving_options
 from fusionai.cli.serving.chat_client import (
     AnswerPiece,
     AnswerRoute,
@@ -31,7 +31,6 @@ from fusionai.cli.serving.chat_client import (
     Note,
     ServerStatus,
 )
-from fusionai.cli.serving.options import ServingOptions, serving_options
 from fusionai.primitives.errors import FusionError, TransportError, UsageError
 from fusionai.primitives.units import format_bytes, format_seconds
 
@@ -58,22 +57,21 @@ class _Ready(msgspec.Struct, frozen=True):
 @click.command()
 @click.argument("model", required=False)
 @click.option("--url", metavar="URL", help=f"Chat with the model of this running gateway.  [default: {URL}]")
-@click.option(
+@path_option(
     "--api-key-file",
-    "key_file",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    metavar="FILE",
-    help="Use the first API key of this file, with lines `name = key` or `key`.",
+    "FILE",
+    "Use the first API key of this file, with lines `name = key` or `key`.",
+    name="key_file",
+    dir_okay=False,
+    exists=True,
 )
-@click.option(
-    "--local", type=click.IntRange(min=1), metavar="N", help="With MODEL: start a pool of N peers on this machine."
-)
+@number_option("--local", "With MODEL: start a pool of N peers on this machine.", None, 1)
 @serving_options
-@click.option(
+@number_option(
     "--max-tokens",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help=f"Limit the tokens of an answer.  [default: {ANSWER_TOKENS}, or fewer if the context is full]",
+    f"Limit the tokens of an answer.  [default: {ANSWER_TOKENS}, or fewer if the context is full]",
+    None,
+    1,
 )
 @click.option(
     "--temperature",
@@ -81,9 +79,7 @@ class _Ready(msgspec.Struct, frozen=True):
     metavar="T",
     help="Sampling temperature; 0: greedy.  [default: the model's]",
 )
-@click.option(
-    "--seed", type=int, metavar="N", help="Sampling seed; the same seed gives the same answers.  [default: random]"
-)
+@number_option("--seed", "Sampling seed; the same seed gives the same answers.  [default: random]")
 @click.option("--system", metavar="TEXT", help="Start the conversation with this system message.")
 @home_option
 def chat(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fusionai.cli import console
-from fusionai.cli.options import device_option, json_option, number_option, write_json
+from fusionai.cli.options import device_option, json_option, number_option, path_option, write_json
 from fusionai.cli.running import run_until_stopped
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.units import format_seconds
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 @number_option("--peers", "Start N peers with one stage each.", 4)
 @number_option("--spares", "Start N further peers as spares.", 2)
 @device_option("Compute on this device in all peers", auto=False)
-@click.option(
+@path_option(
     "--directory",
-    type=click.Path(path_type=Path, file_okay=False),
+    None,
+    "Directory for logs, checkpoint and report; each run creates a new folder in it.",
     default=Path("fusion-demo"),
-    show_default=True,
-    help="Directory for logs, checkpoint and report; each run creates a new folder in it.",
+    file_okay=False,
 )
 @click.option(
     "--kill",

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from fusionai.cli.main import main
+from fusionai.cli.options import ServingOptions
 from fusionai.cli.planning import plan as plan_command
 from fusionai.cli.planning import request as asked_module
 from fusionai.cli.planning.pool_file import ConstraintsTable, read_pool
 from fusionai.cli.planning.request import Asked, problem_of
-from fusionai.cli.serving.options import ServingOptions
 from fusionai.ir.schema import Graph
 from fusionai.scheduling.problem.types import SharedWeight
 from harness.stand import layers

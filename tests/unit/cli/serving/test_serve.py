@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from fusionai.cli.main import main
-from fusionai.cli.serving.options import ServingOptions, serving_options
+from fusionai.cli.options import ServingOptions, serving_options
 from fusionai.privacy.findings import sentence
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from fusionai.backends.interface import DeviceReport
 from fusionai.backends.survey import Seen, Survey
-from fusionai.cli import findings
+from fusionai.cli import doctor
 from fusionai.cli.reach import Reach
 from fusionai.primitives.ids import PeerId
 from fusionai.wire.messages import LinkView, Observed
@@ -35,9 +35,9 @@ def survey(*, devices: tuple[str, ...] = ("cpu",), cuda: str | None = None, repo
     )
 
 
-def cards(monkeypatch: pytest.MonkeyPatch, looked: Survey) -> list[findings.Finding]:
-    monkeypatch.setattr(findings, "_nvidia_card", lambda: "NVIDIA RTX 3080 (driver 550.1)")
-    return [finding for finding in findings._of_torch(looked, alone=True) if finding.area == "NVIDIA card"]
+def cards(monkeypatch: pytest.MonkeyPatch, looked: Survey) -> list[doctor.Finding]:
+    monkeypatch.setattr(doctor, "_nvidia_card", lambda: "NVIDIA RTX 3080 (driver 550.1)")
+    return [finding for finding in doctor._of_torch(looked, alone=True) if finding.area == "NVIDIA card"]
 
 
 def test_a_card_with_a_build_without_cuda_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
@@ -57,32 +57,32 @@ def test_a_card_that_torch_sees_needs_nothing(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_device_that_fails_to_measure_is_bad():
-    last = list(findings._of_torch(survey(report=None), alone=True))[-1]
+    last = list(doctor._of_torch(survey(report=None), alone=True))[-1]
     assert (last.area, last.state) == ("speed", "bad")
     assert "driver fell over" in last.what
 
 
 def test_a_crash_of_the_process_that_imports_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch):
     killed = subprocess.CompletedProcess([], -11, b"", b"noise\nIllegal something\n")
-    monkeypatch.setattr(findings.subprocess, "run", lambda *args, **kwargs: killed)
-    looked = findings._look_at("torch", "auto", None)
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *args, **kwargs: killed)
+    looked = doctor._look_at("torch", "auto", None)
     assert isinstance(looked, str)
     assert "killed by signal 11: Illegal something" in looked
-    (finding,) = findings._of_torch(looked, alone=True)
+    (finding,) = doctor._of_torch(looked, alone=True)
     assert finding.state == "bad"
-    (finding,) = findings._of_torch(looked, alone=False)
+    (finding,) = doctor._of_torch(looked, alone=False)
     assert finding.state == "note", "another framework trains here"
 
 
 def test_other_frameworks_are_listed_with_their_speed_or_what_installs_them():
-    (missing,) = findings._of_another("onnxruntime", None)
+    (missing,) = doctor._of_another("onnxruntime", None)
     assert (missing.state, "could serve" in missing.what) == ("note", True)
     assert "pip install 'fusionai[onnxruntime]'" in missing.remedy
-    (measured,) = findings._of_another("jax", survey())
+    (measured,) = doctor._of_another("jax", survey())
     assert (measured.area, measured.state) == ("jax", "good")
     assert "50 GFLOP/s" in measured.what
     for broken in (survey(report=None), "the process that imported jax was killed"):
-        (finding,) = findings._of_another("jax", broken)
+        (finding,) = doctor._of_another("jax", broken)
         assert finding.state == "note"
         assert "pip install 'fusionai[jax]'" in finding.remedy
 
@@ -96,38 +96,38 @@ def test_other_frameworks_are_listed_with_their_speed_or_what_installs_them():
     ],
 )
 def test_addresses_decide_what_to_do_about_the_router(addresses: tuple[str, ...], state: str, said: str):
-    finding = next(iter(findings._of_network(addresses)))
+    finding = next(iter(doctor._of_network(addresses)))
     assert finding.state == state
     assert said in finding.what
 
 
 def test_a_kernel_without_bbr_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(findings.sys, "platform", "linux")
-    (without,), (having,) = findings._of_bulk(False), findings._of_bulk(True)
+    monkeypatch.setattr(doctor.sys, "platform", "linux")
+    (without,), (having,) = doctor._of_bulk(False), doctor._of_bulk(True)
     assert (without.state, having.state) == ("note", "good")
     assert "modprobe tcp_bbr" in without.remedy
-    monkeypatch.setattr(findings.sys, "platform", "darwin")
-    assert list(findings._of_bulk(False)) == []
+    monkeypatch.setattr(doctor.sys, "platform", "darwin")
+    assert list(doctor._of_bulk(False)) == []
 
 
 def test_a_clock_that_is_not_synchronised_is_noted(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(findings, "_output", lambda command: "no\n")
-    (finding,) = findings._of_clock()
+    monkeypatch.setattr(doctor, "_output", lambda command: "no\n")
+    (finding,) = doctor._of_clock()
     assert finding.state == "note"
     assert "timedatectl" in finding.remedy
 
 
 def test_disk_is_measured_where_the_home_will_be(tmp_path: Path):
-    (finding,) = findings._of_disk(tmp_path / "not" / "there" / "yet")
+    (finding,) = doctor._of_disk(tmp_path / "not" / "there" / "yet")
     assert "free for" in finding.what
 
 
 SEEN = "203.0.113.7"
 
 
-def way_in(observed: Observed | None, monkeypatch: pytest.MonkeyPatch, own: tuple[str, ...] = ()) -> findings.Finding:
-    monkeypatch.setattr(findings, "_addresses", lambda: iter(own))
-    (finding,) = findings._of_reach(Reach(0.1, 4712, observed, {}))
+def way_in(observed: Observed | None, monkeypatch: pytest.MonkeyPatch, own: tuple[str, ...] = ()) -> doctor.Finding:
+    monkeypatch.setattr(doctor, "_addresses", lambda: iter(own))
+    (finding,) = doctor._of_reach(Reach(0.1, 4712, observed, {}))
     assert finding.area == "inbound"
     return finding
 
@@ -162,6 +162,6 @@ def test_doctor_says_which_way_each_link_goes():
         PeerId("a" * 52): LinkView("a" * 52, "lan", 1, 0.002, 5e6, 0.005),
     }
     reach = Reach(0.1, 4712, None, links)
-    finding = list(findings._of_reach(reach))[-1]
+    finding = list(doctor._of_reach(reach))[-1]
     figures = "round trip 2 ms; up to 5 MB/s so far; 0.50% retransmitted"
     assert (finding.area, finding.what) == ("links", f"now: aaaaaaaa lan ({figures}), bbbbbbbb relay")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fusionai.cli.audit import boundary_headers, boundary_rows, share
 from fusionai.cli.main import main
+from fusionai.cli.privacy import boundary_headers, boundary_rows, share
 from fusionai.client import audit as client_audit
 from fusionai.client.audit import AuditOptions
 from fusionai.privacy.findings import Control, Findings
