@@ -263,6 +263,11 @@ def write_json(path: Path | None, command: str, figures: Mapping[str, object]) -
     write_atomic(path, msgspec.json.format(encoded, indent=2) + b"\n")
 
 
+def attributes(record: object, names: str) -> dict[str, object]:
+    """Return attributes of a record by their names, which are separated by spaces, in that order."""
+    return {name: getattr(record, name) for name in names.split()}
+
+
 def _encode(value: object) -> object:
     if isinstance(value, Path):
         return str(value)

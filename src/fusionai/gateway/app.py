@@ -29,7 +29,6 @@ from fusionai.gateway.config import GatewayConfig
 from fusionai.gateway.context import GatewayContext, json_response
 from fusionai.gateway.errors import ApiError, ErrorAnswer, error_response
 from fusionai.gateway.metrics import CONTENT_TYPE, Metrics
-from fusionai.gateway.parameters import adapter_of
 from fusionai.gateway.requests import ChatRequest, CompletionRequest, EmbeddingRequest
 from fusionai.gateway.streaming import EventStream, event
 from fusionai.primitives.clock import Clock, SystemClock
@@ -238,7 +237,7 @@ class ModelEndpoint:
     async def model(self, request: Request) -> Response:
         """One of the models."""
         name = request.path_params["model"]
-        adapter_of(name, self._context.config)
+        self._context.adapter_of(name)
         return json_response(self._card(name))
 
     def _card(self, name: str) -> ModelCard:

@@ -1,41 +1,26 @@
-"""Answers `POST /v1/chat/completions`: the form of the answer; its content comes from the engine.
+"""Answers `POST /v1/chat/completions`: what a chat asks of the engine, and the form of its answer.
 
-Neighbours: `requests.ChatRequest` comes in, `answers.ChatCompletion` or a stream of `answers.ChatChunk` goes out.
+`context` runs the generations; `requests.ChatRequest` comes in, `answers.ChatCompletion` or a stream of
+`answers.ChatChunk` goes out.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fusionai.gateway import parameters
-from fusionai.gateway.answers import (
-    AnswerMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatLogprobs,
-    FinishWord,
-    FunctionCall,
-    FunctionDelta,
-    MessageDelta,
-    RouteReport,
-    TokenLogprobs,
-    ToolCallAnswer,
-    ToolCallDelta,
-    TopLogprob,
-    Usage,
-)
-from fusionai.gateway.context import GatewayContext, Heading
+from fusionai.gateway import answers
+from fusionai.gateway.context import GatewayContext, Heading, numbered, off_loop
 from fusionai.gateway.errors import as_api_error, invalid
-from fusionai.gateway.generation import AnswerLogprob, ApiGeneration, Choice, Delta
+from fusionai.gateway.generation import AnswerLogprob, Choice, Delta, PromptProcessed
 from fusionai.gateway.requests import (
     ChatRequest,
     JsonObjectFormat,
@@ -45,9 +30,10 @@ from fusionai.gateway.requests import (
     TextPart,
     plain,
 )
-from fusionai.gateway.streaming import comment, event, while_connected
+from fusionai.gateway.streaming import while_connected
 from fusionai.serving.constraint import Form, JsonObject, JsonSchema
-from fusionai.serving.interface import GenerationPaused
+from fusionai.serving.interface import PromptRead
+from fusionai.serving.model_text import ModelText
 from fusionai.serving.tool_grammar import call_grammar
 from fusionai.serving.tool_reading import ToolReader
 from fusionai.serving.tools import CallPiece, ToolDefinition, calls_of
@@ -63,8 +49,7 @@ class ChatEndpoint:
         """Answer one request."""
         body, heading = await self._context.opened(request, ChatRequest, "chatcmpl")
         choices = await while_connected(request, self._choices(request, body))
-        compose = self._chunks if heading.is_stream else self._whole
-        return await self._context.reply(request, choices, lambda started: compose(started, heading, len(choices)))
+        return await self._context.reply(request, heading, choices, _ChatForm(self._context.text, heading))
 
     async def _choices(self, request: Request, body: ChatRequest) -> list[Choice]:
         context, text = self._context, self._context.text
@@ -74,8 +59,8 @@ class ChatEndpoint:
             raise invalid("This model's chat template does not support tools.", "tools", "unsupported_parameter")
         form = self._form(body, tools)
         written = _written(body)
-        await parameters.check_length(written, text, context.engine, "messages")
-        prompt = await parameters.off_loop(
+        await context.check_length(written, "messages")
+        prompt = await off_loop(
             sum(map(len, written)),
             text.chat_tokens,
             [plain(message) for message in body.messages],
@@ -85,10 +70,10 @@ class ChatEndpoint:
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise invalid("Give `max_completion_tokens` or the older `max_tokens`, not both.", "max_tokens")
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        room = parameters.room_for(len(prompt), asked, None, context.engine, "messages")
+        room = context.room_for(len(prompt), asked, None, "messages")
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid("`top_logprobs` needs `logprobs: true`.", "top_logprobs")
-        shared = context.parameters(request, body)
+        shared, stops = context.generation(request, body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         choices: list[Choice] = []
         for index in range(count):
@@ -97,8 +82,8 @@ class ChatEndpoint:
                 Choice(
                     index=index,
                     prompt=0,
-                    generation=shared.generation(index, prompt, room, logprobs, constraint=constraint),
-                    decoder=text.decoder(stops=(*shared.stops, *text.stops), tools=bool(tools)),
+                    generation=numbered(shared, index, prompt, room, logprobs=logprobs, constraint=constraint),
+                    decoder=text.decoder(stops=(*stops, *text.stops), tools=bool(tools)),
                     tools=ToolReader(text.tool_form, tools) if tools and text.tool_form is not None else None,
                     one_call=body.parallel_tool_calls is False,
                     keeps=None if room else 0,
@@ -139,105 +124,79 @@ class ChatEndpoint:
             case _:
                 return wanted
 
-    async def _whole(self, generation: ApiGeneration, heading: Heading, count: int) -> ChatCompletion:
-        texts: list[list[str]] = [[] for _ in range(count)]
-        called: list[list[CallPiece]] = [[] for _ in range(count)]
-        logprobs: list[list[AnswerLogprob]] = [[] for _ in range(count)]
-        finish: list[FinishWord] = ["stop"] * count
-        with_logprobs = heading.with_logprobs
-        async for update in generation.updates():
-            if not isinstance(update, Delta):
-                continue
-            at = update.index
-            texts[at].append(update.text)
-            logprobs[at].extend(update.logprobs)
-            called[at].extend(update.calls)
-            finish[at] = update.finish or finish[at]
+
+@dataclass(frozen=True, slots=True)
+class _ChatForm:
+    """`context.AnswerForm` of chats."""
+
+    text: ModelText
+    heading: Heading
+
+    def first(self, index: int) -> list[answers.ChatChunkChoice]:
+        return [answers.ChatChunkChoice(index, answers.MessageDelta("assistant", ""))]
+
+    def parts(self, update: Delta | PromptProcessed) -> list[answers.ChatChunkChoice]:
+        if not isinstance(update, Delta):
+            return []
+        logprobs = self._logprobs(update.logprobs) if update.logprobs else None
+        deltas = [answers.MessageDelta(tool_calls=[delta]) for delta in _call_deltas(update.calls)]
+        choices = [answers.ChatChunkChoice(update.index, delta) for delta in deltas]
+        if update.text or logprobs is not None:
+            text = answers.MessageDelta(content=update.text)
+            choices.insert(0, answers.ChatChunkChoice(update.index, text, logprobs=logprobs))
+        if update.finish is not None:
+            choices.append(answers.ChatChunkChoice(update.index, answers.MessageDelta(), update.finish))
+        return choices
+
+    def whole(self, answer: Delta, prompt: PromptRead | None) -> answers.ChatChoice:
+        del prompt
         calls = [
-            [ToolCallAnswer(call.call_id, FunctionCall(call.name, call.arguments)) for call in calls_of(pieces)]
-            for pieces in called
+            answers.ToolCallAnswer(call.call_id, answers.FunctionCall(call.name, call.arguments))
+            for call in calls_of(answer.calls)
         ]
-        choices = [
-            ChatChoice(
-                at,
-                AnswerMessage(("".join(texts[at]) or None) if calls[at] else "".join(texts[at]), calls[at] or UNSET),
-                finish[at],
-                self._logprobs(logprobs[at]) if with_logprobs else None,
-            )
-            for at in range(count)
-        ]
-        return ChatCompletion(
-            heading.answer_id,
-            heading.created,
-            heading.model,
-            choices,
-            generation.usage,
-            fusion=heading.route(generation),
-        )
+        message = answers.AnswerMessage((answer.text or None) if calls else answer.text, calls or UNSET)
+        logprobs = self._logprobs(answer.logprobs) if self.heading.with_logprobs else None
+        return answers.ChatChoice(answer.index, message, answer.finish or "stop", logprobs)
 
-    async def _chunks(self, generation: ApiGeneration, heading: Heading, count: int) -> AsyncGenerator[bytes, None]:
-        no_usage = None if heading.with_usage else UNSET
+    def body(
+        self,
+        heading: Heading,
+        choices: list[Any],
+        usage: answers.Usage | UnsetType | None,
+        route: answers.RouteReport | UnsetType,
+    ) -> answers.ChatChunk | answers.ChatCompletion:
+        if heading.is_stream:
+            return answers.ChatChunk(heading.answer_id, heading.created, heading.model, choices, usage, fusion=route)
+        assert isinstance(usage, answers.Usage)
+        return answers.ChatCompletion(heading.answer_id, heading.created, heading.model, choices, usage, fusion=route)
 
-        def chunk(
-            *choices: ChatChunkChoice,
-            usage: Usage | UnsetType | None = no_usage,
-            route: RouteReport | UnsetType = UNSET,
-        ) -> bytes:
-            name, created_s, model = heading.answer_id, heading.created, heading.model
-            return event(ChatChunk(name, created_s, model, list(choices), usage, fusion=route))
+    def _logprobs(self, logprobs: Sequence[AnswerLogprob]) -> answers.ChatLogprobs:
+        tokenizer = self.text.tokenizer
 
-        for index in range(count):
-            yield chunk(ChatChunkChoice(index, MessageDelta("assistant", "")))
-        unfinished = count
-        async for update in generation.updates():
-            match update:
-                case GenerationPaused():
-                    yield comment(f"{update.state}: {update.detail}")
-                case Delta(index=at):
-                    logprobs = self._logprobs(list(update.logprobs)) if update.logprobs else None
-                    if update.text or logprobs is not None:
-                        yield chunk(ChatChunkChoice(at, MessageDelta(content=update.text), logprobs=logprobs))
-                    for delta in _call_deltas(update.calls):
-                        yield chunk(ChatChunkChoice(at, MessageDelta(tool_calls=[delta])))
-                    if update.finish is not None:
-                        unfinished -= 1
-                        last = ChatChunkChoice(at, MessageDelta(), update.finish)
-                        is_end = not unfinished and not heading.with_usage
-                        yield chunk(last, route=heading.route(generation) if is_end else UNSET)
-                case _:
-                    pass
-        if heading.with_usage:
-            yield chunk(usage=generation.usage, route=heading.route(generation))
-        yield b"data: [DONE]\n\n"
+        def named(token: int, value: float) -> tuple[str, float, list[int]]:
+            return tokenizer.token_text(token), value, list(tokenizer.token_bytes(token))
 
-    def _logprobs(self, logprobs: list[AnswerLogprob]) -> ChatLogprobs:
-        tokenizer = self._context.text.tokenizer
-        return ChatLogprobs(
+        return answers.ChatLogprobs(
             [
-                TokenLogprobs(
-                    tokenizer.token_text(one.logprob.token),
-                    one.logprob.logprob,
-                    list(tokenizer.token_bytes(one.logprob.token)),
-                    [
-                        TopLogprob(tokenizer.token_text(token), value, list(tokenizer.token_bytes(token)))
-                        for token, value in one.logprob.top
-                    ],
+                answers.TokenLogprobs(
+                    *named(one.logprob.token, one.logprob.logprob),
+                    [answers.TopLogprob(*named(token, value)) for token, value in one.logprob.top],
                 )
                 for one in logprobs
             ]
         )
 
 
-def _call_deltas(pieces: Sequence[CallPiece]) -> Iterator[ToolCallDelta]:
+def _call_deltas(pieces: Sequence[CallPiece]) -> Iterator[answers.ToolCallDelta]:
     """Yield one delta per call. A call's first delta has its id and name, later ones only more arguments."""
     for index, of_call in itertools.groupby(pieces, lambda piece: piece.index):
         first, *others = of_call
         arguments = "".join((first.arguments, *(piece.arguments for piece in others)))
         if first.name is not None:
-            function = FunctionDelta(arguments, first.name)
-            yield ToolCallDelta(index, function, first.call_id or UNSET, "function")
+            function = answers.FunctionDelta(arguments, first.name)
+            yield answers.ToolCallDelta(index, function, first.call_id or UNSET, "function")
         elif arguments:
-            yield ToolCallDelta(index, FunctionDelta(arguments))
+            yield answers.ToolCallDelta(index, answers.FunctionDelta(arguments))
 
 
 def _tools(body: ChatRequest) -> list[ToolDefinition]:
@@ -253,15 +212,8 @@ def _tools(body: ChatRequest) -> list[ToolDefinition]:
 
 
 def _written(body: ChatRequest) -> list[str]:
-    texts: list[str] = []
-    for message in body.messages:
-        content = message.content
-        if isinstance(content, str):
-            texts.append(content)
-        for part in content if isinstance(content, list) else ():
-            match part:
-                case TextPart(text=text):
-                    texts.append(text)
-                case RefusalPart(refusal=text):
-                    texts.append(text)
-    return texts
+    contents = [[one.content] if isinstance(one.content, str) else one.content or [] for one in body.messages]
+    parts = [part for content in contents for part in content]
+    return [
+        one.text if isinstance(one, TextPart) else one.refusal if isinstance(one, RefusalPart) else one for one in parts
+    ]

@@ -1,6 +1,6 @@
 """Answers `POST /v1/completions` and `POST /v1/embeddings`, which take the same prompts.
 
-Neighbours: `requests.CompletionRequest` comes in, `answers.Completion` goes out, whole or in parts.
+`context` runs the generations; `requests.CompletionRequest` comes in, `answers.Completion` goes out, whole or in parts.
 """
 
 from __future__ import annotations
@@ -8,69 +8,54 @@ from __future__ import annotations
 import base64
 import itertools
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
-from msgspec import UNSET, UnsetType
+from msgspec import UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fusionai.gateway import parameters
-from fusionai.gateway.answers import (
-    Completion,
-    Embedding,
-    EmbeddingList,
-    EmbeddingUsage,
-    FinishWord,
-    RouteReport,
-    TextChoice,
-    TextLogprobs,
-    Usage,
-)
-from fusionai.gateway.context import GatewayContext, Heading, json_response
+from fusionai.gateway import answers
+from fusionai.gateway.context import GatewayContext, Heading, json_response, numbered, off_loop
 from fusionai.gateway.errors import as_api_error, invalid
-from fusionai.gateway.generation import AnswerLogprob, ApiGeneration, Choice, Delta, PromptProcessed
+from fusionai.gateway.generation import AnswerLogprob, Choice, Delta, PromptProcessed
 from fusionai.gateway.requests import CompletionRequest, EmbeddingRequest, read
-from fusionai.gateway.streaming import comment, event, while_connected
-from fusionai.serving.interface import Engine, GenerationPaused, TokenLogprob
+from fusionai.gateway.streaming import while_connected
+from fusionai.serving.interface import PromptRead, TokenLogprob
 from fusionai.serving.model_text import ModelText
-
-
-async def prompts_of(
-    given: str | list[str | int | list[int]], text: ModelText, engine: Engine, param: str
-) -> list[tuple[int, ...]]:
-    """Return one or more prompts as tokens, none of them empty. Raises `ApiError`."""
-    if isinstance(given, str):
-        prompts = await _texts([given], text, engine, param)
-    elif all(isinstance(part, str) for part in given):
-        prompts = await _texts([part for part in given if isinstance(part, str)], text, engine, param)
-    elif all(isinstance(part, int) for part in given):
-        prompts = [tuple(part for part in given if isinstance(part, int))]
-    elif all(isinstance(part, list) for part in given):
-        prompts = [tuple(part) for part in given if isinstance(part, list)]
-    else:
-        raise invalid(
-            f"`{param}` must be a text, texts, tokens or lists of tokens, not a mixture.", param, "invalid_type"
-        )
-    for prompt in prompts:
-        if not prompt:
-            raise invalid(f"`{param}` is empty: expected at least one token.", param)
-        parameters.check_tokens(prompt, engine.vocabulary, param)
-    return prompts
-
-
-async def _texts(texts: Sequence[str], text: ModelText, engine: Engine, param: str) -> list[tuple[int, ...]]:
-    prompts: list[tuple[int, ...]] = []
-    for one in texts:
-        await parameters.check_length([one], text, engine, param)
-        prompts.append(await parameters.off_loop(len(one), text.text_tokens, one))
-    return prompts
-
 
 _DEFAULT_TOKENS: Final = 16
 """OpenAI's default."""
+
+
+async def _prompts(
+    given: str | list[str | int | list[int]], context: GatewayContext, param: str
+) -> list[tuple[int, ...]]:
+    """Return one or more prompts as tokens, none of them empty. Raises `ApiError`."""
+    parts = [given] if isinstance(given, str) else given
+    kinds = {type(part) for part in parts}
+    if len(kinds) > 1:
+        raise invalid(
+            f"`{param}` must be a text, texts, tokens or lists of tokens, not a mixture.", param, "invalid_type"
+        )
+    prompts: list[tuple[int, ...]] = []
+    if kinds == {int}:
+        parts = [[token for token in parts if isinstance(token, int)]]
+    for part in parts:
+        if isinstance(part, str):
+            await context.check_length([part], param)
+            prompts.append(await off_loop(len(part), context.text.text_tokens, part))
+        elif isinstance(part, list):
+            prompts.append(tuple(part))
+    for prompt in prompts:
+        if not prompt:
+            raise invalid(f"`{param}` is empty: expected at least one token.", param)
+        if max(prompt) >= context.engine.vocabulary:
+            message = f"Token {max(prompt)} is outside the vocabulary of {context.engine.vocabulary}."
+            raise invalid(message, param)
+    return prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,25 +77,25 @@ class CompletionEndpoint:
         """Answer one request."""
         body, heading = await self._context.opened(request, CompletionRequest, "cmpl")
         choices, echoes = await while_connected(request, self._choices(request, body))
-        compose = self._chunks if heading.is_stream else self._whole
-        return await self._context.reply(request, choices, lambda started: compose(started, heading, echoes))
+        form = _CompletionForm(self._context.text, heading, echoes)
+        return await self._context.reply(request, heading, choices, form)
 
     async def _choices(self, request: Request, body: CompletionRequest) -> tuple[list[Choice], list[_Echo | None]]:
         context, text = self._context, self._context.text
         each = body.n or 1
         many = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
         context.check_count(each, many)
-        prompts = await prompts_of(body.prompt, text, context.engine, "prompt")
-        shared = context.parameters(request, body)
+        prompts = await _prompts(body.prompt, context, "prompt")
+        shared, stops = context.generation(request, body)
         choices: list[Choice] = []
         echoes: list[_Echo | None] = []
         for number, prompt in enumerate(prompts):
-            room = parameters.room_for(len(prompt), body.max_tokens, _DEFAULT_TOKENS, context.engine, "prompt")
+            room = context.room_for(len(prompt), body.max_tokens, _DEFAULT_TOKENS, "prompt")
             echo = self._echo(prompt) if body.echo else None
+            with_prompt = echo is not None and body.logprobs is not None
             for index in range(number * each, (number + 1) * each):
-                with_prompt = echo is not None and body.logprobs is not None
-                generation = shared.generation(index, prompt, room, body.logprobs, prompt_logprobs=with_prompt)
-                decoder = text.decoder(stops=shared.stops, after=prompt)
+                generation = numbered(shared, index, prompt, room, logprobs=body.logprobs, prompt_logprobs=with_prompt)
+                decoder = text.decoder(stops=stops, after=prompt)
                 choices.append(Choice(index, number, generation, decoder, keeps=None if room else 0))
                 echoes.append(echo)
         return choices, echoes
@@ -121,73 +106,60 @@ class CompletionEndpoint:
         text = "".join(piece.text for piece in (*pieces, decoder.finish()))
         return _Echo(text, tuple(prompt), tuple(piece.offset for piece in pieces))
 
-    async def _whole(self, generation: ApiGeneration, heading: Heading, echoes: Sequence[_Echo | None]) -> Completion:
-        texts: list[list[str]] = [[] for _ in echoes]
-        logprobs = [_empty() for _ in echoes]
-        finish: list[FinishWord] = ["stop"] * len(echoes)
-        async for update in generation.updates():
-            match update:
-                case PromptProcessed(index=at) if (echo := echoes[at]) is not None:
-                    texts[at].append(echo.text)
-                    _extend(logprobs[at], self._of_prompt(echo, update.read.logprobs))
-                case Delta(index=at):
-                    texts[at].append(update.text)
-                    _extend(logprobs[at], self._of_answer(update.logprobs, echoes[at]))
-                    finish[at] = update.finish or finish[at]
-                case _:
-                    pass
-        choices = [
-            TextChoice(at, "".join(texts[at]), finish[at], logprobs[at] if heading.with_logprobs else None)
-            for at in range(len(echoes))
-        ]
-        route = heading.route(generation)
-        return Completion(heading.answer_id, heading.created, heading.model, choices, generation.usage, fusion=route)
 
-    async def _chunks(
-        self, generation: ApiGeneration, heading: Heading, echoes: Sequence[_Echo | None]
-    ) -> AsyncGenerator[bytes, None]:
-        no_usage = None if heading.with_usage else UNSET
-        unfinished = len(echoes)
+@dataclass(frozen=True, slots=True)
+class _CompletionForm:
+    """`context.AnswerForm` of completions. `echoes`: by index of the answer."""
 
-        def chunk(
-            *choices: TextChoice,
-            usage: Usage | UnsetType | None = no_usage,
-            route: RouteReport | UnsetType = UNSET,
-        ) -> bytes:
-            name, created_s, model = heading.answer_id, heading.created, heading.model
-            return event(Completion(name, created_s, model, list(choices), usage, fusion=route))
+    text: ModelText
+    heading: Heading
+    echoes: Sequence[_Echo | None]
 
-        async for update in generation.updates():
-            match update:
-                case GenerationPaused():
-                    yield comment(f"{update.state}: {update.detail}")
-                case PromptProcessed(index=at) if (echo := echoes[at]) is not None:
-                    logprobs = self._of_prompt(echo, update.read.logprobs) if heading.with_logprobs else None
-                    yield chunk(TextChoice(at, echo.text, None, logprobs))
-                case Delta(index=at):
-                    unfinished -= update.finish is not None
-                    logprobs = self._of_answer(update.logprobs, echoes[at]) if update.logprobs else None
-                    is_end = not unfinished and not heading.with_usage
-                    route = heading.route(generation) if is_end else UNSET
-                    yield chunk(TextChoice(at, update.text, update.finish, logprobs), route=route)
-                case _:
-                    pass
-        if heading.with_usage:
-            yield chunk(usage=generation.usage, route=heading.route(generation))
-        yield b"data: [DONE]\n\n"
+    def first(self, index: int) -> list[answers.TextChoice]:
+        del index
+        return []
 
-    def _of_answer(self, logprobs: Sequence[AnswerLogprob], echo: _Echo | None) -> TextLogprobs:
+    def parts(self, update: Delta | PromptProcessed) -> list[answers.TextChoice]:
+        echo = self.echoes[update.index]
+        if isinstance(update, Delta):
+            logprobs = self._lists(self._of_answer(update.logprobs, echo)) if update.logprobs else None
+            return [answers.TextChoice(update.index, update.text, update.finish, logprobs)]
+        if echo is None:
+            return []
+        rows = self._of_prompt(echo, update.read.logprobs)
+        logprobs = self._lists(rows) if self.heading.with_logprobs else None
+        return [answers.TextChoice(update.index, echo.text, None, logprobs)]
+
+    def whole(self, answer: Delta, prompt: PromptRead | None) -> answers.TextChoice:
+        echo = self.echoes[answer.index]
+        rows = self._of_answer(answer.logprobs, echo)
+        text = answer.text
+        if echo is not None and prompt is not None:
+            text, rows = echo.text + text, self._of_prompt(echo, prompt.logprobs) + rows
+        logprobs = self._lists(rows) if self.heading.with_logprobs else None
+        return answers.TextChoice(answer.index, text, answer.finish or "stop", logprobs)
+
+    def body(
+        self,
+        heading: Heading,
+        choices: list[Any],
+        usage: answers.Usage | UnsetType | None,
+        route: answers.RouteReport | UnsetType,
+    ) -> answers.Completion:
+        return answers.Completion(heading.answer_id, heading.created, heading.model, choices, usage, fusion=route)
+
+    def _of_answer(self, logprobs: Sequence[AnswerLogprob], echo: _Echo | None) -> list[_Row]:
         before = 0 if echo is None else len(echo.text)
-        return self._lists([(one.logprob.token, one.logprob, before + one.offset) for one in logprobs])
+        return [(one.logprob.token, one.logprob, before + one.offset) for one in logprobs]
 
-    def _of_prompt(self, echo: _Echo, logprobs: Sequence[TokenLogprob]) -> TextLogprobs:
-        """Log-probabilities of the prompt; the first token has none, because nothing precedes it."""
+    def _of_prompt(self, echo: _Echo, logprobs: Sequence[TokenLogprob]) -> list[_Row]:
+        """Return the prompt's log-probabilities; the first token has none, because nothing precedes it."""
         known = [*itertools.repeat(None, len(echo.tokens) - len(logprobs)), *logprobs]
-        return self._lists(list(zip(echo.tokens, known, echo.offsets, strict=True)))
+        return list(zip(echo.tokens, known, echo.offsets, strict=True))
 
-    def _lists(self, rows: Sequence[tuple[int, TokenLogprob | None, int]]) -> TextLogprobs:
-        named = self._context.text.tokenizer.token_text
-        return TextLogprobs(
+    def _lists(self, rows: Sequence[_Row]) -> answers.TextLogprobs:
+        named = self.text.tokenizer.token_text
+        return answers.TextLogprobs(
             tokens=[named(token) for token, _, _ in rows],
             token_logprobs=[None if known is None else known.logprob for _, known, _ in rows],
             top_logprobs=[
@@ -198,15 +170,8 @@ class CompletionEndpoint:
         )
 
 
-def _empty() -> TextLogprobs:
-    return TextLogprobs([], [], [], [])
-
-
-def _extend(all_of: TextLogprobs, more: TextLogprobs) -> None:
-    all_of.tokens.extend(more.tokens)
-    all_of.token_logprobs.extend(more.token_logprobs)
-    all_of.top_logprobs.extend(more.top_logprobs)
-    all_of.text_offset.extend(more.text_offset)
+_Row = tuple[int, TokenLogprob | None, int]
+"""A token, its log-probability, and the number of characters before it."""
 
 
 class EmbeddingEndpoint:
@@ -218,18 +183,18 @@ class EmbeddingEndpoint:
     async def text_embeddings(self, request: Request) -> Response:
         """Answer one request."""
         context = self._context
-        parameters.check_ready(context.engine)
+        context.check_ready()
         body = await read(request, EmbeddingRequest, context.config.limits)
-        adapter = parameters.adapter_of(body.model, context.config)
+        adapter = context.adapter_of(body.model)
         most = context.config.limits.inputs
         if isinstance(body.input, list) and not isinstance(body.input[0], int) and len(body.input) > most:
             raise invalid(f"The request has {len(body.input)} inputs; at most {most} are allowed.", "input")
         answer = await while_connected(request, self._answer(body, request.state.holder.scope, adapter))
         return json_response(answer)
 
-    async def _answer(self, body: EmbeddingRequest, scope: str, adapter: str | None) -> EmbeddingList:
+    async def _answer(self, body: EmbeddingRequest, scope: str, adapter: str | None) -> answers.EmbeddingList:
         context = self._context
-        prompts = await prompts_of(body.input, context.text, context.engine, "input")
+        prompts = await _prompts(body.input, context, "input")
         for prompt in prompts:
             if len(prompt) > context.engine.context_tokens:
                 message = f"The model's limit is {context.engine.context_tokens} tokens; one input has {len(prompt)}."
@@ -239,11 +204,11 @@ class EmbeddingEndpoint:
         if body.dimensions is not None:
             vectors = [_shortened(vector, body.dimensions) for vector in vectors]
         data = [
-            Embedding(index, _base64(vector) if body.encoding_format == "base64" else vector)
+            answers.Embedding(index, _base64(vector) if body.encoding_format == "base64" else vector)
             for index, vector in enumerate(vectors)
         ]
         tokens = sum(map(len, prompts))
-        return EmbeddingList(data, adapter or context.config.model, EmbeddingUsage(tokens, tokens))
+        return answers.EmbeddingList(data, adapter or context.config.model, answers.EmbeddingUsage(tokens, tokens))
 
 
 def _shortened(vector: list[float], dimensions: int) -> list[float]:

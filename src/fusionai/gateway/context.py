@@ -1,36 +1,42 @@
-"""What all endpoints of a gateway share: the engine, the tokenizer and templates, headings of answers, sending.
+"""What all endpoints of a gateway share: a request's settings as parameters of its generations, and sending answers.
 
-`app` creates it for the endpoints in `chat` and `completions`.
+Sampling options that a request leaves out come from the model's `generation_config.json`, otherwise from OpenAI's
+defaults. `app` creates the context for the endpoints in `chat` and `completions`, which only word the answers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fusionai.gateway import parameters
-from fusionai.gateway.answers import RouteReport
+from fusionai.gateway.answers import RouteReport, Usage
 from fusionai.gateway.config import GatewayConfig
-from fusionai.gateway.errors import as_api_error, invalid
-from fusionai.gateway.generation import ApiGeneration, Choice
+from fusionai.gateway.errors import ApiError, as_api_error, invalid, nearest
+from fusionai.gateway.generation import ApiGeneration, Choice, Delta, PromptProcessed
 from fusionai.gateway.metrics import Metrics
-from fusionai.gateway.parameters import GenerationParameters
-from fusionai.gateway.requests import ChatRequest, CompletionRequest, read
-from fusionai.gateway.streaming import EventStream, Streams, while_connected
+from fusionai.gateway.requests import ChatRequest, CompletionRequest, Settings, read
+from fusionai.gateway.streaming import EventStream, Streams, comment, event, while_connected
 from fusionai.primitives.clock import Clock
 from fusionai.serving.constraint import ConstraintCompiler, Form
-from fusionai.serving.interface import Constraint, Engine
+from fusionai.serving.interface import Constraint, Engine, Generation, GenerationPaused, PromptRead, Sampling
 from fusionai.serving.model_text import ModelText
 
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
-Compose = Callable[[ApiGeneration], AsyncGenerator[bytes, None] | Coroutine[Any, Any, msgspec.Struct]]
+P = ParamSpec("P")
+Result = TypeVar("Result")
+_ROUTE_HEADER: Final = "x-fusion-route"
+_LARGE_CHARACTERS: Final = 4096
+"""Texts from this length on are processed in a thread (chosen)."""
+_SHOWN: Final = 8
+_SEEDS: Final = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +52,34 @@ class Heading:
     with_logprobs: bool
 
     def route(self, generation: ApiGeneration) -> RouteReport | UnsetType:
-        """The route up to now, if the answer contains it."""
+        """Return the route up to now, if the answer contains it."""
         return generation.report() if self.with_route else UNSET
 
 
+class AnswerForm(Protocol):
+    """How an endpoint words the answers to one request. A choice is an entry of `choices` in a body or chunk."""
+
+    def first(self, index: int) -> Sequence[Struct]:
+        """Return the choices that begin a stream's answer `index`."""
+        ...
+
+    def parts(self, update: Delta | PromptProcessed) -> Sequence[Struct]:
+        """Return the choices for new content of a stream."""
+        ...
+
+    def whole(self, answer: Delta, prompt: PromptRead | None) -> Struct:
+        """Return the choice for a complete answer. `prompt`: what was read of its prompt."""
+        ...
+
+    def body(
+        self, heading: Heading, choices: list[Any], usage: Usage | UnsetType | None, route: RouteReport | UnsetType
+    ) -> Struct:
+        """Return a complete body, or a chunk of a stream."""
+        ...
+
+
 def json_response(body: object, status: int = 200) -> Response:
-    """A complete answer."""
+    """Return a complete answer."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
@@ -72,26 +100,99 @@ class GatewayContext:
         """The model's own stop tokens."""
         return self.text.stop_tokens | self.engine.stop_tokens
 
+    def close(self) -> None:
+        """Release the constraint compiler's thread."""
+        if self._compiler is not None:
+            self._compiler.close()
+
+    # Every method below raises `ApiError` for a request that can't be served.
+
+    async def opened(self, request: Request, kind: type[Body], prefix: str) -> tuple[Body, Heading]:
+        """Return the request's checked body and the heading of its answer."""
+        self.check_ready()
+        body = await read(request, kind, self.config.limits)
+        adapter = self.adapter_of(body.model)
+        if body.stream_options is not None and not body.stream:
+            raise invalid("`stream_options` needs `stream: true`.", "stream_options")
+        heading = Heading(
+            answer_id=f"{prefix}-{secrets.token_hex(12)}",
+            created=int(self.clock.wall_s()),
+            model=adapter or self.config.model,
+            is_stream=bool(body.stream),
+            with_usage=bool(body.stream_options is not None and body.stream_options.include_usage),
+            with_route=_wants_route(request, body.fusion_route),
+            with_logprobs=body.logprobs is not None and body.logprobs is not False,
+        )
+        return body, heading
+
+    def check_ready(self) -> None:
+        """Check that the engine has been ready and has not stopped. While it recovers, requests wait instead."""
+        status = self.engine.status
+        if status.state in ("starting", "stopped"):
+            message = f"The model is not ready ({status.state}{f': {status.detail}' if status.detail else ''})."
+            raise ApiError(503, message, code="not_ready", retry_after_s=2.0)
+
+    def adapter_of(self, name: str) -> str | None:
+        """Return the adapter that a request's `model` names; None for the base model."""
+        served = (self.config.model, *self.config.adapters)
+        if name not in (*served, *self.config.aliases):
+            near = nearest(name, (self.config.model, *self.config.aliases, *self.config.adapters))
+            near = near or f" Served here: `{'`, `'.join(served[:_SHOWN])}`."
+            raise ApiError(404, f"The model `{name}` does not exist.{near}", code="model_not_found", param="model")
+        return name if name in self.config.adapters else None
+
     def check_count(self, n: int, prompts: int) -> int:
-        """Total number of generations. Raises `ApiError` if one request must not have that many."""
+        """Return the total number of generations, which one request may have."""
         most = self.config.limits.choices
         if n * prompts > most:
             raise invalid(f"The request asks for {n * prompts} generations; at most {most} are allowed.", "n")
         return n * prompts
 
-    def parameters(self, request: Request, body: ChatRequest | CompletionRequest) -> GenerationParameters:
-        """Parameters of the request's generations. Raises `ApiError`."""
-        return GenerationParameters(
-            sampling=parameters.sampling_of(body, self.text.sampling, self.engine.vocabulary),
-            stops=parameters.stops_of(body),
-            stop_tokens=parameters.stop_tokens_of(body, self.stop_tokens, self.engine.vocabulary),
+    def room_for(self, prompt: int, asked: int | None, default: int | None, param: str) -> int:
+        """Return the largest number of tokens of the answer, which with the prompt must fit into the context."""
+        room = self.engine.context_tokens - prompt
+        wanted = default if asked is None else asked
+        if room < 1 or (asked is not None and asked > room):
+            message = (
+                f"The model's limit is {self.engine.context_tokens} tokens for prompt and answer; the prompt has "
+                f"{prompt}{'' if wanted is None else f', and the request asks for {wanted} more'}."
+            )
+            raise ApiError(400, message, code="context_length_exceeded", param=param)
+        return room if wanted is None else min(wanted, room)
+
+    async def check_length(self, characters: Sequence[str], param: str) -> None:
+        """Check that a prompt is not far too long for the model, before it is tokenized as a whole."""
+        size, limit = sum(map(len, characters)), self.engine.context_tokens
+        if await off_loop(size, lambda: self.text.tokenizer.is_beyond("".join(characters), limit)):
+            message = f"The model's limit is {limit} tokens; the prompt, {size} characters, has far more."
+            raise ApiError(400, message, code="context_length_exceeded", param=param)
+
+    def generation(self, request: Request, body: Settings) -> tuple[Generation, tuple[str, ...]]:
+        """Return what all generations of the request share, and its stop strings. The scope separates prefix caches of
+        different API keys."""
+        vocabulary = self.engine.vocabulary
+        sampling = _sampling_of(body, self.text.sampling, vocabulary)
+        stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        if "" in stops:  # it would end every answer at once
+            raise invalid("A stop string can't be empty.", "stop")
+        stop_tokens = frozenset(body.stop_token_ids or ())
+        outside = [token for token in stop_tokens if token >= vocabulary]
+        if outside:
+            raise invalid(f"Token {min(outside)} is outside the vocabulary of {vocabulary}.", "stop_token_ids")
+        limits = [limit for limit in (body.timeout_s, self.config.limits.deadline_s) if limit is not None]
+        shared = Generation(
+            prompt=(),
+            max_tokens=1,
+            sampling=sampling,
+            stop_tokens=stop_tokens if body.ignore_eos else stop_tokens | self.stop_tokens,
             scope=request.state.holder.scope,
-            adapter=parameters.adapter_of(body.model, self.config),
-            deadline_s=parameters.deadline_of(body, self.config),
+            adapter=self.adapter_of(body.model),
+            deadline_s=min(limits, default=None),
         )
+        return shared, stops
 
     async def constraint(self, form: Form) -> Constraint:
-        """Compile a constraint. Raises `ApiError`."""
+        """Compile a constraint."""
         with as_api_error():
             if self._compiler is None:
                 self._compiler = ConstraintCompiler(
@@ -99,29 +200,13 @@ class GatewayContext:
                 )
             return await self._compiler.compile(form)
 
-    async def opened(self, request: Request, kind: type[Body], prefix: str) -> tuple[Body, Heading]:
-        """Return the request's checked body and the heading of its answer. Raises `ApiError`."""
-        parameters.check_ready(self.engine)
-        body = await read(request, kind, self.config.limits)
-        heading = Heading(
-            answer_id=f"{prefix}-{secrets.token_hex(12)}",
-            created=int(self.clock.wall_s()),
-            model=parameters.adapter_of(body.model, self.config) or self.config.model,
-            is_stream=parameters.stream_wanted(body),
-            with_usage=bool(body.stream_options is not None and body.stream_options.include_usage),
-            with_route=parameters.wants_route(request, body.fusion_route),
-            with_logprobs=body.logprobs is not None and body.logprobs is not False,
-        )
-        return body, heading
-
-    async def reply(self, request: Request, choices: Sequence[Choice], compose: Compose) -> Response:
+    async def reply(self, request: Request, heading: Heading, choices: Sequence[Choice], form: AnswerForm) -> Response:
         """Start the generations and answer: with chunks as they come, or with the whole answer once it is there."""
         generation = ApiGeneration(self.engine, choices, self.metrics, self.clock.now_s)
         await generation.open()
-        body = compose(generation)
-        if isinstance(body, AsyncGenerator):
+        if heading.is_stream:
             return EventStream(
-                body,
+                _chunks(generation, heading, len(choices), form),
                 self.config.limits,
                 self.streams,
                 on_slow=self.metrics.slow.inc,
@@ -129,12 +214,110 @@ class GatewayContext:
                 on_end=generation.close,
             )
         try:
-            whole = await while_connected(request, body)
+            whole = await while_connected(request, _whole(generation, heading, len(choices), form))
         finally:
             await generation.close()
         return json_response(whole)
 
-    def close(self) -> None:
-        """Release the constraint compiler's thread."""
-        if self._compiler is not None:
-            self._compiler.close()
+
+async def _whole(generation: ApiGeneration, heading: Heading, count: int, form: AnswerForm) -> Struct:
+    deltas: list[list[Delta]] = [[] for _ in range(count)]
+    prompts: dict[int, PromptRead] = {}
+    async for update in generation.updates():
+        match update:
+            case PromptProcessed(index=at):
+                prompts[at] = update.read
+            case Delta(index=at):
+                deltas[at].append(update)
+            case _:
+                pass
+    wholes = (
+        Delta(
+            at,
+            "".join(part.text for part in parts),
+            tuple(call for part in parts for call in part.calls),
+            tuple(one for part in parts for one in part.logprobs),
+            parts[-1].finish if parts else None,
+        )
+        for at, parts in enumerate(deltas)
+    )
+    choices = [form.whole(answer, prompts.get(answer.index)) for answer in wholes]
+    return form.body(heading, choices, generation.usage, heading.route(generation))
+
+
+async def _chunks(
+    generation: ApiGeneration, heading: Heading, count: int, form: AnswerForm
+) -> AsyncGenerator[bytes, None]:
+    no_usage = None if heading.with_usage else UNSET
+
+    def chunk(*choices: Struct, route: RouteReport | UnsetType = UNSET) -> bytes:
+        return event(form.body(heading, list(choices), no_usage, route))
+
+    for index in range(count):
+        for choice in form.first(index):
+            yield chunk(choice)
+    async for update in generation.updates():
+        if isinstance(update, GenerationPaused):
+            yield comment(f"{update.state}: {update.detail}")
+            continue
+        count -= isinstance(update, Delta) and update.finish is not None
+        choices = form.parts(update)
+        for place, choice in enumerate(choices, 1):
+            is_end = not count and not heading.with_usage and place == len(choices)
+            yield chunk(choice, route=heading.route(generation) if is_end else UNSET)
+    if heading.with_usage:
+        yield event(form.body(heading, [], generation.usage, heading.route(generation)))
+    yield b"data: [DONE]\n\n"
+
+
+def numbered(shared: Generation, index: int, prompt: tuple[int, ...], room: int, **more: Any) -> Generation:
+    """Return generation `index` of a request, of at most `room` tokens. Each has its own seed, so that it can be
+    reproduced alone."""
+    sampling = replace(shared.sampling, seed=(shared.sampling.seed + index) % _SEEDS)
+    return replace(shared, prompt=prompt, max_tokens=max(room, 1), sampling=sampling, **more)
+
+
+async def off_loop(size: int, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+    """Call `work`, for long texts in a thread, because all streams share the event loop. Raises `ApiError`."""
+    with as_api_error():
+        if size < _LARGE_CHARACTERS:
+            return work(*args, **kwargs)
+        return await asyncio.to_thread(work, *args, **kwargs)
+
+
+def _wants_route(request: Request, asked: bool | None) -> bool:
+    if asked is not None:
+        return asked
+    value = request.headers.get(_ROUTE_HEADER, "0").strip().lower()
+    if value not in ("0", "1", "true", "false"):
+        raise invalid(f"The header `{_ROUTE_HEADER}` must be 0 or 1, got {value[:20]!r}.", _ROUTE_HEADER)
+    return value in ("1", "true")
+
+
+_PLAIN_OPTIONS: Final = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+"""Sampling options that the engine takes as the request gives them."""
+
+
+def _sampling_of(settings: Settings, advised: Sampling, vocabulary: int) -> Sampling:
+    """Return the sampling options. If the request has no seed, a random one is used, so that repeated requests give
+    other answers."""
+    given = {name: value for name in _PLAIN_OPTIONS if (value := getattr(settings, name)) is not None}
+    if settings.top_k is not None:
+        given["top_k"] = max(settings.top_k, 0)
+    seed = secrets.randbelow(_SEEDS) if settings.seed is None else settings.seed % _SEEDS
+    bias = tuple((_token(name, vocabulary), value) for name, value in (settings.logit_bias or {}).items())
+    return replace(advised, **given, seed=seed, logit_bias=bias)
+
+
+def _token(name: str, vocabulary: int) -> int:
+    token = int(name) if name.isascii() and name.isdecimal() and len(name) < 12 else vocabulary
+    if token >= vocabulary:
+        raise invalid(f"Expected a token id below {vocabulary}, got {name[:40]!r}.", "logit_bias")
+    return token

@@ -1,8 +1,8 @@
 """`fusion plan`: shows how a model would be split over a pool, its speed, and whether one machine alone is faster.
 
 Turns flags into the planner's problem; `scheduling.planner` makes the plan. `capture` supplies the graph, `ir.cost` its
-costs, `cli.planning.pool_file` or the live pool the machines. `cli.planning.view` and `cli.planning.figures` present
-the result; `cli.planning.request` suggests changes if there is no plan."""
+costs, `cli.planning.pool_file` or the live pool the machines. `cli.planning.report` presents the result;
+`cli.planning.request` suggests changes if there is no plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from fusionai.cli.options import (
     stages_option,
     write_json,
 )
-from fusionai.cli.planning.figures import PlanReport
 from fusionai.cli.planning.pool_file import (
     ConstraintsTable,
     PoolOnPaper,
@@ -37,6 +36,7 @@ from fusionai.cli.planning.pool_file import (
     read_pool,
     resolve,
 )
+from fusionai.cli.planning.report import PlanReport
 from fusionai.cli.planning.request import Asked, Change, captured, problem_of, what_would_fit
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import PlanError, UsageError

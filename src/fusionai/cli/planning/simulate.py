@@ -1,36 +1,39 @@
 """`fusion simulate`: simulates a job on a pool whose machines come, go, freeze and crash.
 
-`cli.planning.scenario_file` reads the scenario, `capture` supplies the graph, `simulator` simulates,
-`cli.planning.simulate_view` prints and draws the results.
+Prints, draws and writes the results. `cli.planning.scenario_file` reads the scenario, `capture` supplies the graph,
+`simulator` simulates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Final
 
 import click
 import msgspec
 
 from fusionai.cli import console
-from fusionai.cli.options import json_option, number_option, path_option, write_json
+from fusionai.cli.options import attributes, json_option, number_option, path_option, write_json
 from fusionai.cli.planning.pool_file import catalogue_option, read_catalogue
 from fusionai.cli.planning.request import captured
 from fusionai.cli.planning.scenario_file import ScenarioOnPaper, read_scenario
-from fusionai.cli.planning.simulate_view import (
-    Simulated,
-    course_figures,
-    show_assumptions,
-    show_course,
-    show_steps,
-    show_tokens,
-    step_figures,
-    token_figures,
-)
 from fusionai.ir.schema import Graph
 from fusionai.primitives import environment
 from fusionai.primitives.errors import UsageError
+from fusionai.primitives.units import format_seconds, format_speed
 from fusionai.scheduling import planner
-from fusionai.scheduling.problem.types import Problem
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import Plan, Problem
+from fusionai.simulator.course import Course, simulate_course
+from fusionai.simulator.generation import TokenRun, simulate_tokens
+from fusionai.simulator.step import BARE, Rules, StepRun, simulate_steps
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @click.command()
@@ -68,9 +71,6 @@ def simulate(
 def _trained(
     read: ScenarioOnPaper, graph: Graph, seed: int | None, hours: float | None, plots: Path | None
 ) -> dict[str, object]:
-    from fusionai.simulator.course import simulate_course
-    from fusionai.simulator.step import BARE, Rules, simulate_steps
-
     problem = read.problem(graph)
     scenario = msgspec.structs.replace(
         read.scenario,
@@ -96,8 +96,6 @@ def _trained(
         show_course(course, shown)
         figures |= course_figures(course, shown)
     if plots is not None:
-        from fusionai.cli.planning.simulate_view import draw_course, draw_step
-
         names = shown.names
         console.line(f"Written: {draw_step(shown.steps, shown.plan, names, plots / 'step.png')}")
         if course is not None:
@@ -120,8 +118,6 @@ def _why_no_hours(problem: Problem) -> str | None:
 
 
 def _served(read: ScenarioOnPaper, graph: Graph) -> dict[str, object]:
-    from fusionai.simulator.generation import simulate_tokens
-
     problem = read.problem(graph)
     found = planner.plan(problem)
     seed, weather = read.scenario.seed, read.scenario.weather
@@ -130,3 +126,340 @@ def _served(read: ScenarioOnPaper, graph: Graph) -> dict[str, object]:
     all_ = simulate_tokens(found, problem, read.table.job.sessions, weather=weather, seed=seed)
     show_tokens(found, problem, one, all_)
     return {"seed": seed, **token_figures(found, one, all_)}
+
+
+SLOTS = 60
+"""Intervals of the simulated time for which `--json` lists the committed steps."""
+SHOWN_INCIDENTS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """A plan and its simulated steps. `bare`: forward and backward alone; `steps`: with votes, commits and updates."""
+
+    problem: Problem
+    plan: Plan
+    bare: StepRun
+    steps: StepRun
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        everyone = self.problem.everyone
+        return {profile.peer: profile.name or profile.peer for profile in everyone}
+
+    @property
+    def step_tokens(self) -> int:
+        return self.plan.microbatches * self.problem.microbatch_tokens
+
+
+def show_steps(shown: Simulated) -> None:
+    plan, run = shown.plan, shown.steps
+    utilisation = run.utilisation
+    console.table(
+        ("stage", "peer", "blocks", "compute", "busy", "in flight"),
+        [
+            (
+                str(stage.stage),
+                shown.names.get(stage.peer, stage.peer),
+                f"{stage.blocks[0]}-{stage.blocks[1] - 1}",
+                format_seconds(stage.compute_s),
+                f"{utilisation.get(stage.peer, 0.0):.0%}",
+                f"{most} of {stage.in_flight}",
+            )
+            for stage, most in zip(plan.stages, run.in_flight, strict=True)
+        ],
+        title="A simulated step",
+        right=(3, 4, 5),
+    )
+    bare_s = plan.step_time_s - plan.commit_s
+    console.line(
+        f"A step takes {format_seconds(run.step_s)}: {format_speed(shown.step_tokens / run.step_s)} tokens/s. Forward "
+        f"and backward alone take {format_seconds(shown.bare.step_s)}; the plan predicts {format_seconds(bare_s)} "
+        f"({bare_s / shown.bare.step_s - 1:+.1%}) and {format_seconds(plan.commit_s)} for the commit. "
+        f"Slowest: {plan.bottleneck}."
+    )
+
+
+def step_figures(shown: Simulated) -> dict[str, object]:
+    plan, run = shown.plan, shown.steps
+    return {
+        "stages": [
+            {
+                "peer": shown.names.get(stage.peer, stage.peer),
+                "blocks": list(stage.blocks),
+                "compute_s": stage.compute_s,
+                "busy": run.utilisation.get(stage.peer, 0.0),
+                "in_flight": most,
+                "in_flight_allowed": stage.in_flight,
+            }
+            for stage, most in zip(plan.stages, run.in_flight, strict=True)
+        ],
+        "step_time_s": run.step_s,
+        "bare_step_time_s": shown.bare.step_s,
+        "predicted_step_time_s": plan.step_time_s,
+        "predicted_commit_s": plan.commit_s,
+        "bottleneck": plan.bottleneck,
+        "undisturbed_tokens_per_s": shown.step_tokens / run.step_s,
+    }
+
+
+def show_course(course: Course, shown: Simulated) -> None:
+    tokens_per_s = course.steps * shown.step_tokens / course.lasted_s
+    console.line()
+    console.line(
+        f"{course.lasted_s / 3600:g} h: {course.steps} steps, {format_speed(tokens_per_s)} tokens/s, "
+        f"{course.goodput:.1%} of an undisturbed run. {course.plans} plans, "
+        f"{len(course.incidents)} interruptions, {course.lost_steps} steps lost."
+    )
+    if course.takeovers:
+        kinds = {"exact": "exact", "tolerant": "with other numerics", "recut": "with the model cut anew"}
+        counts = (f"{course.takeovers.get(kind, 0)} {words}" for kind, words in kinds.items())
+        console.line(f"Takeovers: {', '.join(counts)}")
+    stopped = _stopped(course)
+    if stopped:
+        console.line(
+            f"Interruptions lasted {format_seconds(median(stopped))} (median), {format_seconds(_part(stopped, 0.95))} "
+            f"(p95), {format_seconds(max(stopped))} at most; "
+            f"{format_seconds(course.redone_s)} of work was redone, {format_seconds(course.waiting_s)} passed with no "
+            "machine to take over."
+        )
+        _show_incidents(course)
+    console.table(
+        ("peer", "present", "computing", "of its presence"),
+        list(_peer_rows(course, shown.names)),
+        title="Machines",
+        right=(1, 2, 3),
+    )
+
+
+def _show_incidents(course: Course) -> None:
+    longest = sorted(course.incidents, key=lambda one: (-(one.stopped_s or course.lasted_s), one.at_s))
+    chosen = sorted(longest[:SHOWN_INCIDENTS], key=lambda one: one.at_s)
+    fewer = f", the {len(chosen)} longest of {len(longest)}" if len(longest) > len(chosen) else ""
+    console.table(
+        ("at", "cause", "lasted", "replayed", "remark"),
+        [
+            (
+                format_seconds(one.at_s),
+                "; ".join(one.causes),
+                "to the end" if one.stopped_s is None else format_seconds(one.stopped_s),
+                f"{one.replayed_steps} steps",
+                "; ".join(
+                    words for words in ("back to the checkpoint" if one.rollback else "", one.waited_for) if words
+                ),
+            )
+            for one in chosen
+        ],
+        title=f"Interruptions{fewer}",
+        right=(2, 3),
+    )
+
+
+def _peer_rows(course: Course, names: Mapping[str, str]) -> Iterator[tuple[str, str, str, str]]:
+    for peer, working in sorted(course.working.items(), key=lambda entry: -entry[1]):
+        present = course.present[peer]
+        of_its_time = f"{working / present:.0%}" if present > 0 else "-"
+        yield names.get(peer, peer), f"{present:.0%}", f"{working:.0%}", of_its_time
+
+
+def course_figures(course: Course, shown: Simulated) -> dict[str, object]:
+    names, stopped = shown.names, _stopped(course)
+    return {
+        "steps": course.steps,
+        "tokens_per_s": course.steps * shown.step_tokens / course.lasted_s,
+        **attributes(course, "goodput lost_steps redone_s waiting_s plans"),
+        "takeovers": dict(course.takeovers),
+        "recovery_s": (
+            {"median": median(stopped), "p95": _part(stopped, 0.95), "worst": max(stopped)} if stopped else None
+        ),
+        "interruptions": [
+            {
+                **attributes(one, "at_s step causes planned_s stopped_s"),
+                "restored_stages": list(one.restored),
+                **attributes(one, "replayed_steps rollback waited_for"),
+            }
+            for one in course.incidents
+        ],
+        "peers": [
+            {"peer": names.get(peer, peer), "present": course.present[peer], "working": working}
+            for peer, working in course.working.items()
+        ],
+        "timeline": [
+            {"until_s": until_s, "steps": count, "tokens_per_s": count * shown.step_tokens * SLOTS / course.lasted_s}
+            for until_s, count in slots(course)
+        ],
+        "story": [{"at_s": at_s, "what": what} for at_s, what in course.story],
+    }
+
+
+def slots(course: Course, count: int = SLOTS) -> Iterator[tuple[float, int]]:
+    """Yield (end in seconds, committed steps) for each of `count` equal intervals of the time."""
+    width_s = course.lasted_s / count
+    steps = [0] * count
+    for at_s in course.commits_s:
+        steps[min(count - 1, int(at_s / width_s))] += 1
+    for index, number in enumerate(steps):
+        yield (index + 1) * width_s, number
+
+
+def show_tokens(plan: Plan, problem: Problem, one: TokenRun, all_: TokenRun) -> None:
+    costs = StageCosts(problem)
+    console.table(
+        ("stage", "peer", "blocks", "busy"),
+        [
+            (
+                str(stage.stage),
+                costs.name(stage.peer),
+                f"{stage.blocks[0]}-{stage.blocks[1] - 1}",
+                f"{all_.utilisation.get(stage.peer, 0.0):.0%}",
+            )
+            for stage in plan.stages
+        ],
+        title=f"{all_.sessions} sessions generating",
+        right=(3,),
+    )
+    console.line(
+        f"One session: {format_speed(one.tokens_per_s)} tokens/s; the plan predicts {format_speed(plan.tokens_per_s)}."
+    )
+    predicted = 0.0 if plan.serving is None else plan.serving.tokens_per_s_together
+    console.line(
+        f"{all_.sessions} sessions together: {format_speed(all_.tokens_per_s)} tokens/s with {all_.passes} passes in "
+        f"flight, a token every {format_seconds(all_.token_s)}; the plan predicts {format_speed(predicted)}."
+    )
+
+
+def token_figures(plan: Plan, one: TokenRun, all_: TokenRun) -> dict[str, object]:
+    return {
+        "token_s": one.token_s,
+        "tokens_per_s": one.tokens_per_s,
+        "predicted_tokens_per_s": plan.tokens_per_s,
+        "sessions": all_.sessions,
+        "passes_in_flight": all_.passes,
+        "together_token_s": all_.token_s,
+        "together_tokens_per_s": all_.tokens_per_s,
+        "predicted_together_tokens_per_s": None if plan.serving is None else plan.serving.tokens_per_s_together,
+        "busy": dict(all_.utilisation),
+    }
+
+
+def show_assumptions(read: ScenarioOnPaper) -> None:
+    """Print the figures that were assumed instead of measured."""
+    for sentence in read.pool.assumed:
+        console.line(f"Assumed: {sentence}")
+    if read.table.task == "train":
+        timings = read.scenario.timings
+        console.line(
+            f"Assumed: a closed connection is detected after {format_seconds(timings.notice_s)}, silence after "
+            f"{format_seconds(timings.silence_s)}; a new plan takes {format_seconds(timings.plan_s)}, writing a commit "
+            f"to disk {format_seconds(timings.journal_s)}."
+        )
+
+
+def _stopped(course: Course) -> list[float]:
+    return sorted(one.stopped_s for one in course.incidents if one.stopped_s is not None)
+
+
+def _part(ordered: list[float], part: float) -> float:
+    return ordered[min(len(ordered) - 1, ceil(part * len(ordered)) - 1)]
+
+
+COLOURS: Final = {"forward": "#4c78a8", "backward": "#f58518", "weights": "#b279a2", "update": "#54a24b"}
+NUMBERED: Final = 24
+"""Most microbatches per step for which their numbers are written into the bars."""
+_SLOTS: Final = 120
+
+
+def draw_step(run: StepRun, plan: Plan, names: Mapping[str, str], path: Path) -> Path:
+    """Draw the last simulated step into `path`: a lane per stage, and below it the transfers that its peer sends."""
+    figure = _figure(11, 1.6 + 0.5 * len(plan.stages))
+    axes = figure.subplots()
+    begin_s, end_s = (0.0, *run.committed_s)[-2:]
+    shown = [span for span in run.spans if span.end_s > begin_s and span.start_s < end_s]
+    for kind, colour in COLOURS.items():
+        spans = [span for span in shown if span.kind == kind]
+        axes.barh(
+            [span.stage for span in spans],
+            [span.end_s - span.start_s for span in spans],
+            left=[span.start_s - begin_s for span in spans],
+            height=0.6,
+            color=colour,
+            linewidth=0,
+            label=kind if spans else None,
+        )
+    lane_of = {stage.peer: stage.stage for stage in reversed(plan.stages)}
+    sent = [one for one in run.transfers if one.end_s > begin_s and one.start_s < end_s and one.sender in lane_of]
+    axes.barh(
+        [lane_of[one.sender] + 0.4 for one in sent],
+        [one.end_s - one.start_s for one in sent],
+        left=[one.start_s - begin_s for one in sent],
+        height=0.12,
+        color="0.5",
+        alpha=0.5,
+        linewidth=0,
+        label="sending" if sent else None,
+    )
+    if plan.microbatches <= NUMBERED:
+        for span in shown:
+            if span.kind in ("forward", "backward") and span.end_s - span.start_s > (end_s - begin_s) / 60:
+                middle_s = (span.start_s + span.end_s) / 2 - begin_s
+                axes.text(middle_s, span.stage, str(span.microbatch), ha="center", va="center", fontsize=6, color="w")
+    axes.axvline(end_s - begin_s, color="0.4", linewidth=0.8, linestyle="--")
+    axes.set_yticks(
+        range(len(plan.stages)), [f"{stage.stage}  {names.get(stage.peer, stage.peer)}" for stage in plan.stages]
+    )
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.02 * (end_s - begin_s))
+    axes.set_xlabel("seconds since the previous commit")
+    axes.set_title(f"One step, {format_seconds(end_s - begin_s)}: {plan.microbatches} microbatches", loc="left")
+    axes.legend(ncols=5, loc="lower right", bbox_to_anchor=(1.0, 1.02), borderaxespad=0, frameon=False)
+    figure.savefig(path)
+    return path
+
+
+def draw_course(course: Course, step_tokens: int, path: Path) -> Path:
+    """Draw simulated hours into `path`: tokens per second in equal intervals, with the interruptions, and below it the
+    number of committed steps. `step_tokens`: tokens per step."""
+    figure = _figure(11, 6)
+    pace, total = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    undisturbed = step_tokens / course.undisturbed_step_s
+    count = max(1, min(_SLOTS, course.steps // 5 or 1))
+    width_s = course.lasted_s / count
+    edges = [0.0, *(until_s / 3600 for until_s, _ in slots(course, count))]
+    pace.stairs([steps * step_tokens / width_s for _, steps in slots(course, count)], edges, fill=True, color="#4c78a8")
+    pace.axhline(undisturbed, color="0.3", linestyle="--", linewidth=1, label="undisturbed")
+    for number, incident in enumerate(course.incidents):
+        ends_s = course.lasted_s if incident.recovered_s is None else incident.recovered_s
+        label = "stopped" if number == 0 else None
+        # The area shows the duration; the line makes interruptions of seconds visible among hours.
+        pace.axvspan(incident.at_s / 3600, ends_s / 3600, color="#e45756", alpha=0.35, linewidth=0, label=label)
+        pace.axvline(incident.at_s / 3600, color="#e45756", alpha=0.6, linewidth=0.7)
+    pace.set_ylabel("tokens/s")
+    pace.set_ylim(bottom=0)
+    pace.set_title(
+        f"{course.goodput:.1%} of an undisturbed run; {len(course.incidents)} interruptions, "
+        f"{course.lost_steps} steps lost; seed {course.seed}",
+        loc="left",
+    )
+    pace.legend(loc="lower right")
+    hours = [at_s / 3600 for at_s in course.commits_s]
+    total.plot([0.0, *hours], range(course.steps + 1), color="#4c78a8", drawstyle="steps-post", label="committed")
+    end = course.lasted_s / 3600
+    total.plot(
+        [0.0, end], [0.0, course.lasted_s / course.undisturbed_step_s], "--", color="0.3", linewidth=1,
+        label="undisturbed",
+    )  # fmt: skip
+    total.set_ylabel("steps")
+    total.set_xlabel("hours")
+    total.set_xlim(0, end)
+    total.set_ylim(bottom=0)
+    total.legend(loc="lower right")
+    figure.savefig(path)
+    return path
+
+
+def _figure(width: float, height: float) -> Figure:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.use("Agg")
+    return Figure(figsize=(width, height), dpi=110, constrained_layout=True)
