@@ -69,7 +69,7 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
         "fusionai.cli.training.train:train", "Train a model on the pool from a recipe; run it again to resume."
     ),
     "data": LazyCommand(
-        "fusionai.cli.training.data:data", "Show what a recipe trains on: counts, bad rows, sample rows."
+        "fusionai.cli.training.train:data", "Show what a recipe trains on: counts, bad rows, sample rows."
     ),
     "serve": LazyCommand(
         "fusionai.cli.serving.serve:serve", "Serve a model from the pool behind an OpenAI-compatible API."

@@ -1,6 +1,5 @@
-"""Live view of training on the terminal: stages, progress, loss. Never blocks the job.
-
-Also draws the view of several replicas.
+"""Live views of training on the terminal, of one pipeline or of several replicas: stages, progress, loss. Never block
+the job.
 
 On a terminal the view redraws itself a few times per second, however fast the steps are; elsewhere (a pipe, a log file)
 each step is one plain line with the same content. Neighbours: the process that drives a job calls `step` after each
@@ -9,10 +8,11 @@ commit.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
-from typing import Final
+from typing import Final, Self
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -26,6 +26,7 @@ from rich.text import Text
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.problem.types import PeerProfile, Plan, StagePlacement
+from fusionai.training.progress import StepDone
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _ASCII: Final = "_.-=+*#@"
@@ -52,27 +53,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 _REFRESHES_PER_S: Final = 4
-_NOTES_SHOWN: Final = 5
 _FAULTS_SHOWN: Final = 6
 _RECENT_STEPS: Final = 20
 _BUSY_BAR_CELLS: Final = 8
 _WIDE_CELLS: Final = 100
-
-
-class StepUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One committed step."""
-
-    step: int
-    """Number of steps committed so far: 1 after the first."""
-    loss: float
-    reference_loss: float | None = None
-    """Loss of the same step in one process, if a reference runs beside the job."""
-    tokens_per_s: float
-    learning_rate: float
-    grad_norm: float
-    step_s: float
-    stage_busy: tuple[float, ...] = ()
-    """Fraction of the step in which each stage computed, in order of the plan's stages; empty if unknown."""
 
 
 class FaultLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -83,9 +67,56 @@ class FaultLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """True once the job has recovered."""
 
 
-class TrainingView:
-    """Call `step` after every step, `note` for an event, `close` at the end; also a context manager. `pool`: profiles
-    of the peers, for their names, devices and shares. `console`: where to write (default: standard output)."""
+class _LiveView(ABC):
+    """A view that redraws itself on a terminal and prints plain lines elsewhere. A context manager."""
+
+    notes_shown = 5
+
+    def __init__(self, title: str, total_steps: int, console: Console | None) -> None:
+        self._title = title
+        self._total_steps = total_steps
+        self._console = console or Console()
+        self._ascii = not (self._console.encoding or "").lower().startswith("utf")
+        self._losses: list[float] = []
+        self._notes: list[str] = []
+        self._live: Live | None = None
+
+    def start(self) -> Self:
+        """Begin to redraw, for which all attributes must be there. May be called twice."""
+        if self._console.is_terminal and self._live is None:
+            self._live = Live(
+                console=self._console, get_renderable=self._render, refresh_per_second=_REFRESHES_PER_S, transient=False
+            )
+            self._live.start()
+        return self
+
+    __enter__ = start
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Draw the last state and restore the terminal. May be called twice."""
+        if self._live is not None:
+            self._live.stop()
+
+    def note(self, text: str) -> None:
+        """Show an event in one line, e.g. that a spare took over."""
+        if self._console.is_terminal:
+            self._notes = [*self._notes[1 - self.notes_shown :], text]
+        self._line(text)
+
+    def _line(self, text: str) -> None:
+        if not self._console.is_terminal:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @abstractmethod
+    def _render(self) -> RenderableType: ...
+
+
+class TrainingView(_LiveView):
+    """Call `step` after every step, `note` for an event, `close` at the end. `pool`: profiles of the peers, for their
+    names, devices and shares. `console`: where to write (default: standard output)."""
 
     def __init__(
         self,
@@ -96,101 +127,55 @@ class TrainingView:
         pool: Sequence[PeerProfile] = (),
         console: Console | None = None,
     ) -> None:
-        self._title = title
-        self._total_steps = total_steps
+        super().__init__(title, total_steps, console)
         self._plan = plan
         self._pool = {peer.peer: peer for peer in pool}
-        self._console = console or Console()
-        self._ascii = not (self._console.encoding or "").lower().startswith("utf")
-        self._losses: list[float] = []
         self._step_s: list[float] = []
-        self._worst: tuple[float, int] = (0.0, 0)
-        """Largest difference from the reference so far, and its step."""
-        self._last: StepUpdate | None = None
-        self._notes: list[str] = []
+        self._last: StepDone | None = None
+        self._stage_busy: tuple[float, ...] = ()
+        """Fraction of the last step in which each stage computed."""
         self._faults: tuple[FaultLine, ...] = ()
         self._replaying: int | None = None
-        self._live: Live | None = None
-        if self._console.is_terminal:
-            self._live = Live(
-                console=self._console, get_renderable=self._render, refresh_per_second=_REFRESHES_PER_S, transient=False
-            )
-            self._live.start()
-        else:
-            self._line(f"{title}: {self._pool_line()}, {total_steps} steps")
-            for stage in plan.stages:
-                self._line(f"  stage {stage.stage}: {', '.join(self._stage_cells(stage))}")
+        self._line(f"{title}: {self._pool_line()}, {total_steps} steps")
+        for stage in plan.stages:
+            self._line(f"  stage {stage.stage}: {', '.join(self._stage_cells(stage))}")
+        self.start()
 
-    def __enter__(self) -> TrainingView:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def step(self, update: StepUpdate) -> None:
+    def step(self, done: StepDone) -> None:
         """Show a committed step."""
-        self._losses.append(update.loss)
-        if update.reference_loss is not None and update.loss != update.reference_loss:
-            difference = abs(update.loss - update.reference_loss)
-            # NaN counts as the worst difference.
-            if not difference <= self._worst[0]:
-                self._worst = (difference, update.step)
-        self._step_s = [*self._step_s[1 - _RECENT_STEPS :], update.step_s]
-        self._last = update
+        self._losses.append(done.record.loss)
+        self._step_s = [*self._step_s[1 - _RECENT_STEPS :], done.step_s]
+        self._last = done
+        spans = (done.spans.get(stage.stage, ()) for stage in self._plan.stages)
+        self._stage_busy = tuple(min(sum(one.end_s - one.start_s for one in work) / done.step_s, 1.0) for work in spans)
         self._replaying = None
-        if self._live is None:
-            self._line(self._step_line(update))
+        record = done.record
+        self._line(
+            f"step {record.step + 1}/{self._total_steps}  loss {record.loss:.6f}  {done.tokens_per_s:,.0f} tokens/s  "
+            f"lr {record.learning_rate:.3g}  grad norm {record.total_norm:.4g}  {format_seconds(done.step_s)} per step"
+            f"  ETA {self._eta()}"
+        )
 
     def replayed(self, step: int) -> None:
-        """A committed step was recomputed with the same result: `step` as in `StepUpdate`."""
+        """A committed step, the first of which is 1, was recomputed with the same result."""
         self._replaying = step
-        if self._live is None:
-            self._line(f"step {step}/{self._total_steps}  recomputed from the journal")
+        self._line(f"step {step}/{self._total_steps}  recomputed from the journal")
 
     def plan_changed(self, plan: Plan, reason: str = "") -> None:
         """Show another plan from now on; `reason` in a few words."""
         self._plan = plan
-        why = f" ({reason})" if reason else ""
-        if self._live is None:
-            self._line(f"new plan{why}: {self._pool_line()}")
+        self._line(f"new plan{f' ({reason})' if reason else ''}: {self._pool_line()}")
 
     def faults(self, lines: Sequence[FaultLine], new_lines: Sequence[str]) -> None:
         """Replace the timeline of faults, oldest first; `new_lines` go to a log."""
         self._faults = tuple(lines)
-        if self._live is None:
-            for text in new_lines:
-                self._line(text)
-
-    def note(self, text: str) -> None:
-        """Show an event in one line, e.g. that a spare took over."""
-        if self._live is None:
+        for text in new_lines:
             self._line(text)
-        else:
-            self._notes = [*self._notes[1 - _NOTES_SHOWN :], text]
-
-    def close(self) -> None:
-        """Draw the last state and restore the terminal. May be called twice."""
-        if self._live is not None:
-            self._live.stop()
-
-    def _line(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def _step_line(self, update: StepUpdate) -> str:
-        parts = [f"step {update.step}/{self._total_steps}", f"loss {update.loss:.6f}"]
-        if update.reference_loss is not None:
-            parts.append(f"reference {update.reference_loss:.6f} ({_agreement(update.loss, update.reference_loss)})")
-        parts.append(f"{update.tokens_per_s:,.0f} tokens/s")
-        parts.append(f"lr {update.learning_rate:.3g}")
-        parts.append(f"grad norm {update.grad_norm:.4g}")
-        parts.append(f"{format_seconds(update.step_s)} per step")
-        parts.append(f"ETA {self._eta()}")
-        return "  ".join(parts)
 
     def _eta(self) -> str:
         if self._last is None or not self._step_s:
             return "unknown"
-        left = max(0, self._total_steps - self._last.step)
+        left = max(0, self._total_steps - self._last.record.step - 1)
         return format_seconds(left * sum(self._step_s) / len(self._step_s)) if left else "done"
 
     def _pool_line(self) -> str:
@@ -242,9 +227,8 @@ class TrainingView:
             # On a narrow terminal names wrap, numbers do not.
             named = heading in ("peer", "holds", "device")
             table.add_column(heading, justify="right" if heading in ("share", "memory") else "left", no_wrap=not named)
-        busy = () if self._last is None else self._last.stage_busy
         for stage in self._plan.stages:
-            part = busy[stage.stage] if stage.stage < len(busy) else None
+            part = self._stage_busy[stage.stage] if stage.stage < len(self._stage_busy) else None
             *cells, memory = (escape(cell) for cell in self._stage_cells(stage))
             cells = [*cells, memory] if wide else cells
             table.add_row(str(stage.stage), *cells, self._busy(part, working="stage" in stage.roles))
@@ -262,7 +246,7 @@ class TrainingView:
 
     def _progress(self) -> RenderableType:
         last = self._last
-        done = 0 if last is None else last.step
+        done = 0 if last is None else last.record.step + 1
         row = Table.grid(expand=True, padding=(0, 2))
         row.add_column(no_wrap=True)
         row.add_column(ratio=1, min_width=10)
@@ -283,63 +267,34 @@ class TrainingView:
         row.add_column(no_wrap=True, justify="right")
         width = max(8, self._console.width - 64)
         line = Text(sparkline(self._losses, width, ascii_only=self._ascii), style="cyan")
-        numbers = f"lr {last.learning_rate:.2g}  grad norm {last.grad_norm:.3g}"
-        row.add_row(f"loss [bold]{last.loss:.4f}[/]", line, numbers)
-        if last.reference_loss is None:
-            return row
-        worst, worst_step = self._worst
-        agreement = f"worst difference {worst:.3g} at step {worst_step}" if worst_step else "equal bit for bit so far"
-        style = "red" if worst_step else "green"
-        return Group(row, Text(f"one process: {last.reference_loss:.4f}, {agreement}", style=style))
+        numbers = f"lr {last.record.learning_rate:.2g}  grad norm {last.record.total_norm:.3g}"
+        row.add_row(f"loss [bold]{last.record.loss:.4f}[/]", line, numbers)
+        return row
 
 
-def _agreement(loss: float, reference: float) -> str:
-    """Since bit equality is the claim, any difference is shown as a number."""
-    return "equal bit for bit" if loss == reference else f"differs by {abs(loss - reference):.3g}"
-
-
-_REPLICA_NOTES_SHOWN: Final = 8
 _BAR_CELLS: Final = 12
 _CURVE_CELLS: Final = 60
 
 
 @dataclass(slots=True)
 class _Row:
-    """One replica. `step`: number of the job's steps that are done."""
+    """One replica. `step`: number of the job's steps that are done. `last`: its last step."""
 
     machines: str = ""
     step: int = 0
-    loss: float | None = None
-    tokens_per_s: float = 0.0
-    step_s: float = 0.0
+    last: StepDone | None = None
     state: str = "looking for machines"
 
 
-@dataclass(slots=True)
-class ReplicasView:
-    """A context manager. `console`: where to write."""
+class ReplicasView(_LiveView):
+    """A view of several replicas, used as a context manager. `console`: where to write."""
 
-    title: str
-    total_steps: int
-    console: Console = field(default_factory=Console)
-    _rows: dict[int, _Row] = field(default_factory=dict[int, _Row])
-    _notes: list[str] = field(default_factory=list[str])
-    _losses: list[float] = field(default_factory=list[float])
-    _round: str = "none yet"
-    _live: Live | None = None
+    notes_shown = 8
 
-    def __enter__(self) -> ReplicasView:
-        if self.console.is_terminal:
-            self._live = Live(
-                console=self.console, get_renderable=self._render, refresh_per_second=_REFRESHES_PER_S, transient=False
-            )
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Draw the last state and leave the terminal as it was."""
-        if self._live is not None:
-            self._live.stop()
+    def __init__(self, title: str, total_steps: int, console: Console | None = None) -> None:
+        super().__init__(title, total_steps, console)
+        self._rows: dict[int, _Row] = {}
+        self._round = "none yet"
 
     def machines(self, number: int, names: str) -> None:
         """Show which machines run a replica, in a few words."""
@@ -347,14 +302,14 @@ class ReplicasView:
         row.machines, row.state = names, "starting"
         self._line(f"replica {number}: {names}")
 
-    def step(self, number: int, step: int, *, loss: float, tokens_per_s: float, step_s: float) -> None:
+    def step(self, number: int, step: int, done: StepDone) -> None:
         """Show a committed step: the replica has done `step` of the job's steps."""
-        row = self._row(number)
-        row.step, row.loss, row.tokens_per_s, row.step_s, row.state = step, loss, tokens_per_s, step_s, "training"
+        row, loss = self._row(number), done.record.loss
+        row.step, row.last, row.state = step, done, "training"
         self._losses.append(loss)
         self._line(
-            f"replica {number}  step {step}/{self.total_steps}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  "
-            f"{format_seconds(step_s)}"
+            f"replica {number}  step {step}/{self._total_steps}  loss {loss:.4f}  {done.tokens_per_s:,.0f} tokens/s  "
+            f"{format_seconds(done.step_s)}"
         )
 
     def state(self, number: int, text: str) -> None:
@@ -366,37 +321,29 @@ class ReplicasView:
         self._round = text
         self._line(text)
 
-    def note(self, text: str) -> None:
-        if self._live is not None:
-            self._notes = [*self._notes[1 - _REPLICA_NOTES_SHOWN :], text]
-        self._line(text)
-
     def _row(self, number: int) -> _Row:
         return self._rows.setdefault(number, _Row())
-
-    def _line(self, text: str) -> None:
-        if self._live is None:
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _render(self) -> RenderableType:
         table = Table(box=None, padding=(0, 2, 0, 0), expand=False)
         for heading in ("replica", "machines", "", "step", "loss", "tokens/s", "per step", ""):
             table.add_column(heading, overflow="fold")
         for number, row in sorted(self._rows.items()):
+            last = row.last
             table.add_row(
                 str(number),
                 escape(row.machines),
-                ProgressBar(total=self.total_steps, completed=row.step, width=_BAR_CELLS),
-                f"{row.step}/{self.total_steps}",
-                "" if row.loss is None else f"{row.loss:.4f}",
-                f"{row.tokens_per_s:,.0f}" if row.loss is not None else "",
-                format_seconds(row.step_s) if row.loss is not None else "",
+                ProgressBar(total=self._total_steps, completed=row.step, width=_BAR_CELLS),
+                f"{row.step}/{self._total_steps}",
+                "" if last is None else f"{last.record.loss:.4f}",
+                "" if last is None else f"{last.tokens_per_s:,.0f}",
+                "" if last is None else format_seconds(last.step_s),
                 escape(row.state),
             )
-        together = sum(row.tokens_per_s for row in self._rows.values() if row.state == "training")
-        ascii_only = not (self.console.encoding or "").lower().startswith("utf")
-        curve = sparkline(self._losses, _CURVE_CELLS, ascii_only=ascii_only)
+        training = (row.last for row in self._rows.values() if row.state == "training")
+        together = sum(last.tokens_per_s for last in training if last is not None)
+        curve = sparkline(self._losses, _CURVE_CELLS, ascii_only=self._ascii)
         lines = [f"total {together:,.0f} tokens/s   loss {curve}", f"last exchange: {self._round}"]
         return Panel(
-            Group(table, *(escape(line) for line in lines), *(escape(note) for note in self._notes)), title=self.title
+            Group(table, *(escape(line) for line in lines), *(escape(note) for note in self._notes)), title=self._title
         )

@@ -33,7 +33,6 @@ LONG_FUNCTIONS = frozenset(
     {
         "fusionai.backends.torch.attention_kernels._sweep",
         "fusionai.backends.torch.row_kernels._attend",
-        "fusionai.cli.training.train.train",
         "fusionai.client.training.demo._tell_story",
         "fusionai.client.training.train._Run._drive",
         "fusionai.ir.operators._table",

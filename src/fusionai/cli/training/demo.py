@@ -1,6 +1,6 @@
 """`fusion demo`: trains on a pool of local processes and proves the result equal, bit for bit, to one process's.
 
-Prints the summary and writes the JSON. `client.training.demo` runs the demo, `cli.training.watch` shows its progress,
+Prints the summary and writes the JSON. `client.training.demo` runs the demo, `cli.training.run` shows its progress,
 `cli.training.run_report` writes the HTML report."""
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def demo(
     standard library. Some of them are killed on the way, and spares take over. Plain PyTorch and transformers check
     losses, checkpoint and generation. Nothing is downloaded.
     """
+    from fusionai.cli.training.run import Watch
     from fusionai.cli.training.run_report import RunReport, write_demo_report
-    from fusionai.cli.training.watch import Watch
     from fusionai.client.training.demo import DemoEvent, DemoOptions, check, demo_recipe, run_demo
 
     options = DemoOptions(directory=_fresh(directory), steps=steps, peers=peers, spares=spares, device=device)

@@ -1,18 +1,32 @@
-"""`fusion train RECIPE.toml`: trains a model on the pool with a live view; running it again resumes.
+"""`fusion train RECIPE.toml` trains a model on the pool; `fusion data RECIPE.toml` shows what it would train on.
 
-Prints and writes the results at the end. `client.training.train` runs the job, `cli.training.watch` shows its progress.
+Running `fusion train` again resumes (`cli.training.run`). `fusion data` needs no pool; the tokenised data stays in the
+job's directory, so that the job starts sooner (`corpus.source`).
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from fusionai.cli import console
-from fusionai.cli.options import home_option, json_option, own_part_options, privacy_option, recipe_argument, write_json
-from fusionai.cli.running import run_until_stopped
+from fusionai.cli.options import (
+    home_option,
+    json_option,
+    number_option,
+    own_part_options,
+    privacy_option,
+    recipe_argument,
+    write_json,
+)
 from fusionai.primitives.privacy import PrivacyLevel
+
+if TYPE_CHECKING:
+    from fusionai.corpus.chat_source import ChatSource
+    from fusionai.corpus.source import RowPreview
 
 
 @click.command()
@@ -21,87 +35,75 @@ from fusionai.primitives.privacy import PrivacyLevel
 @privacy_option("the recipe's level, or split")
 @home_option
 @json_option
-def train(
-    recipe: Path,
-    invitation: str | None,
-    device: str,
-    threads: int | None,
-    privacy: PrivacyLevel | None,
-    home: Path,
-    json_file: Path | None,
-) -> None:
+def train(recipe: Path, privacy: PrivacyLevel | None, json_file: Path | None, **flags: Any) -> None:
     """Train the model of RECIPE.toml on the pool. After an interruption or a stop, run the same command again to
     resume."""
-    from fusionai.cli.training.observation import show_observation
-    from fusionai.cli.training.run_report import RunReport
-    from fusionai.cli.training.watch import Watch
-    from fusionai.client.training.train import RunEvent, TrainOptions
-    from fusionai.client.training.train import train as run
+    from fusionai.cli.training.run import run_recipe
+    from fusionai.client.training.train import TrainOptions
     from fusionai.corpus.recipe import load_recipe
-    from fusionai.dashboard.report import write_report
 
-    loaded = load_recipe(recipe, privacy=privacy)
-    console.note(loaded.describe())
-    options = TrainOptions(home=home, invitation=invitation, device=device, threads=threads)
-    if loaded.replicas is not None:
-        from fusionai.cli.training.replicas import train_with_replicas
+    run_recipe(load_recipe(recipe, privacy=privacy), TrainOptions(**flags), json_file)
 
-        train_with_replicas(loaded, loaded.replicas, options, json_file)
-        return
-    run_report = RunReport()
-    with Watch(loaded.job.name, loaded.job.steps, run_report.faults) as watch:
 
-        def seen(event: RunEvent) -> None:
-            watch(event, run_report.see(event))
+OPEN: Final = "[["
+CLOSE: Final = "]]"
+"""Brackets around the tokens trained on, where the output has no colours."""
 
-        result = run_until_stopped(lambda stop: run(loaded, options, on_event=seen, stop=stop))
-    state = "done" if result.stopped is None else f"stopped ({result.stopped}); the same command resumes"
-    if result.early is not None:
-        state = f"done early ({result.early})"
-    console.line(f"{result.job}: {state}; {result.steps} of {loaded.job.steps} steps are committed")
-    if result.losses:
-        console.line(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}")
-    for one in result.tolerant_takeovers:
-        stages = ", ".join(str(stage) for stage in one.stages)
-        who = ", ".join(run_report.faults.name(peer) for peer in one.peers)
-        console.line(
-            f"from step {one.step + 1} on, machines with other numerics computed stage {stages} ({who}): tolerant "
-            f"takeover, losses within {one.tolerance:g} of those of the machines before"
-        )
-    show_observation(run_report.observed(), run_report.names(), run_report.shared_cores())
-    if (checks := run_report.checks()) is not None:
-        console.line(
-            f"spot checks: {checks['checked_tasks']} of {checks['tasks']} tasks of stages with a warm standby were "
-            "recomputed on another machine, with the same results"
-        )
-    if result.checkpoint is not None:
-        console.line(f"checkpoint (loads with transformers): {result.checkpoint}")
-    if result.best is not None and result.best_checkpoint is not None:
-        console.line(f"best: step {result.best.step}, evaluation loss {result.best.loss:.4f}: {result.best_checkpoint}")
-    data = run_report.data(loaded, result)
-    if data is not None and loaded.output.report:
-        write_report(data, result.directory / "report.html")
-        console.line(f"report: {result.directory / 'report.html'}")
-    write_json(
-        json_file,
-        "train",
-        {
-            "job": result.job,
-            "steps": result.steps,
-            "stopped": result.stopped,
-            "losses": result.losses,
-            "evaluations": [{"step": step, "loss": loss} for step, loss in run_report.evaluations],
-            "checkpoint": result.checkpoint,
-            "best": None
-            if result.best is None
-            else {"step": result.best.step, "loss": result.best.loss, "checkpoint": result.best_checkpoint},
-            "ended_early": result.early,
-            "directory": result.directory,
-            "faults": result.faults,
-            "tolerant_takeovers": result.tolerant_takeovers,
-            "checks": run_report.checks(),
-            "observed": run_report.observed(),
-            "shared_cores": run_report.shared_cores() or None,
-            "plan": None if run_report.planned is None else run_report.planned.plan,
-        },
+
+@click.command()
+@recipe_argument
+@number_option("--rows", "Show this many sample rows.", 3, 0, 1000)
+@json_option
+def data(recipe: Path, rows: int, json_file: Path | None) -> None:
+    """Show the data that RECIPE.toml trains on: counts, bad rows, and sample rows with the tokens trained on marked.
+    Sends nothing to the pool: the rows' text goes only to this terminal and to FILE."""
+    from fusionai.corpus.chat_source import ChatSource
+    from fusionai.corpus.recipe import load_recipe
+    from fusionai.corpus.source import TokenSource, open_source, preview
+    from fusionai.storage.rundir import RunDirectory
+
+    loaded = load_recipe(recipe)
+    source = open_source(loaded, RunDirectory(Path(loaded.directory)).tokens)
+    per_epoch = -(-source.samples // loaded.train.batch_size)
+    console.line(console.printable(source.describe()))
+    console.line(
+        f"{source.samples} rows are {per_epoch} steps of {loaded.train.batch_size} rows; the job has {loaded.job.steps}"
     )
+    figures: dict[str, object] = {"rows": source.samples, "steps_per_epoch": per_epoch}
+    if isinstance(source, ChatSource):
+        for note in source.notes:
+            console.line(console.printable(note))
+        figures |= _conversations(source)
+    shown = preview(loaded, source, rows) if isinstance(source, TokenSource | ChatSource) else []
+    for number, row in enumerate(shown, start=1):
+        console.line()
+        console.line(f"row {number}: {row.tokens} tokens, {row.labels} of them trained on")
+        console.line(_marked(row))
+    figures["preview"] = shown
+    write_json(json_file, "data", figures)
+
+
+def _conversations(source: ChatSource) -> dict[str, object]:
+    manifest = source.manifest
+    return {
+        "rows_read": manifest.rows,
+        "bad_rows": {
+            "count": manifest.bad_rows,
+            "first": manifest.first_bad,
+            "list": source.bad_rows_file if manifest.bad_rows else None,
+        },
+        "conversations": manifest.written,
+    }
+
+
+def _marked(row: RowPreview) -> str:
+    """Return the row's text with the tokens trained on in green on a terminal, in brackets elsewhere. Control
+    characters are replaced, so that the data can't move the cursor."""
+    colours = sys.stdout.isatty()
+    written = ""
+    for text, trained in row.pieces:
+        lines = "\n".join(console.printable(line) for line in text.split("\n"))
+        if trained:
+            lines = click.style(lines, fg="green") if colours else f"{OPEN}{lines}{CLOSE}"
+        written += lines
+    return written

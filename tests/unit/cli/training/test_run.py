@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.cli.training.watch import Watch
+from fusionai.cli.training.run import Watch
 from fusionai.client.pool.faults import FaultReport
 from fusionai.client.training.kills import PeerReturned
 from fusionai.training import progress
