@@ -9,7 +9,7 @@ commit.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Final, Self
@@ -26,7 +26,7 @@ from rich.text import Text
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.problem.types import PeerProfile, Plan, StagePlacement
-from fusionai.training.progress import StepDone
+from fusionai.wire.messages import CommitRecord, Span
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _ASCII: Final = "_.-=+*#@"
@@ -131,7 +131,8 @@ class TrainingView(_LiveView):
         self._plan = plan
         self._pool = {peer.peer: peer for peer in pool}
         self._step_s: list[float] = []
-        self._last: StepDone | None = None
+        self._last: CommitRecord | None = None
+        self._tokens_per_s = 0.0
         self._stage_busy: tuple[float, ...] = ()
         """Fraction of the last step in which each stage computed."""
         self._faults: tuple[FaultLine, ...] = ()
@@ -141,19 +142,20 @@ class TrainingView(_LiveView):
             self._line(f"  stage {stage.stage}: {', '.join(self._stage_cells(stage))}")
         self.start()
 
-    def step(self, done: StepDone) -> None:
-        """Show a committed step."""
-        self._losses.append(done.record.loss)
-        self._step_s = [*self._step_s[1 - _RECENT_STEPS :], done.step_s]
-        self._last = done
-        spans = (done.spans.get(stage.stage, ()) for stage in self._plan.stages)
-        self._stage_busy = tuple(min(sum(one.end_s - one.start_s for one in work) / done.step_s, 1.0) for work in spans)
+    def step(
+        self, record: CommitRecord, *, step_s: float, tokens_per_s: float, spans: Mapping[int, Sequence[Span]]
+    ) -> None:
+        """Show a committed step. `spans`: stage -> its work in that step."""
+        self._losses.append(record.loss)
+        self._step_s = [*self._step_s[1 - _RECENT_STEPS :], step_s]
+        self._last, self._tokens_per_s = record, tokens_per_s
+        work_s = (sum(one.end_s - one.start_s for one in spans.get(stage.stage, ())) for stage in self._plan.stages)
+        self._stage_busy = tuple(min(seconds / step_s, 1.0) for seconds in work_s)
         self._replaying = None
-        record = done.record
         self._line(
-            f"step {record.step + 1}/{self._total_steps}  loss {record.loss:.6f}  {done.tokens_per_s:,.0f} tokens/s  "
-            f"lr {record.learning_rate:.3g}  grad norm {record.total_norm:.4g}  {format_seconds(done.step_s)} per step"
-            f"  ETA {self._eta()}"
+            f"step {record.step + 1}/{self._total_steps}  loss {record.loss:.6f}  {tokens_per_s:,.0f} tokens/s  "
+            f"lr {record.learning_rate:.3g}  grad norm {record.total_norm:.4g}  {format_seconds(step_s)} per step  "
+            f"ETA {self._eta()}"
         )
 
     def replayed(self, step: int) -> None:
@@ -175,7 +177,7 @@ class TrainingView(_LiveView):
     def _eta(self) -> str:
         if self._last is None or not self._step_s:
             return "unknown"
-        left = max(0, self._total_steps - self._last.record.step - 1)
+        left = max(0, self._total_steps - self._last.step - 1)
         return format_seconds(left * sum(self._step_s) / len(self._step_s)) if left else "done"
 
     def _pool_line(self) -> str:
@@ -246,13 +248,13 @@ class TrainingView(_LiveView):
 
     def _progress(self) -> RenderableType:
         last = self._last
-        done = 0 if last is None else last.record.step + 1
+        done = 0 if last is None else last.step + 1
         row = Table.grid(expand=True, padding=(0, 2))
         row.add_column(no_wrap=True)
         row.add_column(ratio=1, min_width=10)
         row.add_column(no_wrap=True, justify="right")
         bar = ProgressBar(total=max(1, self._total_steps), completed=done)
-        speed = "starting" if last is None else f"{last.tokens_per_s:,.0f} tokens/s  ETA {self._eta()}"
+        speed = "starting" if last is None else f"{self._tokens_per_s:,.0f} tokens/s  ETA {self._eta()}"
         if self._replaying is not None:
             speed = f"recomputing step {self._replaying}"
         row.add_row(f"step [bold]{done}[/]/{self._total_steps}", bar, speed)
@@ -267,8 +269,8 @@ class TrainingView(_LiveView):
         row.add_column(no_wrap=True, justify="right")
         width = max(8, self._console.width - 64)
         line = Text(sparkline(self._losses, width, ascii_only=self._ascii), style="cyan")
-        numbers = f"lr {last.record.learning_rate:.2g}  grad norm {last.record.total_norm:.3g}"
-        row.add_row(f"loss [bold]{last.record.loss:.4f}[/]", line, numbers)
+        numbers = f"lr {last.learning_rate:.2g}  grad norm {last.total_norm:.3g}"
+        row.add_row(f"loss [bold]{last.loss:.4f}[/]", line, numbers)
         return row
 
 
@@ -278,11 +280,13 @@ _CURVE_CELLS: Final = 60
 
 @dataclass(slots=True)
 class _Row:
-    """One replica. `step`: number of the job's steps that are done. `last`: its last step."""
+    """One replica. `step`: number of the job's steps that are done."""
 
     machines: str = ""
     step: int = 0
-    last: StepDone | None = None
+    loss: float | None = None
+    tokens_per_s: float = 0.0
+    step_s: float = 0.0
     state: str = "looking for machines"
 
 
@@ -302,14 +306,14 @@ class ReplicasView(_LiveView):
         row.machines, row.state = names, "starting"
         self._line(f"replica {number}: {names}")
 
-    def step(self, number: int, step: int, done: StepDone) -> None:
+    def step(self, number: int, step: int, *, loss: float, tokens_per_s: float, step_s: float) -> None:
         """Show a committed step: the replica has done `step` of the job's steps."""
-        row, loss = self._row(number), done.record.loss
-        row.step, row.last, row.state = step, done, "training"
+        row = self._row(number)
+        row.step, row.loss, row.tokens_per_s, row.step_s, row.state = step, loss, tokens_per_s, step_s, "training"
         self._losses.append(loss)
         self._line(
-            f"replica {number}  step {step}/{self._total_steps}  loss {loss:.4f}  {done.tokens_per_s:,.0f} tokens/s  "
-            f"{format_seconds(done.step_s)}"
+            f"replica {number}  step {step}/{self._total_steps}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  "
+            f"{format_seconds(step_s)}"
         )
 
     def state(self, number: int, text: str) -> None:
@@ -329,19 +333,17 @@ class ReplicasView(_LiveView):
         for heading in ("replica", "machines", "", "step", "loss", "tokens/s", "per step", ""):
             table.add_column(heading, overflow="fold")
         for number, row in sorted(self._rows.items()):
-            last = row.last
             table.add_row(
                 str(number),
                 escape(row.machines),
                 ProgressBar(total=self._total_steps, completed=row.step, width=_BAR_CELLS),
                 f"{row.step}/{self._total_steps}",
-                "" if last is None else f"{last.record.loss:.4f}",
-                "" if last is None else f"{last.tokens_per_s:,.0f}",
-                "" if last is None else format_seconds(last.step_s),
+                "" if row.loss is None else f"{row.loss:.4f}",
+                "" if row.loss is None else f"{row.tokens_per_s:,.0f}",
+                "" if row.loss is None else format_seconds(row.step_s),
                 escape(row.state),
             )
-        training = (row.last for row in self._rows.values() if row.state == "training")
-        together = sum(last.tokens_per_s for last in training if last is not None)
+        together = sum(row.tokens_per_s for row in self._rows.values() if row.state == "training")
         curve = sparkline(self._losses, _CURVE_CELLS, ascii_only=self._ascii)
         lines = [f"total {together:,.0f} tokens/s   loss {curve}", f"last exchange: {self._round}"]
         return Panel(

@@ -9,17 +9,16 @@ from rich.console import Console
 from fusionai.dashboard.live import FaultLine, TrainingView
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import Problem
-from fusionai.training.progress import StepDone
 from fusionai.wire.messages import CommitRecord, Fence, Span
 
 
-def done(step: int, loss: float) -> StepDone:
+def show_step(shown: TrainingView, step: int, loss: float) -> None:
     """A step of two seconds, of which the stages computed 1.75, 1 and 0."""
     record = CommitRecord(
         step=step - 1, scale=1.0, learning_rate=3e-4, total_norm=0.75, norms_hash="h", fence=Fence(1, 1, 1), loss=loss
     )
     spans = {0: (Span("forward", 0, 5.0, 6.0), Span("backward", 0, 6.5, 7.25)), 1: (Span("forward", 0, 5.0, 6.0),)}
-    return StepDone(record, (loss,), 2.0, 1234.5, False, spans)
+    shown.step(record, step_s=2.0, tokens_per_s=1234.5, spans=spans)
 
 
 def view(problem: Problem, *, terminal: bool, width: int = 120) -> tuple[TrainingView, io.StringIO]:
@@ -32,7 +31,7 @@ def test_elsewhere_each_step_is_one_plain_line(problem: Problem) -> None:
     shown, out = view(problem, terminal=False, width=40)
     before = out.getvalue().count("\n")
     with shown:
-        shown.step(done(1, 3.0))
+        show_step(shown, 1, 3.0)
         shown.note("[bold]a spare[/] took over")
     first, second = out.getvalue().splitlines()[before:]
     assert first.startswith("step 1/10  loss 3.000000  1,234 tokens/s  lr 0.0003  grad norm 0.75  2 s per step")
@@ -53,8 +52,8 @@ def test_plain_lines_begin_with_the_plan(problem: Problem) -> None:
 @pytest.mark.parametrize("width", [80, 120])
 def test_terminal_shows_stages_progress_and_loss(problem: Problem, width: int) -> None:
     shown, out = view(problem, terminal=True, width=width)
-    shown.step(done(1, 3.0))
-    shown.step(done(5, 2.5))
+    show_step(shown, 1, 3.0)
+    show_step(shown, 5, 2.5)
     shown.note("a spare took over")
     shown.close()
     shown.close()
@@ -98,7 +97,7 @@ def test_a_log_has_what_is_new_of_a_fault_and_each_step_done_again(problem: Prob
 
 def test_a_terminal_shows_the_time_line_of_faults(problem: Problem) -> None:
     shown, out = view(problem, terminal=True)
-    shown.step(done(4, 3.0))
+    show_step(shown, 4, 3.0)
     shown.replayed(3)
     many = [FaultLine(text=f"fault {number}", over=number != 9) for number in range(1, 10)]
     shown.faults(many, ["fault 9"])
@@ -112,8 +111,8 @@ def test_a_terminal_shows_the_time_line_of_faults(problem: Problem) -> None:
 
 def test_the_next_step_ends_a_replay(problem: Problem) -> None:
     shown, out = view(problem, terminal=True)
-    shown.step(done(4, 3.0))
+    show_step(shown, 4, 3.0)
     shown.replayed(3)
-    shown.step(done(5, 3.0))
+    show_step(shown, 5, 3.0)
     shown.close()
     assert "recomputing" not in out.getvalue()[out.getvalue().rindex("╭") :]

@@ -5,15 +5,6 @@ import io
 from rich.console import Console
 
 from fusionai.dashboard.live import ReplicasView
-from fusionai.training.progress import StepDone
-from fusionai.wire.messages import CommitRecord, Fence
-
-
-def done(*, loss: float, tokens_per_s: float, step_s: float) -> StepDone:
-    record = CommitRecord(
-        step=0, scale=1.0, learning_rate=1e-3, total_norm=1.0, norms_hash="h", fence=Fence(1, 1, 1), loss=loss
-    )
-    return StepDone(record, (loss,), step_s, tokens_per_s, False, {})
 
 
 def shown(*, terminal: bool, width: int = 160) -> str:
@@ -22,8 +13,8 @@ def shown(*, terminal: bool, width: int = 160) -> str:
     with ReplicasView("homes", 100, console) as view:
         view.machines(0, "anna, [bold]ben[/]")
         view.machines(1, "carl")
-        view.step(0, 7, done(loss=2.5, tokens_per_s=1234.5, step_s=0.5))
-        view.step(1, 6, done(loss=2.25, tokens_per_s=1000.0, step_s=0.6))
+        view.step(0, 7, loss=2.5, tokens_per_s=1234.5, step_s=0.5)
+        view.step(1, 6, loss=2.25, tokens_per_s=1000.0, step_s=0.6)
         view.exchanged("round 3: 2 replicas agree (1.2 MB)")
         view.state(1, "waits: carl is gone")
         view.note("replica 1: carl was lost")

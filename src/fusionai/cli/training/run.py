@@ -142,7 +142,8 @@ class Watch:
                 if event.replayed:
                     self._view.replayed(event.record.step + 1)
                 else:
-                    self._view.step(event)
+                    figures = {"step_s": event.step_s, "tokens_per_s": event.tokens_per_s}
+                    self._view.step(event.record, **figures, spans=event.spans)
             case progress.BestKept(step=step, path=path):
                 self._say(f"step {step} is the best so far: its checkpoint {path} is kept")
             case progress.PlanChanged() if self._view is not None:
@@ -327,8 +328,9 @@ class _ReplicasWatch:
                 self._view.machines(number, console.printable(_machines(plan, report)))
             case progress.PlanChanged(plan=plan):
                 self._view.machines(number, console.printable(_machines(plan, report)))
-            case StepDone(replayed=False):
-                self._view.step(number, self._firsts.get(number, 0) + event.record.step + 1, event)
+            case StepDone(record=record, replayed=False):
+                step = self._firsts.get(number, 0) + record.step + 1
+                self._view.step(number, step, loss=record.loss, tokens_per_s=event.tokens_per_s, step_s=event.step_s)
             case progress.JobWaiting(reason=reason):
                 self._view.state(number, console.printable(f"waiting: {reason}"))
             case _:
