@@ -51,52 +51,40 @@ class LazyCommand:
         return command
 
 
-COMMANDS: Final[dict[str, LazyCommand]] = {
-    "demo": LazyCommand(
-        "fusionai.cli.training.demo:demo", "Train on local processes, kill some, compare with plain PyTorch."
-    ),
-    "broker": LazyCommand("fusionai.cli.pool.broker:broker", "Run the broker of a pool and print an invitation."),
-    "invite": LazyCommand(
-        "fusionai.cli.pool.broker:invite", "Print a new invitation to the pool of this machine's broker."
-    ),
-    "join": LazyCommand("fusionai.cli.pool.join:join", "Join a pool with an invitation and lend this machine to it."),
-    "pool": LazyCommand("fusionai.cli.pool.members:pool", "List the members of the pool and what they are doing."),
-    "leave": LazyCommand("fusionai.cli.pool.members:leave", "Take this machine out of the pool."),
-    "trust": LazyCommand(
-        "fusionai.cli.pool.trust:trust", "Choose which machines this machine's `trusted` jobs may use."
-    ),
-    "train": LazyCommand(
-        "fusionai.cli.training.train:train", "Train a model on the pool from a recipe; run it again to resume."
-    ),
-    "data": LazyCommand(
-        "fusionai.cli.training.train:data", "Show what a recipe trains on: counts, bad rows, sample rows."
-    ),
-    "serve": LazyCommand(
-        "fusionai.cli.serving.serve:serve", "Serve a model from the pool behind an OpenAI-compatible API."
-    ),
-    "chat": LazyCommand("fusionai.cli.serving.chat:chat", "Chat with a served model in the terminal."),
-    "jobs": LazyCommand("fusionai.cli.pool.jobs:jobs", "List the jobs of the pool and their progress."),
-    "logs": LazyCommand("fusionai.cli.pool.jobs:logs", "Show the event history of one job."),
-    "stop": LazyCommand("fusionai.cli.pool.jobs:stop", "Stop a job cleanly; it can be resumed."),
-    "check": LazyCommand(
-        "fusionai.cli.check:check", "Check whether a model is supported: operators, blocks, parameters."
-    ),
-    "plan": LazyCommand(
-        "fusionai.cli.planning.plan:plan", "Plan a model over a pool: stages, memory, predicted speed."
-    ),
-    "analyze": LazyCommand(
-        "fusionai.cli.planning.analyze:analyze", "Compare many small machines on home links with a few large ones."
-    ),
-    "privacy": LazyCommand("fusionai.cli.privacy:privacy", "Show the privacy levels and what peers could reconstruct."),
-    "audit": LazyCommand(
-        "fusionai.cli.privacy:audit", "Attack your own job: what could peers reconstruct of its text?"
-    ),
-    "simulate": LazyCommand(
-        "fusionai.cli.planning.simulate:simulate", "Simulate hours of a job on a pool whose machines come and go."
-    ),
-    "doctor": LazyCommand(
-        "fusionai.cli.doctor:doctor", "Check this machine: devices, speed, network, and what to fix."
-    ),
+COMMANDS: Final = {
+    name: LazyCommand(*command)
+    for name, command in {
+        "demo": ("fusionai.cli.training.demo:demo", "Train on local processes, kill some, compare with plain PyTorch."),
+        "broker": ("fusionai.cli.pool.broker:broker", "Run the broker of a pool and print an invitation."),
+        "invite": ("fusionai.cli.pool.broker:invite", "Print a new invitation to the pool of this machine's broker."),
+        "join": ("fusionai.cli.pool.join:join", "Join a pool with an invitation and lend this machine to it."),
+        "pool": ("fusionai.cli.pool.members:pool", "List the members of the pool and what they are doing."),
+        "leave": ("fusionai.cli.pool.members:leave", "Take this machine out of the pool."),
+        "trust": ("fusionai.cli.pool.trust:trust", "Choose which machines this machine's `trusted` jobs may use."),
+        "train": (
+            "fusionai.cli.training.train:train",
+            "Train a model on the pool from a recipe; run it again to resume.",
+        ),
+        "data": ("fusionai.cli.training.train:data", "Show what a recipe trains on: counts, bad rows, sample rows."),
+        "serve": ("fusionai.cli.serving.serve:serve", "Serve a model from the pool behind an OpenAI-compatible API."),
+        "chat": ("fusionai.cli.serving.chat:chat", "Chat with a served model in the terminal."),
+        "jobs": ("fusionai.cli.pool.members:jobs", "List the jobs of the pool and their progress."),
+        "logs": ("fusionai.cli.pool.members:logs", "Show the event history of one job."),
+        "stop": ("fusionai.cli.pool.members:stop", "Stop a job cleanly; it can be resumed."),
+        "check": ("fusionai.cli.check:check", "Check whether a model is supported: operators, blocks, parameters."),
+        "plan": ("fusionai.cli.planning.plan:plan", "Plan a model over a pool: stages, memory, predicted speed."),
+        "analyze": (
+            "fusionai.cli.planning.analyze:analyze",
+            "Compare many small machines on home links with a few large ones.",
+        ),
+        "privacy": ("fusionai.cli.privacy:privacy", "Show the privacy levels and what peers could reconstruct."),
+        "audit": ("fusionai.cli.privacy:audit", "Attack your own job: what could peers reconstruct of its text?"),
+        "simulate": (
+            "fusionai.cli.planning.simulate:simulate",
+            "Simulate hours of a job on a pool whose machines come and go.",
+        ),
+        "doctor": ("fusionai.cli.doctor:doctor", "Check this machine: devices, speed, network, and what to fix."),
+    }.items()
 }
 
 

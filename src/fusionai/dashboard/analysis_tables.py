@@ -6,36 +6,13 @@ Page, terminal and document are written from the same tables, so that they agree
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Final, Literal, NamedTuple
 
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling.analysis.cases import (
-    BANDWIDTHS_MBIT,
-    BEST,
-    BOTH_INT4,
-    DECODED,
-    DECODING_OPTIMISATIONS,
-    EFFECTS,
-    FORWARD_OPTIMISATIONS,
-    FORWARDED,
-    HALF,
-    HOLDS,
-    INT4,
-    INT4_INT8,
-    LATENCIES_MS,
-    TEXTBOOK,
-    TRAINED,
-    TRAINING_OPTIMISATIONS,
-    WITHIN,
-    Cell,
-    Comparison,
-    Task,
-    Verdict,
-    swings,
-    verdict,
-)
+from fusionai.scheduling.analysis import cases
+from fusionai.scheduling.analysis.cases import Cell, Comparison, Task, Verdict, swings, verdict
 from fusionai.scheduling.analysis.fleets import Assumptions, Fleet, Misfit, PredictedSpeed
 
 Mark = Literal["", "good", "fair", "bad"]
@@ -46,11 +23,11 @@ CROWDED: Final = "*"
 PLACES: Final = ((10, 100), (100, 50), (1_000, 20), (10_000, 1))
 """Networks in the tables of optimisations, as (Mbit/s, ms)."""
 GRIDS: Final[tuple[tuple[Task, str], ...]] = (
-    ("train", TEXTBOOK),
-    ("train", BEST),
-    ("decode", HALF),
-    ("decode", INT4_INT8),
-    ("forward", HALF),
+    ("train", cases.TEXTBOOK),
+    ("train", cases.BEST),
+    ("decode", cases.HALF),
+    ("decode", cases.INT4_INT8),
+    ("forward", cases.HALF),
 )
 TASKS: Final[dict[Task, str]] = {
     "train": "Training",
@@ -58,21 +35,21 @@ TASKS: Final[dict[Task, str]] = {
     "forward": "Forward passes over whole sequences",
 }
 _TOLD: Final[tuple[tuple[Task, str, str], ...]] = (
-    ("train", TEXTBOOK, BEST),
-    ("decode", HALF, INT4),
-    ("forward", HALF, INT4),
+    ("train", cases.TEXTBOOK, cases.BEST),
+    ("decode", cases.HALF, cases.INT4),
+    ("forward", cases.HALF, cases.INT4),
 )
 """For each kind of work, a plain set of optimisations and the best one."""
 _COSTED: Final[tuple[tuple[Task, str], ...]] = tuple((task, best) for task, _, best in _TOLD)
 _OPTIMISATIONS: Final[dict[Task, tuple[str, ...]]] = {
-    "train": tuple(TRAINING_OPTIMISATIONS),
-    "decode": (*DECODING_OPTIMISATIONS, BOTH_INT4),
-    "forward": tuple(FORWARD_OPTIMISATIONS),
+    "train": tuple(cases.TRAINING_OPTIMISATIONS),
+    "decode": (*cases.DECODING_OPTIMISATIONS, cases.BOTH_INT4),
+    "forward": tuple(cases.FORWARD_OPTIMISATIONS),
 }
 _MODELS: Final[dict[Task, tuple[str, ...]]] = {
-    "train": tuple(shape.name for shape in TRAINED),
-    "decode": tuple(shape.name for shape in DECODED),
-    "forward": tuple(shape.name for shape in FORWARDED),
+    "train": tuple(shape.name for shape in cases.TRAINED),
+    "decode": tuple(shape.name for shape in cases.DECODED),
+    "forward": tuple(shape.name for shape in cases.FORWARDED),
 }
 
 
@@ -83,35 +60,49 @@ class Entry(NamedTuple):
     mark: Mark = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_Row = Sequence[str | Entry]
+
+
+@dataclass(frozen=True, slots=True)
 class AnalysisTable:
     """`right`: right-aligned columns, which have numbers."""
 
     title: str
     headers: tuple[str, ...]
     rows: tuple[tuple[Entry, ...], ...]
-    right: tuple[int, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    right: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+def _table(
+    title: str,
+    headers: tuple[str, ...],
+    rows: Iterable[_Row],
+    right: tuple[int, ...] = (),
+    notes: tuple[str, ...] = (),
+) -> AnalysisTable:
+    cells = (tuple(Entry(cell) if isinstance(cell, str) else cell for cell in row) for row in rows)
+    return AnalysisTable(title, headers, tuple(cells), right, notes)
 
 
 def peaks(comparison: Comparison) -> AnalysisTable:
     """The two fleets by their data sheets."""
     rows = [
         (
-            Entry(f"{peak.what}, {peak.unit}"),
-            Entry(f"{peak.ours:,.4g}"),
-            Entry(f"{peak.theirs:,.4g}"),
-            Entry(f"{peak.ratio:.2f}"),
+            f"{peak.what}, {peak.unit}",
+            f"{peak.ours:,.4g}",
+            f"{peak.theirs:,.4g}",
+            f"{peak.ratio:.2f}",
             _worth(peak.ratio if peak.better == "more" else 1 / peak.ratio),
         )
         for peak in comparison.peaks
     ]
-    return AnalysisTable(
-        title="On paper",
-        headers=("on paper", comparison.fleet.name, comparison.reference.name, "ratio", "claim"),
-        rows=tuple(rows),
-        right=(1, 2, 3),
-        notes=("For power and price less is better: the claim holds where the fleet needs no more.",),
+    return _table(
+        "On paper",
+        ("on paper", comparison.fleet.name, comparison.reference.name, "ratio", "claim"),
+        rows,
+        (1, 2, 3),
+        ("For power and price less is better: the claim holds where the fleet needs no more.",),
     )
 
 
@@ -122,17 +113,17 @@ def optimisations(comparison: Comparison, task: Task, *, layouts: bool = True) -
     for model in _MODELS[task]:
         rows = [
             (
-                Entry(name),
+                name,
                 *(_entry(comparison.cell(task, model, name, mbit, ms), layout=layouts) for mbit, ms in PLACES),
             )
             for name in _OPTIMISATIONS[task]
         ]
         theirs = comparison.cell(task, model, _OPTIMISATIONS[task][0], *PLACES[0]).theirs
         tables.append(
-            AnalysisTable(
-                title=f"{TASKS[task]}: {model}",
-                headers=("optimisations", *(network(mbit, ms) for mbit, ms in PLACES)),
-                rows=tuple(rows),
+            _table(
+                f"{TASKS[task]}: {model}",
+                ("optimisations", *(network(mbit, ms) for mbit, ms in PLACES)),
+                rows,
                 notes=(f"{comparison.reference.name}: {_speed(theirs)}.",),
             )
         )
@@ -143,16 +134,12 @@ def grid(comparison: Comparison, task: Task, model: str, name: str) -> AnalysisT
     """All bandwidths and latencies for one model and one set of optimisations."""
     rows = [
         (
-            Entry(bandwidth(mbit)),
-            *(_entry(comparison.cell(task, model, name, mbit, ms), layout=False) for ms in LATENCIES_MS),
+            bandwidth(mbit),
+            *(_entry(comparison.cell(task, model, name, mbit, ms), layout=False) for ms in cases.LATENCIES_MS),
         )
-        for mbit in BANDWIDTHS_MBIT
+        for mbit in cases.BANDWIDTHS_MBIT
     ]
-    return AnalysisTable(
-        title=f"{TASKS[task]}: {model}, {name}",
-        headers=("uplink", *(f"{ms} ms" for ms in LATENCIES_MS)),
-        rows=tuple(rows),
-    )
+    return _table(f"{TASKS[task]}: {model}, {name}", ("uplink", *(f"{ms} ms" for ms in cases.LATENCIES_MS)), rows)
 
 
 def grids(comparison: Comparison) -> list[AnalysisTable]:
@@ -161,63 +148,58 @@ def grids(comparison: Comparison) -> list[AnalysisTable]:
 
 def counts(comparison: Comparison) -> AnalysisTable:
     """How often the claim holds, over all networks and optimisations."""
-    rows: list[tuple[Entry, ...]] = []
+    rows: list[_Row] = []
     for task in TASKS:
         for model in _MODELS[task]:
             cells = [cell for cell in comparison.cells if (cell.task, cell.model) == (task, model)]
             found = [cell.verdict for cell in cells]
             ratios = [cell.ratio for cell in cells if cell.ratio is not None]
             span = f"{min(ratios):.2g} to {max(ratios):.2g}" if ratios else "-"
-            numbers = [Entry(str(found.count(word))) for word in MARKS]
-            rows.append((Entry(f"{TASKS[task].split(',')[0]}: {model}"), *numbers, Entry(span)))
-    return AnalysisTable(
-        title="All cells",
-        headers=("work", *MARKS, "ratios"),
-        rows=tuple(rows),
-        right=(1, 2, 3, 4),
-        notes=(
+            numbers = [str(found.count(word)) for word in MARKS]
+            rows.append((f"{work(task)}: {model}", *numbers, span))
+    return _table(
+        "All cells",
+        ("work", *MARKS, "ratios"),
+        rows,
+        (1, 2, 3, 4),
+        (
             "A cell is one network with one set of optimisations. The claim holds from a ratio of "
-            f"{HOLDS:g} on; within 2x: from {WITHIN:g} on.",
+            f"{cases.HOLDS:g} on; within 2x: from {cases.WITHIN:g} on.",
         ),
     )
 
 
 def costs(comparison: Comparison) -> AnalysisTable:
     """Energy and money per million tokens, with the fleet's best optimisations on home links."""
-    rows: list[tuple[Entry, ...]] = []
+    rows: list[_Row] = []
     for task, name in _COSTED:
         for model in _MODELS[task]:
             cell = comparison.cell(task, model, name, 100, 50)
-            match cell.ours, cell.theirs:
-                case PredictedSpeed() as ours, PredictedSpeed() as theirs:
-                    joules = [
-                        comparison.joules_per_million_tokens("ours", ours),
-                        comparison.joules_per_million_tokens("theirs", theirs),
-                    ]
-                    usd = [
-                        comparison.usd_per_million_tokens("ours", ours),
-                        comparison.usd_per_million_tokens("theirs", theirs),
-                    ]
-                    rows.append(
-                        (
-                            Entry(f"{TASKS[task].split(',')[0]}: {model}, {name}"),
-                            *(Entry(f"{value / 1e3:,.3g}") for value in joules),
-                            _worth(joules[1] / joules[0], f"{joules[0] / joules[1]:.2g}x "),
-                            *(Entry("-" if value is None else f"{value:.3g}") for value in usd),
-                            Entry("-")
-                            if usd[0] is None or usd[1] is None
-                            else _worth(usd[1] / usd[0], f"{usd[0] / usd[1]:.2g}x "),
-                        )
-                    )
-                case _:
-                    pass
+            if not isinstance(cell.ours, PredictedSpeed) or not isinstance(cell.theirs, PredictedSpeed):
+                continue
+            sides: tuple[tuple[Literal["ours", "theirs"], PredictedSpeed], ...] = (
+                ("ours", cell.ours),
+                ("theirs", cell.theirs),
+            )
+            joules = [comparison.joules_per_million_tokens(*side) for side in sides]
+            usd = [comparison.usd_per_million_tokens(*side) for side in sides]
+            known = [value for value in usd if value is not None]
+            rows.append(
+                (
+                    f"{work(task)}: {model}, {name}",
+                    *(f"{value / 1e3:,.3g}" for value in joules),
+                    _worth(joules[1] / joules[0], f"{joules[0] / joules[1]:.2g}x "),
+                    *("-" if value is None else f"{value:.3g}" for value in usd),
+                    _worth(known[1] / known[0], f"{known[0] / known[1]:.2g}x ") if len(known) == 2 else "-",
+                )
+            )
     known = comparison.assumptions
-    return AnalysisTable(
-        title="Energy and money per million tokens, 100 Mbit/s and 50 ms",
-        headers=("work, optimisations", "kJ, fleet", "kJ, box", "energy", "USD, fleet", "USD, box", "money"),
-        rows=tuple(rows),
-        right=(1, 2, 4, 5),
-        notes=(
+    return _table(
+        "Energy and money per million tokens, 100 Mbit/s and 50 ms",
+        ("work, optimisations", "kJ, fleet", "kJ, box", "energy", "USD, fleet", "USD, box", "money"),
+        rows,
+        (1, 2, 4, 5),
+        (
             f"All machines at full power; electricity at {known.electricity_usd_per_kwh:g} USD per kWh, prices spread "
             f"over {known.years:g} years of full use. Hosts, cooling and links are not counted on either side.",
         ),
@@ -228,7 +210,7 @@ def against(comparisons: Sequence[Comparison]) -> AnalysisTable:
     """The main figures for each reference, side by side."""
     rows = [
         (
-            Entry(f"{TASKS[task].split(',')[0]}: {model}, {name}"),
+            f"{work(task)}: {model}, {name}",
             *(_entry(one.cell(task, model, name, 100, 50), layout=False) for one in comparisons),
         )
         for task, plain, best in _TOLD[:2]
@@ -236,13 +218,13 @@ def against(comparisons: Sequence[Comparison]) -> AnalysisTable:
         for name in (plain, best)
     ]
     paper = (
-        Entry("Peak, dense fp16"),
+        "Peak, dense fp16",
         *(_worth(one.peaks[0].ratio, f"{one.peaks[0].ratio:.2f} ") for one in comparisons),
     )
-    return AnalysisTable(
-        title="Against each reference, at 100 Mbit/s and 50 ms",
-        headers=("work, optimisations", *(f"ratio to {one.reference.name}" for one in comparisons)),
-        rows=(paper, *rows),
+    return _table(
+        "Against each reference, at 100 Mbit/s and 50 ms",
+        ("work, optimisations", *(f"ratio to {one.reference.name}" for one in comparisons)),
+        (paper, *rows),
     )
 
 
@@ -263,10 +245,8 @@ def assumptions(known: Assumptions) -> AnalysisTable:
         "electricity_usd_per_kwh": "USD per kWh",
         "years": "years over which a machine's price is spread",
     }
-    rows = [(Entry(found[f.name]), Entry(f"{getattr(known, f.name):g}")) for f in fields(known)]
-    return AnalysisTable(
-        title="Assumptions", headers=("what", "value"), rows=tuple(rows), right=(1,), notes=tuple(LIMITS)
-    )
+    rows = [(found[f.name], f"{getattr(known, f.name):g}") for f in fields(known)]
+    return _table("Assumptions", ("what", "value"), rows, (1,), tuple(LIMITS))
 
 
 def sensitivity(comparison: Comparison) -> AnalysisTable:
@@ -275,7 +255,7 @@ def sensitivity(comparison: Comparison) -> AnalysisTable:
     found = swings(comparison.fleet, comparison.reference, comparison.assumptions)
     cells = list(dict.fromkeys(swing.cell for swing in found))
     plain = {swing.cell: swing.plain for swing in found}
-    rows: list[tuple[Entry, ...]] = [(Entry("as assumed"), *(Entry(_ratio(plain[cell])) for cell in cells))]
+    rows: list[_Row] = [("as assumed", *(_ratio(plain[cell]) for cell in cells))]
     for what in dict.fromkeys(swing.what for swing in found):
         moved = [swing for swing in found if swing.what == what]
         texts = [
@@ -283,11 +263,11 @@ def sensitivity(comparison: Comparison) -> AnalysisTable:
             for swing in moved
         ]
         if set(texts) != {"-"}:
-            rows.append((Entry(what), *(Entry(text) for text in texts)))
-    return AnalysisTable(
-        title="Sensitivity to each assumption, 100 Mbit/s and 50 ms",
-        headers=("a fifth lower to a fifth higher", *cells),
-        rows=tuple(rows),
+            rows.append((what, *texts))
+    return _table(
+        "Sensitivity to each assumption, 100 Mbit/s and 50 ms",
+        ("a fifth lower to a fifth higher", *cells),
+        rows,
         notes=(
             "A dash: the ratio does not depend on it. If it falls as the number rises, the second value is smaller.",
         ),
@@ -298,21 +278,21 @@ def effects() -> AnalysisTable:
     """Measured effect on the loss of optimisations that change the computation."""
     rows = [
         (
-            Entry(effect.optimisation),
-            Entry(f"1/{1 / effect.part:.3g}"),
-            Entry(", ".join(f"{100 * loss:+.2f} %" for loss in effect.losses)),
-            Entry(f"{100 * effect.mean:+.2f} %"),
-            Entry(effect.how),
-            Entry(effect.command),
+            effect.optimisation,
+            f"1/{1 / effect.part:.3g}",
+            ", ".join(f"{100 * loss:+.2f} %" for loss in effect.losses),
+            f"{100 * effect.mean:+.2f} %",
+            effect.how,
+            effect.command,
         )
-        for effect in EFFECTS
+        for effect in cases.EFFECTS
     ]
-    return AnalysisTable(
-        title="Effect of the optimisations on the loss",
-        headers=("optimisation", "bytes, of half precision", "held-out loss, by seed", "mean", "measured with", "by"),
-        rows=tuple(rows),
-        right=(1, 3),
-        notes=(
+    return _table(
+        "Effect of the optimisations on the loss",
+        ("optimisation", "bytes, of half precision", "held-out loss, by seed", "mean", "measured with", "by"),
+        rows,
+        (1, 3),
+        (
             "Measured on small models with short training. The effect of compressed boundaries is about as large as "
             "the noise between two runs; the effect of local updates, whose bytes are per exchange, is larger. The "
             "effect on a model a thousand times larger was not measured.",
@@ -342,20 +322,20 @@ def shapes() -> AnalysisTable:
     """Sizes of the models."""
     rows = [
         (
-            Entry(shape.name),
-            Entry(f"{shape.parameters / 1e9:.4g}"),
-            Entry(str(shape.layers)),
-            Entry(str(shape.width)),
-            Entry(str(shape.sequence_tokens)),
-            Entry(f"{shape.batch_tokens:,}"),
-            Entry(f"{shape.cache_token_bytes / 1e3:,.4g}" if shape.cache_token_bytes else "-"),
-            Entry(f"{100 * shape.trainable:g} %"),
+            shape.name,
+            f"{shape.parameters / 1e9:.4g}",
+            str(shape.layers),
+            str(shape.width),
+            str(shape.sequence_tokens),
+            f"{shape.batch_tokens:,}",
+            f"{shape.cache_token_bytes / 1e3:,.4g}" if shape.cache_token_bytes else "-",
+            f"{100 * shape.trainable:g} %",
         )
-        for shape in TRAINED
+        for shape in cases.TRAINED
     ]
-    return AnalysisTable(
-        title="Models",
-        headers=(
+    return _table(
+        "Models",
+        (
             "model",
             "parameters, 10^9",
             "layers",
@@ -365,32 +345,27 @@ def shapes() -> AnalysisTable:
             "KV cache per token, kB",
             "trained",
         ),
-        rows=tuple(rows),
-        right=(1, 2, 3, 4, 5, 6, 7),
+        rows,
+        (1, 2, 3, 4, 5, 6, 7),
     )
 
 
 def sources(comparison: Comparison, *others: Fleet) -> AnalysisTable:
     """Sources of the devices' figures."""
     kinds = {"vendor": "published", "measured": "measured", "memory": "general knowledge"}
-    rows: list[tuple[Entry, ...]] = []
+    rows: list[_Row] = []
     for fleet in dict.fromkeys((comparison.fleet, comparison.reference, *others)):
         for name, value, source, kind in fleet.device.sources():
             rows.append(
                 (
-                    Entry(fleet.device.name),
-                    Entry(name.replace("_", " ")),
-                    Entry(f"{value:.4g}"),
-                    Entry(kinds[kind]),
-                    Entry(source),
+                    fleet.device.name,
+                    name.replace("_", " "),
+                    f"{value:.4g}",
+                    kinds[kind],
+                    source,
                 )
             )
-    return AnalysisTable(
-        title="Sources of the figures",
-        headers=("device", "figure", "value", "kind", "source"),
-        rows=tuple(rows),
-        right=(2,),
-    )
+    return _table("Sources of the figures", ("device", "figure", "value", "kind", "source"), rows, (2,))
 
 
 def measured(comparison: Comparison) -> list[str]:
@@ -420,7 +395,7 @@ def findings(comparison: Comparison) -> list[str]:
             for model in _MODELS[task]
             if comparison.cell(task, model, plain, 100, 50).ratio is not None
         ]
-        found.append(f"{TASKS[task].split(',')[0]} at 100 Mbit/s and 50 ms: {'; '.join(parts)}.")
+        found.append(f"{work(task)} at 100 Mbit/s and 50 ms: {'; '.join(parts)}.")
     power = next(peak for peak in comparison.peaks if peak.what == "power")
     found.append(
         f"The fleet draws {power.ours:.3g} kW, the box {power.theirs:.3g} kW: energy per token is "
@@ -440,6 +415,10 @@ def network(mbit: int, ms: int) -> str:
 def lines(table: AnalysisTable) -> Iterator[tuple[str, ...]]:
     for row in table.rows:
         yield tuple(entry.text for entry in row)
+
+
+def work(task: Task) -> str:
+    return TASKS[task].split(",")[0]
 
 
 def _range(comparison: Comparison, task: Task, model: str, name: str) -> str:

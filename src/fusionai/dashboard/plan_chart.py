@@ -14,18 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
-from fusionai.dashboard.svg import (
-    APPLY,
-    FAULT,
-    FORWARD,
-    GRID,
-    INK,
-    MUTED,
-    SEND,
-    chart_style,
-    inline_svg,
-    quiet,
-)
+from fusionai.dashboard import svg
 from fusionai.primitives.units import format_bytes, format_seconds, format_speed
 from fusionai.scheduling.problem.stage_costs import Crossing
 from fusionai.scheduling.problem.types import Plan, StagePlacement
@@ -46,7 +35,7 @@ def plan_picture(plan: Plan, crossings: Sequence[Crossing], names: Mapping[str, 
     """Return an SVG file. Stages are in pipeline order; the slowest stage's or link's bar is red."""
     stages = plan.stages[:_MOST_STAGES]
     links = [link for link in crossings if link.to_stage < len(stages)]
-    with chart_style():
+    with svg.chart_style():
         figure = Figure(figsize=(_WIDTH_IN, 1.9 + _ROW_IN * len(stages)), layout="constrained")
         times, memory = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         _times(times, stages, links)
@@ -54,8 +43,8 @@ def plan_picture(plan: Plan, crossings: Sequence[Crossing], names: Mapping[str, 
         times.set_yticks(range(len(stages)), [_label(stage, names, plan.replicas) for stage in stages])
         times.set_ylim(len(stages) - 0.4, -0.6)
         figure.suptitle(_title(plan), x=0.01, ha="left", fontsize=12)
-        figure.supxlabel("\n".join(_below(plan, len(stages), names)), x=0.01, ha="left", fontsize=9.5, color=MUTED)
-        return standing_alone(inline_svg(figure, "plan"))
+        figure.supxlabel("\n".join(_below(plan, len(stages), names)), x=0.01, ha="left", fontsize=9.5, color=svg.MUTED)
+        return standing_alone(svg.inline_svg(figure, "plan"))
 
 
 def standing_alone(svg: str) -> str:
@@ -65,20 +54,20 @@ def standing_alone(svg: str) -> str:
 
 
 def _times(axes: Axes, stages: Sequence[StagePlacement], links: Sequence[Crossing]) -> None:
-    quiet(axes)
+    svg.quiet(axes)
     axes.grid(False, axis="y")
     slowest_s = max([*(stage.compute_s for stage in stages), *(link.transfer_s for link in links), 1e-12])
     for row, stage in enumerate(stages):
-        _bar(axes, row, stage.compute_s, slowest_s, FORWARD, _STAGE_HEIGHT, format_seconds(stage.compute_s))
+        _bar(axes, row, stage.compute_s, slowest_s, svg.FORWARD, _STAGE_HEIGHT, format_seconds(stage.compute_s))
     for link in links:
         label = f"{format_seconds(link.transfer_s)} + {format_seconds(link.latency_s)} latency"
-        _bar(axes, link.from_stage + 0.5, link.transfer_s, slowest_s, SEND, _LINK_HEIGHT, label)
+        _bar(axes, link.from_stage + 0.5, link.transfer_s, slowest_s, svg.SEND, _LINK_HEIGHT, label)
     axes.set_xlim(0, slowest_s * 1.45 * 1e3)
     axes.set_xlabel("milliseconds: compute (thick), transfer to the next stage (thin)")
 
 
 def _bar(axes: Axes, row: float, seconds: float, slowest_s: float, colour: str, height: float, label: str) -> None:
-    shade = FAULT if seconds == slowest_s else colour
+    shade = svg.FAULT if seconds == slowest_s else colour
     axes.barh(row, seconds * 1e3, height=height, color=shade)
     size = 9.5 if height == _STAGE_HEIGHT else 8
     axes.text(
@@ -87,19 +76,19 @@ def _bar(axes: Axes, row: float, seconds: float, slowest_s: float, colour: str, 
         label,
         va="center",
         fontsize=size,
-        color=INK if height == _STAGE_HEIGHT else MUTED,
+        color=svg.INK if height == _STAGE_HEIGHT else svg.MUTED,
     )
 
 
 def _memory(axes: Axes, stages: Sequence[StagePlacement]) -> None:
-    quiet(axes)
+    svg.quiet(axes)
     axes.grid(False, axis="y")
     for row, stage in enumerate(stages):
         part = 100 * stage.memory_bytes / stage.memory_limit_bytes if stage.memory_limit_bytes else 0.0
-        axes.barh(row, 100, height=_STAGE_HEIGHT, color=GRID)
-        axes.barh(row, part, height=_STAGE_HEIGHT, color=APPLY)
+        axes.barh(row, 100, height=_STAGE_HEIGHT, color=svg.GRID)
+        axes.barh(row, part, height=_STAGE_HEIGHT, color=svg.APPLY)
         text = f"{format_bytes(stage.memory_bytes)} of {format_bytes(stage.memory_limit_bytes)}"
-        axes.text(2, row - 0.38, text, va="center", fontsize=8, color=MUTED)
+        axes.text(2, row - 0.38, text, va="center", fontsize=8, color=svg.MUTED)
     axes.set_xlim(0, 100)
     axes.set_xlabel("memory, % of what the machine lends")
     axes.tick_params(labelleft=False)
@@ -148,25 +137,25 @@ def pipelines_picture(found: ServingPipelines) -> str:
     drawn = found.pipelines[::each]
     first = min(pipeline.stages[0].blocks[0] for pipeline in drawn)
     last = max(pipeline.stages[-1].blocks[1] for pipeline in drawn)
-    with chart_style():
+    with svg.chart_style():
         figure = Figure(figsize=(9.2, 6.4), layout="constrained")
         who, passing = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-        quiet(who)
+        svg.quiet(who)
         rows = [
             [(stage.blocks[0] + _GAP, row), (stage.blocks[1] - _GAP, row)]
             for row, pipeline in enumerate(drawn)
             for stage in pipeline.stages
         ]
         width = max(0.5, min(8.0, 240 / len(drawn)))
-        who.add_collection(LineCollection(rows, colors=FORWARD, linewidths=width, capstyle="butt"))
+        who.add_collection(LineCollection(rows, colors=svg.FORWARD, linewidths=width, capstyle="butt"))
         who.set_ylim(len(drawn), -1)
         who.set_xlim(first, last)
         who.set_xlabel("blocks of the model, stage by stage")
         who.set_ylabel("pipelines" if each == 1 else f"pipelines, one in {each}")
-        quiet(passing)
+        svg.quiet(passing)
         speeds = np.array([pipeline.tokens_per_s for pipeline in drawn])
-        passing.barh(np.arange(len(drawn)), speeds, color=APPLY, height=0.8)
-        passing.axvline(found.chain_tokens_per_s, color=FAULT, linewidth=1)
+        passing.barh(np.arange(len(drawn)), speeds, color=svg.APPLY, height=0.8)
+        passing.axvline(found.chain_tokens_per_s, color=svg.FAULT, linewidth=1)
         passing.set_xlabel("tokens/s at full load; red: the plan's pipeline")
         figure.suptitle(
             f"{format_speed(found.tokens_per_s)} tokens/s for {found.sessions:,} sessions on "
@@ -176,6 +165,6 @@ def pipelines_picture(found: ServingPipelines) -> str:
             fontsize=12,
         )
         figure.supxlabel(
-            "A projection: a serving job runs one pipeline today.", x=0.01, ha="left", fontsize=9.5, color=MUTED
+            "A projection: a serving job runs one pipeline today.", x=0.01, ha="left", fontsize=9.5, color=svg.MUTED
         )
-        return standing_alone(inline_svg(figure, "pipelines"))
+        return standing_alone(svg.inline_svg(figure, "pipelines"))

@@ -6,8 +6,6 @@ The file links to nothing outside itself, so that it can be mailed or archived. 
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import Final
@@ -22,6 +20,7 @@ from fusionai.primitives.errors import StorageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_count, format_seconds, format_speed
 from fusionai.scheduling.problem.types import PeerProfile, StagePlacement
+from fusionai.storage.atomic import write_atomic
 
 _TEMPLATE: Final = "report.html.jinja"
 
@@ -58,18 +57,12 @@ def render_report(data: ReportData) -> str:
 
 def write_report(data: ReportData, path: Path) -> None:
     """Write the page as a whole or not at all. Raises `StorageError` with the file's name."""
-    text = render_report(data)
-    partial = path.with_name(path.name + ".partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise StorageError(
-            f"the report could not be written to {path}: {error.strerror}.", hint="Choose another path for the report."
-        ) from error
+        write_atomic(path, render_report(data).encode())
+    except StorageError as error:
+        why = getattr(error.__cause__, "strerror", error)
+        hint = "Choose another path for the report."
+        raise StorageError(f"the report could not be written to {path}: {why}.", hint=hint) from error
 
 
 def max_abs_difference(data: ReportData) -> float | None:
@@ -104,8 +97,6 @@ class Fact(msgspec.Struct, frozen=True):
 def _verdict(data: ReportData) -> ReportVerdict:
     steps = f"{len(data.losses)} {'step' if len(data.losses) == 1 else 'steps'}"
     difference = max_abs_difference(data)
-    if data.status == "failed":
-        return ReportVerdict(False, f"The job failed after {steps}.")
     if difference is None:
         return ReportVerdict(None, f"{steps} trained; no reference run to compare with.")
     if difference > 0:

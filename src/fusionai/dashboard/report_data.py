@@ -130,4 +130,3 @@ class ReportData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Committed steps that are missing or different after the faults; None if this was not checked."""
     configuration: dict[str, str] = {}
     """The job's settings, name -> value, in the order to show."""
-    status: Literal["done", "stopped", "failed"] = "done"

@@ -135,12 +135,15 @@ class ChatChoice(Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
 
 
-class ChatCompletion(Struct, frozen=True):
-    """Answer to `POST /v1/chat/completions`."""
-
+class _Headed(Struct, frozen=True):
     id: str
     created: int
     model: str
+
+
+class ChatCompletion(_Headed, frozen=True):
+    """Answer to `POST /v1/chat/completions`."""
+
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
@@ -165,12 +168,9 @@ class ChatChunkChoice(Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
 
 
-class ChatChunk(Struct, frozen=True):
+class ChatChunk(_Headed, frozen=True):
     """An event of a stream."""
 
-    id: str
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -196,12 +196,9 @@ class TextChoice(Struct, frozen=True):
     logprobs: TextLogprobs | None = None
 
 
-class Completion(Struct, frozen=True):
+class Completion(_Headed, frozen=True):
     """Answer to `POST /v1/completions`, whole or an event of a stream."""
 
-    id: str
-    created: int
-    model: str
     choices: list[TextChoice]
     usage: Usage | UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"

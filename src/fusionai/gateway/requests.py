@@ -127,25 +127,21 @@ class MadeToolCall(Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
 
 
-class SystemMessage(Struct, frozen=True, tag_field="role", tag="system", forbid_unknown_fields=True):
+class _Said(Struct, frozen=True, tag_field="role", forbid_unknown_fields=True):
+    content: Content
+    name: str | UnsetType = UNSET
+
+
+class SystemMessage(_Said, frozen=True, tag="system"):
     """Instructions for the model."""
 
-    content: Content
-    name: str | UnsetType = UNSET
 
-
-class DeveloperMessage(Struct, frozen=True, tag_field="role", tag="developer", forbid_unknown_fields=True):
+class DeveloperMessage(_Said, frozen=True, tag="developer"):
     """OpenAI's newer name of a system message; rendered as one, because templates only know the older name."""
 
-    content: Content
-    name: str | UnsetType = UNSET
 
-
-class UserMessage(Struct, frozen=True, tag_field="role", tag="user", forbid_unknown_fields=True):
+class UserMessage(_Said, frozen=True, tag="user"):
     """A message from the user."""
-
-    content: Content
-    name: str | UnsetType = UNSET
 
 
 class AssistantMessage(Struct, frozen=True, tag_field="role", tag="assistant", forbid_unknown_fields=True):

@@ -9,14 +9,14 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import click
 
 from fusionai.cli import console
-from fusionai.cli.options import json_option, path_option, write_json
+from fusionai.cli.options import attributes, json_option, path_option, write_json
 from fusionai.cli.planning.pool_file import catalogue_option, read_catalogue, shipped_catalogue
 from fusionai.primitives.errors import UsageError
 from fusionai.scheduling.analysis.cases import Cell, Comparison, compare
@@ -109,7 +109,7 @@ def figures_of(comparisons: list[Comparison]) -> dict[str, object]:
     known = comparisons[0].assumptions
     return {
         "fleet": comparisons[0].fleet.name,
-        "assumptions": {name: getattr(known, name) for name in Assumptions.__dataclass_fields__},
+        "assumptions": attributes(known, " ".join(Assumptions.__dataclass_fields__)),
         "projected": True,
         "comparisons": [
             {
@@ -139,27 +139,26 @@ def row(comparison: Comparison, cell: Cell) -> dict[str, object]:
     """Return a cell as plain figures, None where the model does not fit."""
     ours = cell.ours if isinstance(cell.ours, PredictedSpeed) else None
     theirs = cell.theirs if isinstance(cell.theirs, PredictedSpeed) else None
+    missing = cell.ours.missing_bytes if isinstance(cell.ours, Misfit) else None
+    joules, usd = comparison.joules_per_million_tokens, comparison.usd_per_million_tokens
     return {
-        "task": cell.task,
-        "model": cell.model,
+        **attributes(cell, "task model"),
         "levers": cell.optimisations,
         "bandwidth_bytes_per_s": cell.bandwidth_mbit * 125_000,
         "latency_s": cell.latency_ms / 1e3,
-        "verdict": cell.verdict,
-        "ratio": cell.ratio,
+        **attributes(cell, "verdict ratio"),
         "tokens_per_s": ours and ours.tokens_per_s,
         "reference_tokens_per_s": theirs and theirs.tokens_per_s,
-        "stages": ours and ours.stages,
-        "replicas": ours and ours.replicas,
-        "limit": ours and ours.limit,
-        "in_flight_bytes": ours and ours.in_flight_bytes,
-        "crowded": ours and ours.crowded,
-        "missing_bytes": cell.ours.missing_bytes if isinstance(cell.ours, Misfit) else None,
-        "joules_per_million_tokens": ours and comparison.joules_per_million_tokens("ours", ours),
-        "reference_joules_per_million_tokens": theirs and comparison.joules_per_million_tokens("theirs", theirs),
-        "usd_per_million_tokens": ours and comparison.usd_per_million_tokens("ours", ours),
-        "reference_usd_per_million_tokens": theirs and comparison.usd_per_million_tokens("theirs", theirs),
+        **{name: ours and getattr(ours, name) for name in _OF_SPEED},
+        "missing_bytes": missing,
+        "joules_per_million_tokens": ours and joules("ours", ours),
+        "reference_joules_per_million_tokens": theirs and joules("theirs", theirs),
+        "usd_per_million_tokens": ours and usd("ours", ours),
+        "reference_usd_per_million_tokens": theirs and usd("theirs", theirs),
     }
+
+
+_OF_SPEED: Final = ("stages", "replicas", "limit", "in_flight_bytes", "crowded")
 
 
 def _comparisons(catalogue: Catalogue, fleet: str, against: Sequence[str]) -> list[Comparison]:
@@ -171,15 +170,8 @@ def _terms(cell: Cell) -> dict[str, object] | None:
     terms = cell.ours.terms if isinstance(cell.ours, PredictedSpeed) else None
     if terms is None:
         return None
-    plain = dict(_fields(terms))
-    if isinstance(terms, PipelineTerms):
-        return plain | {"step_s": terms.step_s, "period_s": terms.period_s, "in_flight": terms.in_flight}
-    return plain | {"round_s": terms.round_s}
-
-
-def _fields(terms: object) -> Iterator[tuple[str, object]]:
-    for name in type(terms).__dataclass_fields__:  # pyright: ignore[reportAttributeAccessIssue]
-        yield name, getattr(terms, name)
+    derived = "step_s period_s in_flight" if isinstance(terms, PipelineTerms) else "round_s"
+    return {**attributes(terms, " ".join(type(terms).__dataclass_fields__)), **attributes(terms, derived)}
 
 
 def _fleet(catalogue: Catalogue, text: str, flag: str) -> Fleet:

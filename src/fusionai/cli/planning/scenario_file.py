@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -146,38 +146,32 @@ def read_scenario(path: Path, catalogue: Catalogue | None = None) -> ScenarioOnP
 
 
 def _scenario(table: ScenarioTable, path: Path) -> Scenario:
-    churn, links, recovery = table.churn, table.links, table.recovery
-    times = {f"{name}_s": (name, value) for name, value in msgspec.structs.asdict(recovery).items() if value}
-    defaults = Churn()
     return Scenario(
         hours=table.hours,
         seed=table.seed,
         checkpoint_every=table.job.checkpoint_every,
         takeover=table.job.takeover,
-        churn=Churn(
-            stay_s=defaults.stay_s if churn.stay is None else _time(churn.stay, "churn.stay", path),
-            away_s=_time(churn.away, "churn.away", path),
-            crashes=_part(churn.crashes, "churn.crashes", path),
-            silent=_part(churn.silent, "churn.silent", path),
-            freeze_every_s=(
-                defaults.freeze_every_s
-                if churn.freeze_every is None
-                else _time(churn.freeze_every, "churn.freeze_every", path)
-            ),
-            freeze_s=_time(churn.freeze, "churn.freeze", path),
-            late=_part(churn.late, "churn.late", path),
-        ),
-        timings=Timings(
-            **{field: _time(value, f"recovery.{name}", path, least=False) for field, (name, value) in times.items()}
-        ),
-        weather=Weather(
-            jitter_s=_time(links.jitter, "links.jitter", path, least=False),
-            loss=_part(links.loss, "links.loss", path),
-        ),
+        churn=Churn(**_quantities(table.churn, "churn", path)),
+        timings=Timings(**_quantities(table.recovery, "recovery", path)),
+        weather=Weather(**_quantities(table.links, "links", path)),
     )
 
 
-def _time(text: str, key: str, path: Path, *, least: bool = True) -> float:
+_SHARES: Final = ("crashes", "silent", "late", "loss")
+
+
+def _quantities(table: msgspec.Struct, kind: str, path: Path) -> dict[str, float]:
+    """Return the values of a table's texts: shares by their name, durations by their name with `_s`."""
+    found: dict[str, float] = {}
+    for name, text in msgspec.structs.asdict(table).items():
+        if text is not None and name in _SHARES:
+            found[name] = _part(text, f"{kind}.{name}", path)
+        elif text is not None:
+            found[f"{name}_s"] = _time(text, f"{kind}.{name}", path, least=kind == "churn")
+    return found
+
+
+def _time(text: str, key: str, path: Path, *, least: bool) -> float:
     """Parse a duration in seconds; with `least` it must be above zero. Raises `RecipeError`."""
     try:
         seconds = parse_seconds(text)

@@ -12,6 +12,7 @@ import click
 from fusionai.cli import console
 from fusionai.cli.options import (
     address_option,
+    attributes,
     home_option,
     host_option,
     invitation_options,
@@ -108,17 +109,7 @@ def broker(
     )
 
     def opened(pool: Announcement) -> None:
-        write_json(
-            json_file,
-            "broker",
-            {
-                "pool": pool.pool,
-                "peer": pool.peer,
-                "addresses": pool.addresses,
-                "invitation": pool.invitation,
-                "healed": pool.healed,
-            },
-        )
+        write_json(json_file, "broker", attributes(pool, "pool peer addresses invitation healed"))
         for line in pool.healed:
             console.line(f"Repaired: {line}")
         console.line(f"Pool {pool.pool} is open; broker {short(pool.peer)}.")

@@ -1,4 +1,5 @@
-"""`fusion pool` lists the members and the recent events of running jobs; `fusion leave` takes this machine out.
+"""`fusion pool` and `fusion jobs` list a pool's members and jobs, `fusion logs` shows the history of one job, `fusion
+stop` stops it, `fusion leave` takes this machine out of the pool.
 
 `cli.pool.session` sends the requests to the broker.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,7 @@ import click
 import msgspec
 
 from fusionai.cli import console
-from fusionai.cli.options import home_option, json_option, write_json
+from fusionai.cli.options import attributes, home_option, json_option, write_json
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_seconds
@@ -173,8 +175,7 @@ def _figures(member: MemberView, profile: PeerProfile) -> dict[str, object]:
         "addresses": list(member.addresses),
         "links": [
             {
-                "peer": link.peer,
-                "route": link.route,
+                **attributes(link, "peer route"),
                 "way": link.route,  # its older name
                 "channels": link.channels,
                 "round_trip_s": link.round_trip_s or None,
@@ -184,12 +185,102 @@ def _figures(member: MemberView, profile: PeerProfile) -> dict[str, object]:
             }
             for link in member.links
         ],
-        "device": profile.device,
-        "device_name": profile.device_name,
-        "flops_per_s": profile.flops_per_s,
+        **attributes(profile, "device device_name flops_per_s"),
         "pace": None if profile.pace is None else msgspec.to_builtins(profile.pace),
-        "memory_bytes": profile.memory_bytes,
-        "threads": profile.threads,
-        "share": profile.share,
+        **attributes(profile, "memory_bytes threads share"),
         "last_heard_s": member.last_heard_s,
+    }
+
+
+@click.command()
+@home_option
+@json_option
+def jobs(home: Path, json_file: Path | None) -> None:
+    """List the jobs of the pool and their progress."""
+    from fusionai.cli.pool.session import in_pool
+
+    found = in_pool(home, lambda session: session.jobs())
+    write_json(json_file, "jobs", {"jobs": [_job_figures(job) for job in found]})
+    if not found:
+        console.line("No jobs yet. `fusion train RECIPE.toml` starts one.")
+        return
+    console.table(
+        ("job", "title", "owner", "state", "step", "plan", "started"), [_job_row(job) for job in found], right=(4, 5)
+    )
+
+
+@click.command()
+@click.argument("job")
+@home_option
+@json_option
+def logs(job: str, home: Path, json_file: Path | None) -> None:
+    """Show the event history of JOB (a name from `fusion jobs`) as the broker knows it. Losses and speeds are in the
+    run's directory on the job owner's machine."""
+    from fusionai.cli.pool.session import in_pool
+
+    found = _one(in_pool(home, lambda session: session.jobs(job)), job)
+    write_json(json_file, "logs", {**_job_figures(found), "story": list(found.story)})
+    console.line(f"{found.job}: {_job_state(found)}, {_steps(found)}, plan version {found.plan_version}")
+    for entry in found.story:
+        console.line(console.printable(entry))
+
+
+@click.command()
+@click.argument("job")
+@home_option
+def stop(job: str, home: Path) -> None:
+    """Stop JOB (a name from `fusion jobs`) cleanly: it writes a last checkpoint and can be resumed. Only the
+    machines of the job's owner and of the broker may stop a job."""
+    from fusionai.cli.pool.session import in_pool
+    from fusionai.client.pool.session import OWNER_DIRECTORY
+    from fusionai.transport.enrolment import MEMBERSHIP_FILE, load_membership
+
+    found = _one(in_pool(home, lambda session: session.jobs(job)), job)
+    if found.state in ("done", "failed"):
+        console.line(f"{job} has already ended ({_job_state(found)}, {_steps(found)} steps).")
+        return
+    # Jobs belong to the machine's owner key, which differs from the key that it lends itself under.
+    own_home = home / OWNER_DIRECTORY
+    own = load_membership(own_home) if (own_home / MEMBERSHIP_FILE).is_file() else None
+    mine = own is not None and own.peer == found.owner
+    in_pool(home, lambda session: session.stop(job), membership=own if mine else None)
+    console.line(f"{job} was asked to stop; `fusion jobs` shows when it has stopped.")
+
+
+def _one(found: tuple[JobView, ...], job: str) -> JobView:
+    if not found:
+        raise UsageError(f"there is no job {job!r} in this pool.", hint="`fusion jobs` lists them.")
+    return found[0]
+
+
+def _job_row(job: JobView) -> tuple[str, ...]:
+    return (
+        job.job,
+        job.title,
+        short(PeerId(job.owner)),
+        _job_state(job),
+        _steps(job),
+        str(job.plan_version),
+        datetime.fromtimestamp(job.started_at_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
+        if job.started_at_s
+        else "",
+    )
+
+
+def _job_state(job: JobView) -> str:
+    """Return the job's state. The broker reports a stopped job as done; fewer steps than planned tell them apart."""
+    return "stopped" if job.state == "done" and job.steps and job.step + 1 < job.steps else job.state
+
+
+def _steps(job: JobView) -> str:
+    done = job.step + 1
+    return f"{done} of {job.steps}" if job.steps else str(done)
+
+
+def _job_figures(job: JobView) -> dict[str, object]:
+    return {
+        **attributes(job, "job title owner"),
+        "state": _job_state(job),
+        "steps_done": job.step + 1,
+        **attributes(job, "steps plan_version started_at_s"),
     }

@@ -1,7 +1,7 @@
 """Single requests to the pool this machine belongs to, for commands that ask, print and exit.
 
-`client.pool.session` holds the connection; `cli.pool.members`, `cli.pool.jobs`, `cli.pool.broker` and
-`cli.planning.plan` use this module."""
+`client.pool.session` holds the connection; `cli.pool.members`, `cli.pool.broker` and `cli.planning.plan` use
+this module."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fusionai.cli import console
-from fusionai.cli.options import device_option, json_option, number_option, path_option, write_json
+from fusionai.cli.options import attributes, device_option, json_option, number_option, path_option, write_json
 from fusionai.cli.running import run_until_stopped
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.units import format_seconds
@@ -97,15 +97,12 @@ def figures(result: DemoResult, peers: int, spares: int, report: Path) -> dict[s
         "steps": result.training.steps,
         "losses": result.losses,
         "losses_reference": result.reference.losses,
-        "max_abs_loss_diff": result.max_abs_loss_diff,
-        "tokens_per_s": result.tokens_per_s,
+        **attributes(result, "max_abs_loss_diff tokens_per_s"),
         "tokens_per_s_reference": result.reference.tokens_per_s,
         "checkpoint": result.training.checkpoint,
-        "evaluation_loss": result.evaluation_loss,
-        "checkpoint_loss": result.checkpoint_loss,
-        "checkpoint_loss_diff": result.checkpoint_loss_diff,
-        "generation_equal": result.generation_equal,
-        "max_abs_logit_diff": result.max_abs_logit_diff,
+        **attributes(
+            result, "evaluation_loss checkpoint_loss checkpoint_loss_diff generation_equal max_abs_logit_diff"
+        ),
         "completion": result.completion_text,
         "plan": plan,
         "spare_peers": plan.spares,
@@ -113,8 +110,7 @@ def figures(result: DemoResult, peers: int, spares: int, report: Path) -> dict[s
         "kills": [_kill_figures(kill) for kill in result.kills],
         "lost_steps": result.lost_steps,
         "report": report,
-        "wall_s": result.wall_s,
-        "ok": result.ok,
+        **attributes(result, "wall_s ok"),
     }
 
 
@@ -122,13 +118,10 @@ def _kill_figures(outcome: KillOutcome) -> dict[str, object]:
     """Return the figures of one kill. `takeover`: the peer that has the stage afterwards; `exact`: whether its numeric
     fingerprint promises the same bits."""
     return {
-        "step": outcome.kill.step,
-        "stage": outcome.kill.stage,
-        "detected_s": outcome.detected_s,
-        "recovered_s": outcome.recovered_s,
+        **attributes(outcome.kill, "step stage"),
+        **attributes(outcome, "detected_s recovered_s"),
         "peer": outcome.name,
-        "takeover": outcome.takeover,
-        "exact": outcome.exact,
+        **attributes(outcome, "takeover exact"),
     }
 
 

@@ -231,7 +231,6 @@ class RunReport:
             commits=tuple(self.commits),
             tenures=self.tenures.until(self.last_s),
             configuration=configuration(recipe),
-            status="done" if result.stopped is None else "stopped",
         )
 
     def _fault(self, episode: Episode) -> ReportedFault:
