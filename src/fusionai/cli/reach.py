@@ -65,7 +65,7 @@ async def _observed(membership: Membership, transport: TcpTransport, port: int) 
     try:
         if listener is not None:
             port = int(listener.addresses[0].rpartition(":")[2])
-        return await introductions.observed(port), port
+        return (await introductions.observed(port))[0], port
     finally:
         await introductions.close()
         if listener is not None:

@@ -142,15 +142,10 @@ class Introductions:
         answer, broker = await self._ask(Meet(peer=peer, addresses=addresses), Introduced)
         return Introduction(answer.token, ((broker.host, broker.port),) if broker.host else (), answer.addresses)
 
-    async def observed(self, port: int) -> Observed:
-        """Return how the broker sees this machine, and whether it can dial this machine's `port`. Raises the errors of
-        `ask`."""
-        return (await self._ask(Observe(port=port), Observed))[0]
-
-    async def observed_by(self, port: int) -> tuple[Remote, Observed]:
-        """Return the broker that answered, and its observation."""
-        answer, broker = await self._ask(Observe(port=port), Observed)
-        return broker, answer
+    async def observed(self, port: int) -> tuple[Observed, Remote]:
+        """Return how the broker sees this machine, whether it can dial this machine's `port`, and the broker that
+        answered. Raises the errors of `ask`."""
+        return await self._ask(Observe(port=port), Observed)
 
     async def _ask(self, question: Message, expected: type[M]) -> tuple[M, Remote]:
         """Return the answer and the broker that gave it."""

@@ -108,7 +108,7 @@ class UdpAcceptor:
             self._why_not = str(error)
             _LOG.info("%s", error)
             raise
-        broker, seen = await self._introductions.observed_by(0)
+        seen, broker = await self._introductions.observed(0)
         if broker.peer is None or not seen.udp_port:
             raise TransportError("the broker observes no UDP port; links that can't be dialled go over its relay.")
         self._quic = quic
@@ -218,7 +218,7 @@ class PeerTransport:
         try:
             # Uses a new connection: one from before a move would be seen at this machine's old address.
             await self._introductions.close()
-            observed = await self._introductions.observed(port)
+            observed, _ = await self._introductions.observed(port)
         except FusionError as error:
             _LOG.info("the broker could not report how it sees this machine: %s", error)
             return ()

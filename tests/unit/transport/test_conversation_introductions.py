@@ -44,7 +44,7 @@ def test_one_conversation_for_all_questions():
         introduction = await asking.ask(OTHER, ("quic://x@y:1",))
         # In memory nobody is anywhere, so there is no relay to go to.
         assert (introduction.token, introduction.relays, introduction.addresses) == (b"t", (), ("relay://x:1",))
-        assert await asking.observed(4711) == Observed(host="203.0.113.7", port=5)
+        assert (await asking.observed(4711))[0] == Observed(host="203.0.113.7", port=5)
         assert broker.asked == [Meet(peer=OTHER, addresses=("quic://x@y:1",)), Observe(port=4711)]
         assert broker.connections == 1
         await asking.close()

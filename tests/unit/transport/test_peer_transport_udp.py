@@ -33,9 +33,9 @@ class Broker:
         self.remote = remote
         self.asked = 0
 
-    async def observed_by(self, port: int) -> tuple[Remote, Observed]:
+    async def observed(self, port: int) -> tuple[Observed, Remote]:
         self.asked += 1
-        return self.remote, Observed(host="203.0.113.7", port=5, udp_port=self.udp_port)
+        return Observed(host="203.0.113.7", port=5, udp_port=self.udp_port), self.remote
 
 
 def door(pool: Any, broker: Broker) -> UdpAcceptor:

@@ -13,7 +13,6 @@ import re
 import socket
 import weakref
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Generic, TypeVar
@@ -159,29 +158,25 @@ class RouteTable:
 
     def links(self) -> tuple[LinkView, ...]:
         """Return one view per peer and route of the open connections to members, best route first within a peer."""
-        count: Counter[tuple[str, RouteKind]] = Counter()
         seen: dict[tuple[str, RouteKind], list[LinkFigures]] = {}
         for channel in self._channels:
             if not channel.closed and channel.remote.role == "member" and channel.remote.peer is not None:
-                key = (channel.remote.peer, channel.route)
-                count[key] += 1
-                seen.setdefault(key, []).append(channel.figures)
-        self._fastest = {key: max(self._fastest.get(key, 0.0), _fastest(found)) for key, found in seen.items()}
+                seen.setdefault((channel.remote.peer, channel.route), []).append(channel.figures)
+        self._fastest = {
+            key: max(self._fastest.get(key, 0.0), *(one.bandwidth_bytes_per_s for one in found))
+            for key, found in seen.items()
+        }
         views = [
             LinkView(
                 *key,
-                channels,
-                round_trip_s=min((one.round_trip_s for one in seen[key] if one.round_trip_s), default=0.0),
+                channels=len(found),
+                round_trip_s=min((one.round_trip_s for one in found if one.round_trip_s), default=0.0),
                 bandwidth_bytes_per_s=self._fastest[key],
-                loss=max(one.loss for one in seen[key]),
+                loss=max(one.loss for one in found),
             )
-            for key, channels in count.items()
+            for key, found in seen.items()
         ]
         return tuple(sorted(views, key=lambda view: (view.peer, _BEST_FIRST.index(view.route))))[:MAX_LINKS]
-
-
-def _fastest(figures: Iterable[LinkFigures]) -> float:
-    return max(one.bandwidth_bytes_per_s for one in figures)
 
 
 def best_links(links: Iterable[LinkView]) -> dict[PeerId, LinkView]:
