@@ -246,8 +246,8 @@ class Copied(nn.Module):
     ("inner", "shape"),
     [
         (lambda: nn.BatchNorm1d(8), (8,)),
-        (lambda: First(nn.LSTM(4, 4, batch_first=True)), (2, 4)),
-        (Attends, (2, 4)),
+        pytest.param(lambda: First(nn.LSTM(4, 4, batch_first=True)), (2, 4), marks=pytest.mark.slow),
+        pytest.param(Attends, (2, 4), marks=pytest.mark.slow),
         (lambda: parametrizations.weight_norm(nn.Linear(8, 8)), (8,)),
         (lambda: nn.Conv1d(2, 2, 3, padding=1), (2, 4)),
         (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.ReLU(inplace=True)), (8,)),
@@ -312,6 +312,7 @@ def test_of_a_module_above_the_limit_some_layers_of_each_kind_are_compared() -> 
     assert not self_check(captured, memory_bytes=half * 24, most_parameters=half).streamed
 
 
+@pytest.mark.slow
 def test_layers_that_stand_for_no_others_are_said() -> None:
     class Growing(nn.Module):
         def __init__(self) -> None:
