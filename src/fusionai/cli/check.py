@@ -6,6 +6,7 @@ Prints the report and exits with 1 if the model can't be trained. `capture.check
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -102,16 +103,12 @@ def _show(report: CheckReport, task: Task, *, every_operator: bool) -> None:
 
 def _block_rows(blocks: tuple[BlockReport, ...]) -> Iterator[tuple[str, str, str, str]]:
     """Yield the rows of the table of blocks. Consecutive equal blocks share a row."""
-    start = 0
-    for place in range(1, len(blocks) + 1):
-        if place < len(blocks) and blocks[place].kind == blocks[start].kind:
-            continue
-        first, count = blocks[start], place - start
-        each = " each" if count > 1 else ""
+    for _, equal in groupby(blocks, key=lambda block: block.kind):
+        first, *others = equal
+        each = " each" if others else ""
         yield (
-            f"{first.block}-{blocks[place - 1].block}" if count > 1 else str(first.block),
+            f"{first.block}-{others[-1].block}" if others else str(first.block),
             f"{first.nodes}{each}",
             f"{format_count(first.parameters)}{each}",
             f"{format_bytes(first.parameter_bytes)}{each}",
         )
-        start = place

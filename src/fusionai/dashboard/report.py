@@ -114,53 +114,37 @@ def _verdict(data: ReportData) -> ReportVerdict:
 
 
 def _facts(data: ReportData) -> list[Fact]:
-    plan = data.plan
+    """Return the rows of the result table. What a run lacks has none."""
+    plan, losses, difference = data.plan, data.losses, max_abs_difference(data)
     peers = {stage.peer for stage in plan.stages if "stage" in stage.roles}
-    facts = [
+    reference, checkpoint_difference = data.tokens_per_s_reference, data.checkpoint_loss_diff
+    ratio = data.tokens_per_s / reference if reference else float("inf")
+    facts = (
         Fact("active peers", str(len(peers))),
-        *([Fact("replicas", str(plan.replicas))] if plan.replicas > 1 else []),
+        plan.replicas > 1 and Fact("replicas", str(plan.replicas)),
         Fact("spares", str(len(plan.spares))),
         Fact("model", data.model),
         Fact("parameters", f"{format_count(data.model_params)} ({data.model_params:,})"),
-        Fact("steps", f"{len(data.losses)} of {data.steps}" if len(data.losses) != data.steps else str(data.steps)),
-    ]
-    if data.losses:
-        facts.append(Fact("loss, first to last", f"{data.losses[0]:.4f} to {data.losses[-1]:.4f}"))
-    if data.evaluations:
-        facts.append(Fact("evaluation loss", f"{data.evaluations[-1][1]:.4f} at step {data.evaluations[-1][0]}"))
-    if data.best is not None:
-        step, loss, directory = data.best
-        facts.append(Fact("best state", f"step {step}, evaluation loss {loss:.4f}: {directory}"))
-    if data.ended_early is not None:
-        facts.append(Fact("ended early", data.ended_early))
-    facts.append(Fact("tokens per second, pool", f"{data.tokens_per_s:,.0f}"))
-    if data.tokens_per_s_reference is not None:
-        ratio = data.tokens_per_s / data.tokens_per_s_reference if data.tokens_per_s_reference > 0 else float("inf")
-        facts.append(
-            Fact(
-                "tokens per second, one process", f"{data.tokens_per_s_reference:,.0f} (pool reaches {ratio:.2f} of it)"
-            )
-        )
-    difference = max_abs_difference(data)
-    if difference is not None:
-        facts.append(Fact("largest difference of the loss", _exact(difference), difference == 0))
-    if data.faults:
-        facts.append(Fact("faults", _faults(data)))
-    if data.lost_steps is not None:
-        facts.append(Fact("committed steps lost", str(data.lost_steps), data.lost_steps == 0))
-    if data.checkpoint is not None:
-        facts.append(Fact("checkpoint", data.checkpoint))
-    if data.checkpoint_loss_diff is not None:
-        facts.append(
-            Fact(
-                "loss of the checkpoint, difference", _exact(data.checkpoint_loss_diff), data.checkpoint_loss_diff == 0
-            )
-        )
-    if data.generation_equal is not None:
-        facts.append(Fact("completions equal", "yes" if data.generation_equal else "no", data.generation_equal))
-    if data.wall_s is not None:
-        facts.append(Fact("time", format_seconds(data.wall_s)))
-    return facts
+        Fact("steps", f"{len(losses)} of {data.steps}" if len(losses) != data.steps else str(data.steps)),
+        losses and Fact("loss, first to last", f"{losses[0]:.4f} to {losses[-1]:.4f}"),
+        data.evaluations
+        and Fact("evaluation loss", f"{data.evaluations[-1][1]:.4f} at step {data.evaluations[-1][0]}"),
+        data.best and Fact("best state", f"step {data.best[0]}, evaluation loss {data.best[1]:.4f}: {data.best[2]}"),
+        data.ended_early is not None and Fact("ended early", data.ended_early),
+        Fact("tokens per second, pool", f"{data.tokens_per_s:,.0f}"),
+        reference is not None
+        and Fact("tokens per second, one process", f"{reference:,.0f} (pool reaches {ratio:.2f} of it)"),
+        difference is not None and Fact("largest difference of the loss", _exact(difference), difference == 0),
+        data.faults and Fact("faults", _faults(data)),
+        data.lost_steps is not None and Fact("committed steps lost", str(data.lost_steps), data.lost_steps == 0),
+        data.checkpoint is not None and Fact("checkpoint", data.checkpoint),
+        checkpoint_difference is not None
+        and Fact("loss of the checkpoint, difference", _exact(checkpoint_difference), checkpoint_difference == 0),
+        data.generation_equal is not None
+        and Fact("completions equal", "yes" if data.generation_equal else "no", data.generation_equal),
+        data.wall_s is not None and Fact("time", format_seconds(data.wall_s)),
+    )
+    return [fact for fact in facts if isinstance(fact, Fact)]
 
 
 def _faults(data: ReportData) -> str:

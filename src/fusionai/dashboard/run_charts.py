@@ -67,23 +67,10 @@ def gantt_chart(spans: Mapping[int, Sequence[Span]], labels: Mapping[int, str]) 
             for span in shown[stage]:
                 start_ms = (span.start_s - origin_s) * 1e3
                 width_ms = max((span.end_s - span.start_s) * 1e3, _LEAST_PART * length_ms)
-                sending = span.kind == "send"
-                axes.broken_barh(
-                    [(start_ms, width_ms)],
-                    (row + 0.3, _SEND_HEIGHT) if sending else (row - _BAR_HEIGHT / 2, _BAR_HEIGHT),
-                    facecolors=_COLOURS[span.kind],
-                    edgecolors="none",
-                )
-                if span.kind in ("forward", "backward") and width_ms >= _LEAST_LABELLED_PART * length_ms:
-                    axes.text(
-                        start_ms + width_ms / 2,
-                        row,
-                        str(span.microbatch),
-                        ha="center",
-                        va="center",
-                        color=ON_BAR,
-                        fontsize=8.5,
-                    )
+                middle, height = (row + 0.365, _SEND_HEIGHT) if span.kind == "send" else (row, _BAR_HEIGHT)
+                is_labelled = span.kind in ("forward", "backward") and width_ms >= _LEAST_LABELLED_PART * length_ms
+                label = str(span.microbatch) if is_labelled else ""
+                _bar(axes, middle, start_ms, width_ms, _COLOURS[span.kind], height, label)
         axes.set_yticks(range(len(shown)), [labels.get(stage, f"stage {stage}") for stage in shown])
         axes.set_ylim(len(shown) - 0.4, -0.6)
         axes.set_xlim(0, length_ms)
@@ -92,6 +79,14 @@ def gantt_chart(spans: Mapping[int, Sequence[Span]], labels: Mapping[int, str]) 
         patches = [Patch(facecolor=_COLOURS[kind], label=_LABELS[kind]) for kind in kinds]
         axes.legend(handles=patches, ncols=len(kinds), frameon=False, loc="lower left", bbox_to_anchor=(0, 1.0))
         return inline_svg(figure, "gantt")
+
+
+def _bar(axes: Axes, row: float, start: float, width: float, colour: str, height: float, label: str = "") -> None:
+    """Draw a bar around `row`, with its label in the middle."""
+    axes.broken_barh([(start, width)], (row - height / 2, height), facecolors=colour, edgecolors="none", zorder=2)
+    if label:
+        middle = start + width / 2
+        axes.text(middle, row, label, ha="center", va="center", color=ON_BAR, fontsize=8.5, zorder=4)
 
 
 def loss_chart(
@@ -114,22 +109,13 @@ def loss_chart(
         dots = "o" if len(losses) <= 60 else None
         top.plot(steps, losses, color=FORWARD, linewidth=3.2, alpha=0.55, label="pool")
         if reference is not None:
-            reference_steps = range(1, len(reference) + 1)
-            top.plot(
-                reference_steps,
-                reference,
-                color=BACKWARD,
-                linewidth=1.3,
-                linestyle=(0, (4, 2)),
-                marker=dots,
-                markersize=2.6,
-                label="one process",
-            )
+            style = {"linestyle": (0, (4, 2)), "marker": dots, "markersize": 2.6}
+            known = range(1, len(reference) + 1)
+            top.plot(known, reference, color=BACKWARD, linewidth=1.3, label="one process", **style)
         if evaluations:
             eval_steps, eval_losses = zip(*evaluations, strict=True)
-            top.plot(
-                eval_steps, eval_losses, color=APPLY, marker="D", linewidth=1, markersize=5, label="evaluation split"
-            )
+            diamonds = {"marker": "D", "linewidth": 1, "markersize": 5}
+            top.plot(eval_steps, eval_losses, color=APPLY, label="evaluation split", **diamonds)
         badges(top, faults, 0.02 * len(losses))
         top.set_ylabel("loss")
         top.legend(frameon=False, loc="upper right")
@@ -137,21 +123,13 @@ def loss_chart(
         if reference is not None and bottom is not None:
             difference = [a - b for a, b in zip(losses, reference, strict=False)]
             quiet(bottom)
-            bottom.plot(
-                range(1, len(difference) + 1), difference, color=FORWARD, linewidth=1.6, marker=dots, markersize=2.6
-            )
+            steps = range(1, len(difference) + 1)
+            bottom.plot(steps, difference, color=FORWARD, linewidth=1.6, marker=dots, markersize=2.6)
             if not any(difference):
                 bottom.set_ylim(-1, 1)
                 bottom.set_yticks([0.0], ["0.0"])
-                bottom.text(
-                    0.99,
-                    0.88,
-                    "exactly 0.0 at every step",
-                    transform=bottom.transAxes,
-                    ha="right",
-                    va="top",
-                    color=MUTED,
-                )
+                equal, corner = "exactly 0.0 at every step", bottom.transAxes
+                bottom.text(0.99, 0.88, equal, transform=corner, ha="right", va="top", color=MUTED)
             bottom.set_ylabel("difference")
         lowest.set_xlabel("step")
         lowest.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -229,39 +207,19 @@ def _draw_lanes(
     for row in range(len(rows)):
         axes.axhline(row, color=GRID, linewidth=0.6, zorder=0)
     for tenure in tenures:
-        row, length_s = lane[tenure.peer], tenure.to_s - tenure.from_s
+        row, start_s, length_s = lane[tenure.peer], tenure.from_s, tenure.to_s - tenure.from_s
         match tenure.part:
+            case "stage" if tenure.peer == BROKER:
+                _bar(axes, row, start_s, length_s, MUTED, _GUARD)
             case "stage":
-                if tenure.peer == BROKER:
-                    axes.broken_barh([(tenure.from_s, length_s)], (row - _GUARD / 2, _GUARD), facecolors=MUTED)
-                    continue
-                axes.broken_barh(
-                    [(tenure.from_s, length_s)], (row - _BAR / 2, _BAR), facecolors=FORWARD, edgecolors="none", zorder=2
-                )
-                if length_s >= _LEAST_LABELLED_TENURE * end_s:
-                    axes.text(
-                        tenure.from_s + length_s / 2,
-                        row,
-                        f"{tenure.stage}" if length_s < 0.1 * end_s else f"stage {tenure.stage}",
-                        ha="center",
-                        va="center",
-                        color=ON_BAR,
-                        fontsize=8.5,
-                        zorder=4,
-                    )
+                label = f"{tenure.stage}" if length_s < 0.1 * end_s else f"stage {tenure.stage}"
+                is_labelled = length_s >= _LEAST_LABELLED_TENURE * end_s
+                _bar(axes, row, start_s, length_s, FORWARD, _BAR, label if is_labelled else "")
             case "standby":
-                axes.broken_barh(
-                    [(tenure.from_s, length_s)], (row - _GUARD / 2, _GUARD), facecolors=APPLY, edgecolors="none"
-                )
+                _bar(axes, row, start_s, length_s, APPLY, _GUARD)
             case "away":
-                axes.plot(
-                    [tenure.from_s, tenure.to_s],
-                    [row, row],
-                    color=FAULT,
-                    linewidth=1.4,
-                    linestyle=(0, (1, 2)),
-                    zorder=2,
-                )
+                line = (0, (1, 2))
+                axes.plot([start_s, tenure.to_s], [row, row], color=FAULT, linewidth=1.4, linestyle=line, zorder=2)
     for fault in faults:
         axes.plot([fault.at_s], [lane[fault.peer]], "X", color=FAULT, markersize=8, markeredgecolor=ON_BAR, zorder=5)
     axes.set_yticks(range(len(rows)), ["broker" if peer == BROKER else name(peer) for peer in rows])

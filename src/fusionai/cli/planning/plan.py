@@ -15,19 +15,8 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from fusionai.cli.options import (
-    ServingOptions,
-    WordOrCount,
-    choice_option,
-    home_option,
-    json_option,
-    lora_option,
-    number_option,
-    path_option,
-    serving_options,
-    stages_option,
-    write_json,
-)
+from fusionai.cli import options as flags
+from fusionai.cli.options import ServingOptions, write_json
 from fusionai.cli.planning.pool_file import (
     ConstraintsTable,
     PoolOnPaper,
@@ -57,37 +46,39 @@ _TASKS: Final = ("train", "serve")
 
 @click.command()
 @click.argument("model")
-@path_option(
+@flags.path_option(
     "--pool",
     "POOL.toml",
     "Plan for the machines of this file.  [default: the pool that this machine has joined]",
     name="pool_file",
 )
-@choice_option("--task", "Plan for this task.", _TASKS, "train")
-@number_option("--batch", "Rows per training step.", 8, 1, metavar=None)
-@number_option("--microbatches", "Microbatches per training step.", 8, 1, metavar=None)
-@number_option("--sequence", "Tokens per row.", 256, 1, metavar=None)
-@choice_option(
+@flags.choice_option("--task", "Plan for this task.", _TASKS, "train")
+@flags.number_option("--batch", "Rows per training step.", 8, 1, metavar=None)
+@flags.number_option("--microbatches", "Microbatches per training step.", 8, 1, metavar=None)
+@flags.number_option("--sequence", "Tokens per row.", 256, 1, metavar=None)
+@flags.choice_option(
     "--compression",
     "Compress activations and gradients between the stages of a training job.",
     get_args(Compression),
     "none",
 )
-@choice_option(
+@flags.choice_option(
     "--precision",
     "Format of a training job's matrix products. In bf16 more results depend on the cut; the plan says which.",
     ["fp32", "bf16"],
     "fp32",
 )
-@lora_option
-@choice_option(
+@flags.lora_option
+@flags.choice_option(
     "--recompute",
     "Recompute activations in the backward pass of training stages instead of keeping them.",
     get_args(SavingMode),
     "auto",
 )
-@choice_option("--offload", "Keep optimizer state in files on the stages' machines.", get_args(SavingMode), "auto")
-@choice_option(
+@flags.choice_option(
+    "--offload", "Keep optimizer state in files on the stages' machines.", get_args(SavingMode), "auto"
+)
+@flags.choice_option(
     "--offload-weights",
     "Keep weights in files on the stages' machines until a block needs them.",
     get_args(SavingMode),
@@ -95,17 +86,17 @@ _TASKS: Final = ("train", "serve")
 )
 @click.option(
     "--replicas",
-    type=WordOrCount(["auto"], "expected a whole number of at least 1, or auto; got {!r}."),
+    type=flags.WordOrCount(["auto"], "expected a whole number of at least 1, or auto; got {!r}."),
     default="1",
     show_default=True,
     metavar="N|auto",
     help="Split each training step over N pipelines that sum their gradients; auto: the fastest number.",
 )
-@stages_option(" (per replica)")
-@number_option("--spares", "Keep this many peers free as spares.", None, 0, metavar=None)
+@flags.stages_option(" (per replica)")
+@flags.number_option("--spares", "Keep this many peers free as spares.", None, 0, metavar=None)
 @click.option("--require", multiple=True, metavar="PEER", help="Use this peer. May be repeated.")
 @click.option("--exclude", multiple=True, metavar="PEER", help="Don't use this peer. May be repeated.")
-@serving_options
+@flags.serving_options
 @click.option(
     "--least-speed",
     type=click.FloatRange(min=0, min_open=True),
@@ -113,13 +104,13 @@ _TASKS: Final = ("train", "serve")
     help="With --task serve: least speed of a session in the estimate for several pipelines.  [default: half of what a "
     "single session gets]",
 )
-@choice_option(
+@flags.choice_option(
     "--takeover",
     "Allow warm standbys with other numerics, which would continue with slightly different results; `exact`: never.",
     ["any", "exact", "tolerant"],
     "any",
 )
-@path_option(
+@flags.path_option(
     "--picture",
     "FILE.svg",
     "Also draw the plan into this file, and the estimated layout with replicas into FILE-replicas.svg.",
@@ -127,8 +118,8 @@ _TASKS: Final = ("train", "serve")
     dir_okay=False,
 )
 @catalogue_option
-@home_option
-@json_option
+@flags.home_option
+@flags.json_option
 def plan(
     model: str,
     pool_file: Path | None,
@@ -203,9 +194,9 @@ _UNUSED: Final = {
 serve for both tasks."""
 
 
-def _check_flags(task: Literal["train", "serve"], flags: Mapping[str, object]) -> None:
+def _check_flags(task: Literal["train", "serve"], given: Mapping[str, object]) -> None:
     """Raise `UsageError` for flags of a training job that contradict each other or the task."""
-    batch, microbatches = flags["batch"], flags["microbatches"]
+    batch, microbatches = given["batch"], given["microbatches"]
     assert isinstance(batch, int)
     assert isinstance(microbatches, int)
     if task == "train" and batch % microbatches:
@@ -214,11 +205,11 @@ def _check_flags(task: Literal["train", "serve"], flags: Mapping[str, object]) -
             hint="Choose a batch that is a multiple of the number of microbatches.",
         )
     for name, default in _ONLY_IN_TRAINING.items():
-        if task == "serve" and flags[name] != default:
+        if task == "serve" and given[name] != default:
             flag = f"--{name.replace('_', '-')}"
             instead = "Use --weights for a served model." if name == "precision" else f"Leave {flag} out."
             raise UsageError(f"{flag} is for --task train.", hint=instead)
-    if flags["offload_weights"] == "always" and flags["recompute"] == "never":
+    if given["offload_weights"] == "always" and given["recompute"] == "never":
         raise UsageError(
             "--offload-weights always needs recomputed activations, but --recompute is never.",
             hint="Use --recompute auto or always.",
@@ -259,23 +250,18 @@ def _smaller(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Iterator[Change]:
     def changed(words: str, smaller: Asked) -> Change:
         return Change(words=words, problem=lambda: problem_of(graph, pool, smaller))
 
+    served = asked.served
     if asked.task == "serve":
         for weights in ("int8", "int4"):
-            if asked.served.weights not in ("int4", weights):
-                yield changed(
-                    f"with --weights {weights}", replace(asked, served=replace(asked.served, weights=weights))
-                )
-        context = asked.served.needs(None).context_tokens // 4
+            if served.weights not in ("int4", weights):
+                yield changed(f"with --weights {weights}", replace(asked, served=replace(served, weights=weights)))
+        context = served.needs(None).context_tokens // 4
         if context >= 2:
-            shorter = replace(asked.served, context_tokens=context)
-            yield changed(f"with --context {context}", replace(asked, served=shorter))
+            yield changed(f"with --context {context}", replace(asked, served=replace(served, context_tokens=context)))
         return
-    if asked.recompute == "never":
-        yield changed("with --recompute auto", replace(asked, recompute="auto"))
-    if asked.offload == "never":
-        yield changed("with --offload auto", replace(asked, offload="auto"))
-    if asked.offload_weights == "never":
-        yield changed("with --offload-weights auto", replace(asked, offload_weights="auto"))
+    for name in ("recompute", "offload", "offload_weights"):
+        if getattr(asked, name) == "never":
+            yield changed(f"with --{name.replace('_', '-')} auto", replace(asked, **{name: "auto"}))
     if asked.rows > 1:
         yield changed(f"with --microbatches {asked.batch}", replace(asked, microbatches=asked.batch))
     if asked.sequence > 1:

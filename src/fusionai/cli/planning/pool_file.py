@@ -71,16 +71,12 @@ def _devices(table: Mapping[str, Any], where: str) -> tuple[Device, ...]:
     if unknown or not isinstance(entries, list) or not entries:
         found = f"got {', '.join(unknown)}" if unknown else "found none"
         raise RecipeError(f"{where}: expected a list of tables [[devices]], {found}.")
+    if not all(isinstance(entry, dict) for entry in entries):
+        raise RecipeError(f"{where}: expected a list of tables [[devices]].")
     return tuple(
         convert(entry, Device, f"{where}: device {entry.get('name', number)!r}", "this table")
-        if isinstance(entry, dict)
-        else _not_a_table(where)
         for number, entry in enumerate(entries, start=1)
     )
-
-
-def _not_a_table(where: str) -> Device:
-    raise RecipeError(f"{where}: expected a list of tables [[devices]].")
 
 
 Name = Annotated[str, Meta(min_length=1, max_length=64)]

@@ -10,19 +10,8 @@ from pathlib import Path
 import click
 
 from fusionai.cli import console
-from fusionai.cli.options import (
-    address_option,
-    attributes,
-    home_option,
-    host_option,
-    invitation_options,
-    json_option,
-    number_option,
-    path_option,
-    port_option,
-    quantity_option,
-    write_json,
-)
+from fusionai.cli import options as flags
+from fusionai.cli.options import attributes, write_json
 from fusionai.cli.running import lifeline_option, run_until_stopped
 from fusionai.primitives.ids import short
 from fusionai.primitives.units import format_seconds, parse_rate_limit_bytes_per_s
@@ -31,11 +20,11 @@ from fusionai.transport.security.trust import parse_key
 
 @click.command()
 @click.option("--pool", "name", metavar="NAME", help="Name of the pool.  [default: the name it has, or `pool`]")
-@host_option()
-@port_option("Listen on this TCP port; 0: any free one.", default=None, shown="4711")
-@address_option
-@invitation_options(uses=100)
-@number_option(
+@flags.host_option()
+@flags.port_option("Listen on this TCP port; 0: any free one.", default=None, shown="4711")
+@flags.address_option
+@flags.invitation_options(uses=100)
+@flags.number_option(
     "--rest-after",
     "Give a machine no new work for 5 minutes after its connection was lost N times within 10 minutes; 0: always give "
     "it work.",
@@ -49,7 +38,7 @@ from fusionai.transport.security.trust import parse_key
     show_default=True,
     help="Relay the encrypted traffic of machines that can't connect to each other directly.",
 )
-@quantity_option(
+@flags.quantity_option(
     "--relay-limit",
     parse_rate_limit_bytes_per_s,
     "RATE",
@@ -63,7 +52,7 @@ from fusionai.transport.security.trust import parse_key
     metavar="SIGNING_KEY",
     help="Let only machines lend themselves whose keys this signing key has endorsed. May be repeated.",
 )
-@path_option(
+@flags.path_option(
     "--trust-file",
     "FILE",
     "Let only machines lend themselves that a signing key in this file has endorsed and that are not revoked in it. "
@@ -72,8 +61,8 @@ from fusionai.transport.security.trust import parse_key
     exists=True,
 )
 @lifeline_option
-@home_option
-@json_option
+@flags.home_option
+@flags.json_option
 def broker(
     name: str | None,
     host: str,
@@ -126,9 +115,9 @@ def broker(
 
 
 @click.command()
-@invitation_options(uses=1)
-@home_option
-@json_option
+@flags.invitation_options(uses=1)
+@flags.home_option
+@flags.json_option
 def invite(uses: int, lifetime: float, home: Path, json_file: Path | None) -> None:
     """Print a new invitation to the pool whose broker runs on this machine. Keep it secret: it lets machines join."""
     from fusionai.cli.pool.session import in_pool

@@ -15,19 +15,8 @@ import msgspec
 
 from fusionai.backends.registry import BACKENDS
 from fusionai.cli import console
-from fusionai.cli.options import (
-    address_option,
-    choice_option,
-    device_option,
-    home_option,
-    host_option,
-    json_option,
-    path_option,
-    port_option,
-    quantity_option,
-    threads_option,
-    write_json,
-)
+from fusionai.cli import options as flags
+from fusionai.cli.options import write_json
 from fusionai.cli.running import lifeline_option, run, run_until_stopped
 from fusionai.primitives.ids import short
 from fusionai.primitives.process import loading
@@ -40,31 +29,31 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("invitation", metavar="[INVITE]", required=False)
 @click.option("--owner", is_flag=True, help="Only run jobs from this machine; don't lend it.")
-@choice_option(
+@flags.choice_option(
     "--backend",
     "Compute with this framework; auto: one that is installed. jax needs fusionai[jax]; onnxruntime, which can serve "
     "but not train, needs fusionai[onnxruntime].",
     ("auto", *BACKENDS),
     "auto",
 )
-@device_option("Lend this device")
-@quantity_option(
+@flags.device_option("Lend this device")
+@flags.quantity_option(
     "--max-memory",
     parse_bytes,
     "SIZE",
     "Lend at most this much of the device's memory, e.g. 8GB.  [default: most of the free memory]",
     name="memory_limit_bytes",
 )
-@threads_option("Compute with this many threads")
-@quantity_option("--share", parse_share, "PERCENT", "Compute only this share of the time.", "100%")
-@quantity_option(
+@flags.threads_option("Compute with this many threads")
+@flags.quantity_option("--share", parse_share, "PERCENT", "Compute only this share of the time.", "100%")
+@flags.quantity_option(
     "--upload-limit",
     parse_rate_limit_bytes_per_s,
     "RATE",
     "Send at most at this rate, over all connections together, e.g. 20Mbit.  [default: unlimited]",
     name="upload_limit_bytes_per_s",
 )
-@quantity_option(
+@flags.quantity_option(
     "--download-limit",
     parse_rate_limit_bytes_per_s,
     "RATE",
@@ -79,15 +68,15 @@ if TYPE_CHECKING:
 )
 @click.option("--pause-when-busy", is_flag=True, help="Don't compute while other programs keep the CPU busy.")
 @click.option("--name", default="", metavar="NAME", help="Show this name for the machine.  [default: the host name]")
-@host_option()
-@port_option("Listen on this TCP port; 0: any free one.", shown="0")
+@flags.host_option()
+@flags.port_option("Listen on this TCP port; 0: any free one.", shown="0")
 @click.option(
     "--relay/--no-relay",
     default=None,
     help="Accept connections over the broker's relay from machines that can't dial this one.  [default: yes, unless "
     "--address is given]",
 )
-@path_option(
+@flags.path_option(
     "--weights-beside",
     "FILE",
     "Read weights from the files of a job owner on this machine, instead of fetching a copy. FILE: weights.json in the "
@@ -97,10 +86,10 @@ if TYPE_CHECKING:
 @click.option(
     "--measure", is_flag=True, help="Measure this machine's speed even if it was measured in the last 7 days."
 )
-@address_option
+@flags.address_option
 @lifeline_option
-@home_option
-@json_option
+@flags.home_option
+@flags.json_option
 def join(
     invitation: str | None,
     owner: bool,

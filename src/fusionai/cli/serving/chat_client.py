@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import http.client
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -164,9 +163,7 @@ class ChatClient:
         self.model = models[0].id
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._connection.close()
 
     def status(self) -> ServerStatus:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -20,22 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from fusionai.cli import console
-from fusionai.cli.options import (
-    ServingOptions,
-    WordOrCount,
-    choice_option,
-    home_option,
-    host_option,
-    json_option,
-    number_option,
-    options,
-    own_part_options,
-    path_option,
-    port_option,
-    serving_options,
-    stages_option,
-    write_json,
-)
+from fusionai.cli import options as flags
+from fusionai.cli.options import ServingOptions, write_json
 from fusionai.cli.planning.view import privacy_figures, privacy_lines
 from fusionai.cli.running import lifeline_option, run_until_stopped
 from fusionai.primitives.errors import UsageError
@@ -60,10 +45,10 @@ class ApiEndpoint:
     name: str | None
 
 
-_ENDPOINT_OPTIONS: Final = options(
-    host_option("127.0.0.1", "; others than loopback need API keys"),
-    port_option("Listen on this TCP port; 0: any free one.", default=PORT, shown=str(PORT)),
-    path_option(
+_ENDPOINT_OPTIONS: Final = flags.options(
+    flags.host_option("127.0.0.1", "; others than loopback need API keys"),
+    flags.port_option("Listen on this TCP port; 0: any free one.", default=PORT, shown=str(PORT)),
+    flags.path_option(
         "--api-key-file",
         "FILE",
         "Accept the API keys of this file, one per line, as `name = key` or `key`. Without it, only this machine may "
@@ -77,18 +62,20 @@ _ENDPOINT_OPTIONS: Final = options(
 
 @click.command()
 @click.argument("model")
-@number_option("--local", "Start a pool of N peers on this machine and serve from it.", None, 1)
-@number_option(
+@flags.number_option("--local", "Start a pool of N peers on this machine and serve from it.", None, 1)
+@flags.number_option(
     "--spares",
     "Keep this many peers free as spares; with --local, start this many further peers.  [default: 1 with --local]",
     None,
     0,
 )
-@stages_option()
-@serving_options
+@flags.stages_option()
+@flags.serving_options
 @click.option(
     "--speculate",
-    type=WordOrCount(["auto", "off"], f"expected auto, off or a number from 1 to {MOST_FIXED}, got {{}}.", MOST_FIXED),
+    type=flags.WordOrCount(
+        ["auto", "off"], f"expected auto, off or a number from 1 to {MOST_FIXED}, got {{}}.", MOST_FIXED
+    ),
     default="auto",
     show_default=True,
     metavar="auto|off|K",
@@ -109,17 +96,17 @@ _ENDPOINT_OPTIONS: Final = options(
     help="Also serve a LoRA adapter of MODEL, in PEFT layout or as the directory of a job that trained one. Requests "
     'choose it with "model": NAME. May be repeated.',
 )
-@choice_option(
+@flags.choice_option(
     "--checks",
     "Spot-check peers: spares recompute part of the texts to find machines that compute wrongly.",
     ["spot", "off"],
     "spot",
 )
 @_ENDPOINT_OPTIONS
-@own_part_options("embedding and head")
+@flags.own_part_options("embedding and head")
 @lifeline_option
-@home_option
-@json_option
+@flags.home_option
+@flags.json_option
 def serve(
     model: str,
     served: ServingOptions,
@@ -127,7 +114,7 @@ def serve(
     home: Path,
     lifeline: bool,
     json_file: Path | None,
-    **flags: Any,
+    **given: Any,
 ) -> None:
     """Serve MODEL from the pool behind an OpenAI-compatible API at http://HOST:PORT/v1, until Ctrl-C.
 
@@ -136,15 +123,15 @@ def serve(
 
     MODEL: a directory in Hugging Face layout, a hub id, or the directory of a job of `fusion train`.
     """
-    local, spares = flags["local"], flags.pop("spares")
-    if local is not None and (flags["invitation"] is not None or flags["stages"] is not None):
+    local, spares = given["local"], given.pop("spares")
+    if local is not None and (given["invitation"] is not None or given["stages"] is not None):
         raise UsageError("--local starts its own pool: it can't be combined with --invite or --stages.")
-    if flags["draft"] is not None and flags["speculate"] == "off":
+    if given["draft"] is not None and given["speculate"] == "off":
         raise UsageError("--draft names a model that guesses: it can't be combined with --speculate off.")
     from fusionai.client.serving.job import ServeRequest
     from fusionai.client.serving.model import parse_adapters
 
-    endpoint = ApiEndpoint(**{name: flags.pop(name) for name in ApiEndpoint.__dataclass_fields__})
+    endpoint = ApiEndpoint(**{name: given.pop(name) for name in ApiEndpoint.__dataclass_fields__})
     request = ServeRequest(
         model=model,
         needs=served.needs,
@@ -157,8 +144,8 @@ def serve(
         last_layers=served.last_layers,
         confidential=served.confidential,
         adapters=parse_adapters(adapters),
-        checks=flags.pop("checks") == "spot",
-        **flags,
+        checks=given.pop("checks") == "spot",
+        **given,
     )
     if any(endpoint.name == adapter for adapter, _ in request.adapters):
         raise UsageError(f"an adapter has the same name as the model, {endpoint.name!r}.", hint="Give it another name.")
@@ -238,7 +225,7 @@ class _Door:
     def conclude(self, ready: Served, observation: ServingObservation) -> None:
         """Print predicted and measured figures, and add them to `--json`."""
         from fusionai.cli.serving.view import show_serving
-        from fusionai.cli.training.observation import own_hosts, shared_cores
+        from fusionai.cli.training.observation import shared_cores
 
         deployment, problem = ready.engine.deployment, ready.problem()
         rows = observation.rows(problem, ready.chunk_tokens)
@@ -247,8 +234,6 @@ class _Door:
             deployment.members,
             {profile.peer: profile for profile in problem.everyone},
             ready.names,
-            here=own_hosts(),
-            cores=os.cpu_count() or 1,
         )
         guessed = ready.engine.status.extra.get("accepted_tokens", 0.0)
         show_serving(rows, left_out=observation.left_out, guessed=guessed, shared=shared)

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, log2
 from statistics import median
-from types import TracebackType
 from typing import Final
 
 import msgspec
@@ -59,9 +58,7 @@ class ServingView:
     def __enter__(self) -> ServingView:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end_bars()
 
     def __call__(self, event: ServeEvent) -> None:

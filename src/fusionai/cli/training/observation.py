@@ -8,6 +8,7 @@ time includes the pauses of a machine that lends a share of its time, as the pre
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -170,12 +171,14 @@ def shared_cores(
     profiles: Mapping[str, PeerProfile],
     names: Mapping[str, str],
     *,
-    here: Collection[str],
-    cores: int,
+    here: Collection[str] | None = None,
+    cores: int | None = None,
 ) -> str:
     """Return a sentence if several processes on this machine run stages with more threads than its `cores`, else "".
-    `peers`: those that run a stage; `addresses`: where they listen, by peer; `here`: this machine's hosts. The job
-    owner's process runs on this machine. A peer without a profile counts as one thread."""
+    `peers`: those that run a stage; `addresses`: where they listen, by peer; `here`: this machine's hosts, None: those
+    it has now; `cores`: its number of cores, None: the same. The job owner's process runs on this machine. A peer
+    without a profile counts as one thread."""
+    here, cores = own_hosts() if here is None else here, cores or os.cpu_count() or 1
     found: dict[str, int] = {}
     for peer in peers:
         profile = profiles.get(peer)

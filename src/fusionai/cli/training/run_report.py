@@ -5,7 +5,6 @@ the page."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from fusionai.cli.training.observation import Observation, own_hosts, shared_cores
+from fusionai.cli.training.observation import Observation, shared_cores
 from fusionai.client.pool.faults import Episode, FaultReport, stages_in_words
 from fusionai.client.pool.job_process import Met, Noted
 from fusionai.client.training.demo import PROMPT, DemoEvent, DemoResult
@@ -190,8 +189,6 @@ class RunReport:
             self.addresses,
             {profile.peer: profile for profile in self.planned.members},
             self.names(),
-            here=own_hosts(),
-            cores=os.cpu_count() or 1,
         )
 
     def names(self) -> dict[str, str]:

@@ -13,15 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from fusionai.cli import console
-from fusionai.cli.options import (
-    home_option,
-    json_option,
-    number_option,
-    own_part_options,
-    privacy_option,
-    recipe_argument,
-    write_json,
-)
+from fusionai.cli import options as flags
+from fusionai.cli.options import write_json
 from fusionai.primitives.privacy import PrivacyLevel
 
 if TYPE_CHECKING:
@@ -30,19 +23,19 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@recipe_argument
-@own_part_options("the loss")
-@privacy_option("the recipe's level, or split")
-@home_option
-@json_option
-def train(recipe: Path, privacy: PrivacyLevel | None, json_file: Path | None, **flags: Any) -> None:
+@flags.recipe_argument
+@flags.own_part_options("the loss")
+@flags.privacy_option("the recipe's level, or split")
+@flags.home_option
+@flags.json_option
+def train(recipe: Path, privacy: PrivacyLevel | None, json_file: Path | None, **given: Any) -> None:
     """Train the model of RECIPE.toml on the pool. After an interruption or a stop, run the same command again to
     resume."""
     from fusionai.cli.training.run import run_recipe
     from fusionai.client.training.train import TrainOptions
     from fusionai.corpus.recipe import load_recipe
 
-    run_recipe(load_recipe(recipe, privacy=privacy), TrainOptions(**flags), json_file)
+    run_recipe(load_recipe(recipe, privacy=privacy), TrainOptions(**given), json_file)
 
 
 OPEN: Final = "[["
@@ -51,9 +44,9 @@ CLOSE: Final = "]]"
 
 
 @click.command()
-@recipe_argument
-@number_option("--rows", "Show this many sample rows.", 3, 0, 1000)
-@json_option
+@flags.recipe_argument
+@flags.number_option("--rows", "Show this many sample rows.", 3, 0, 1000)
+@flags.json_option
 def data(recipe: Path, rows: int, json_file: Path | None) -> None:
     """Show the data that RECIPE.toml trains on: counts, bad rows, and sample rows with the tokens trained on marked.
     Sends nothing to the pool: the rows' text goes only to this terminal and to FILE."""
