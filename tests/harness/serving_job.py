@@ -42,7 +42,9 @@ class Job:
     def __init__(self, given: ServingRoles, *, retain: bool = True, checks: bool = False) -> None:
         self.batcher = Batcher(LIMITS, holds=checks)
         inspecting = TextChecks(Inspector(b"s" * 32, "me", 1)) if checks else None
-        self.machine = ServingMachine(self.batcher, given, 7, (1, 2, 3), retain=retain, checks=inspecting)
+        self.machine = ServingMachine(
+            self.batcher, (1, 2, 3), roles=given, incarnation=7, retain=retain, checks=inspecting
+        )
         self.given = self.machine.start()
 
     def tell(self, *told: DriverEvent) -> list[interface.ServingCommand]:

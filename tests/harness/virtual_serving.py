@@ -113,7 +113,9 @@ class World:
             self.boot(peer)
         self.batcher = Batcher(limits, holds=True, times=StageTimes())
         checks = TextChecks(Inspector(b"s" * 32, OWNER, 1))
-        self.machine = ServingMachine(self.batcher, roles, 1, PROBE, retain=retain, limits=LIMITS, checks=checks)
+        self.machine = ServingMachine(
+            self.batcher, PROBE, roles=roles, incarnation=1, retain=retain, limits=LIMITS, checks=checks
+        )
         self.driver = Driver(self, self.members[OWNER].process)
         self.driver.start()
 
@@ -163,7 +165,7 @@ class World:
     def stories(self) -> str:
         machine, batcher = self.machine, self.batcher
         lines = [f"{self.network.now_s:.2f} s, {machine.phase} {machine.fence} {machine.roles}"]
-        lines += [f"lost {machine.lost_peers} leaving {machine.leaving} pending {machine.pending} {machine.roster}"]
+        lines += [f"lost {machine.lost} leaving {machine.leaving} pending {machine.pending} {machine.roster}"]
         lines += [f"running {batcher.running} queued {batcher.queued} under way {batcher.under_way}"]
         lines += [f"  {line}" for line in machine.story[-16:]]
         for member in self.members.values():

@@ -95,7 +95,7 @@ SUBJECTS: Final = {
             ("unit/coordination/training/test_stage*.py", "unit/coordination/training/test_exchanges.py"),
         ),
         *(Subject(f"training.{part}", ("unit/coordination/training/test_driver*.py", *JOBS)) for part in DRIVER_PARTS),
-        Subject("round.faults", ("unit/coordination/training/test_driver*.py", *JOBS)),
+        Subject("round.driver", ("unit/coordination/training/test_driver*.py", *JOBS)),
         Subject(
             "training.restoring",
             ("unit/coordination/training/test_restoring*.py", "unit/coordination/training/test_driver*.py", *JOBS),

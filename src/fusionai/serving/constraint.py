@@ -198,7 +198,6 @@ class MatcherConstraint:
         return memoryview(mask)
 
     def accept(self, token: int) -> None:
-        """See `Constraint`."""
         if token in self._stop_tokens and self._matcher.is_accepting():
             return
         if self._matcher.try_consume_tokens([token]) != 1 or self._matcher.is_error():
@@ -206,7 +205,6 @@ class MatcherConstraint:
 
     @property
     def finished(self) -> bool:
-        """See `Constraint`."""
         return self._matcher.is_stopped()
 
 

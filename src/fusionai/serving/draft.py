@@ -75,7 +75,6 @@ class DraftProposer:
         self._later(lambda: self._texts.begin(session, prompt, sampling))
 
     def extend(self, session: int, tokens: Sequence[int]) -> None:
-        """See `Proposer`."""
         self._later(lambda: self._texts.extend(session, tokens))
 
     def propose(self, wanted: Mapping[int, int]) -> asyncio.Future[Guesses]:
@@ -89,7 +88,6 @@ class DraftProposer:
         return asyncio.ensure_future(made())
 
     def end(self, session: int) -> None:
-        """See `Proposer`."""
         self._later(lambda: self._texts.end(session))
 
     def close(self) -> None:

@@ -257,7 +257,7 @@ class ServingDriver:
     def _ask_plan(self, command: AskPlan) -> None:
         if self._asking is not None:
             self._asking.cancel()
-        knows, present = self._machine.lost, self._round.deployment_of(self._machine.roles)
+        knows, present = frozenset(self._machine.lost), self._round.deployment_of(self._machine.roles)
 
         async def ask() -> None:
             waiting = lambda text: self._on_progress(progress.ServingPaused(text))  # noqa: E731
@@ -278,7 +278,7 @@ class ServingDriver:
         roles = self._round.add(deployment)
         if roles is not None:
             self._on_progress(progress.ServingPlanChanged(deployment.plan, self._faults.named(reason)))
-            self.post(interface.PlanGiven(roles, self._machine.lost if knows is None else knows))
+            self.post(interface.PlanGiven(roles, frozenset(self._machine.lost) if knows is None else knows))
 
     def renew(self, deployment: Deployment) -> None:
         """Take new tickets or addresses for a known plan."""

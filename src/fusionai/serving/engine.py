@@ -353,7 +353,9 @@ def machine_of(job: ServingJob, batcher: Batcher, roles: ServingRoles, incarnati
     probe = tuple((17 * place + 3) % job.vocabulary for place in range(PROBE_TOKENS))
     # The inspector's unit of work is one pass of one text.
     checks = TextChecks(Inspector(job.secret, job.owner, 1)) if job.secret else None
-    return ServingMachine(batcher, roles, incarnation, probe, retain=job.options.retain, checks=checks)
+    return ServingMachine(
+        batcher, probe, roles=roles, incarnation=incarnation, retain=job.options.retain, checks=checks
+    )
 
 
 def stations(peers: Collection[PeerId], owner: PeerId, addresses: Mapping[str, Sequence[str]], cores: int) -> int:

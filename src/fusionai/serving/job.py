@@ -12,6 +12,7 @@ from math import inf
 from typing import Final
 
 import msgspec
+from msgspec import Struct
 
 from fusionai.coordination.round.verification import Outcome
 from fusionai.coordination.serving.interface import ServingRoles
@@ -74,8 +75,7 @@ def weight_keys(graph: Graph) -> tuple[str, ...]:
     return tuple(sorted({spec.key for spec in serving_graph(graph).params.values()}))
 
 
-@dataclass(frozen=True, slots=True)
-class StageLoading:
+class StageLoading(Struct, frozen=True):
     """How much of its weights a machine has loaded."""
 
     stage: int
@@ -84,8 +84,7 @@ class StageLoading:
     total_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsLoaded:
+class WeightsLoaded(Struct, frozen=True):
     """`fetched_bytes`: bytes fetched, by the source's peer id; weights that the machine already had are not
     included."""
 
@@ -96,8 +95,7 @@ class WeightsLoaded:
     fetched_bytes: tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SourceRefused:
+class SourceRefused(Struct, frozen=True):
     """`source` sent `receiver` wrong bytes for a tensor."""
 
     source: str
@@ -105,26 +103,22 @@ class SourceRefused:
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class EngineReady:
+class EngineReady(Struct, frozen=True):
     """A probe has crossed all stages twice with the same bits. Sent again after each recovery."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServingPlanChanged:
+class ServingPlanChanged(Struct, frozen=True):
     plan: Plan
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class ServingPaused:
+class ServingPaused(Struct, frozen=True):
     """No machine of the pool can continue the job."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRechecked:
+class TextRechecked(Struct, frozen=True, kw_only=True):
     """Outcome of a spot check. A task is one pass of a text through a stage; `tasks` counts those of all stages with
     standbys so far."""
 
@@ -137,8 +131,7 @@ class TextRechecked:
     checked_tasks: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(Struct, frozen=True):
     """An entry of the fault log. Sent when the fault happens, and again with the gap when tokens flow again."""
 
     note: FaultNote

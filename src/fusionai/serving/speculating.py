@@ -64,17 +64,14 @@ class NgramProposer:
         self._texts: dict[int, _Text] = {}
 
     def begin(self, session: int, prompt: Sequence[int], sampling: Sampling) -> None:  # noqa: ARG002
-        """See `Proposer`."""
         text = self._texts[session] = _Text()
         text.extend(prompt)
 
     def extend(self, session: int, tokens: Sequence[int]) -> None:
-        """See `Proposer`."""
         if (text := self._texts.get(session)) is not None:
             text.extend(tokens)
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-        """See `Proposer`."""
         guesses = {
             session: text.continued(count)
             for session, count in wanted.items()
@@ -83,11 +80,9 @@ class NgramProposer:
         return {session: tokens for session, tokens in guesses.items() if tokens}
 
     def end(self, session: int) -> None:
-        """See `Proposer`."""
         self._texts.pop(session, None)
 
     def close(self) -> None:
-        """See `Proposer`."""
         self._texts.clear()
 
 

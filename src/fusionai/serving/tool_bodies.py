@@ -39,8 +39,6 @@ _NEXT_OF_LIST: Final = re.compile(rf"\s*,\s*{_BEFORE_ARGUMENTS}")
 
 
 class JsonBody:
-    """See `tool_bodies.Body`."""
-
     def __init__(self, form: ToolForm) -> None:
         self._form = form
         self._at = _At.HEAD
@@ -278,8 +276,6 @@ _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
 
 
 class XmlBody:
-    """See `tool_bodies.Body`."""
-
     def __init__(self, form: ToolForm, tools: Mapping[str, ToolDefinition]) -> None:
         self._form = form
         self._tools = tools

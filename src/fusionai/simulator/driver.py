@@ -162,7 +162,7 @@ class SimulatedDriver:
             canonical_order=tuple(norms_of(0)),
             checkpoint_every=self._scenario.checkpoint_every,
         )
-        self.machine = DriverMachine(shape, self.world.roles(minted), incarnation=1, learning_rate=_no_rate)
+        self.machine = DriverMachine(shape, roles=self.world.roles(minted), incarnation=1, learning_rate=_no_rate)
         for command in self.machine.start():
             self._perform(command)
         self.world.agenda.after(WATCH_S, self.replanner.watch)

@@ -6,22 +6,11 @@ Checks which sender may request, report and stop a job, and which members a plan
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from fusionai.coordination.broker import events
+from fusionai.coordination.broker import events, requests
 from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.coordination.broker.job import Job
-from fusionai.coordination.broker.requests import (
-    REASON_LENGTH,
-    Answer,
-    IssueTickets,
-    Notify,
-    Refusal,
-    ReportJob,
-    RequestJob,
-    StopJob,
-)
-from fusionai.coordination.broker.transaction import Transaction, with_entry, without_entry
+from fusionai.coordination.broker.requests import REASON_LENGTH, Answer, Notify, Refusal
+from fusionai.coordination.broker.transaction import Transaction
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.wire.messages import (
     Done,
@@ -29,7 +18,7 @@ from fusionai.wire.messages import (
 )
 
 
-def request_job(turn: Transaction, request: RequestJob) -> None:
+def request_job(turn: Transaction, request: requests.RequestJob) -> None:
     if not turn.desk.knows(request.owner):
         raise Refusal("unknown_peer", f"{short(request.owner)} has not joined this pool.")
     job = turn.pool.jobs.get(request.job)
@@ -37,12 +26,12 @@ def request_job(turn: Transaction, request: RequestJob) -> None:
         raise Refusal("not_authorised", f"{job.entity} belongs to {short(job.owner)}; choose another name.")
     version = _same_plan(turn, request, job) if request.plan_version else _mint(turn, request, job)
     _attend(turn, request.job, request.connection)
-    turn.commands.append(IssueTickets(request.job, version))
+    turn.commands.append(requests.IssueTickets(request.job, version))
     if turn.pool.jobs[request.job].phase == "stopping":
         turn.commands.append(Notify(request.connection, StopNotice(job=request.job)))
 
 
-def report_job(turn: Transaction, request: ReportJob) -> None:
+def report_job(turn: Transaction, request: requests.ReportJob) -> None:
     job = _job(turn, request.job)
     if request.sender != job.owner:
         raise Refusal("not_authorised", f"{job.entity} belongs to {short(job.owner)}.")
@@ -71,11 +60,11 @@ def report_job(turn: Transaction, request: ReportJob) -> None:
             turn.record(events.JobNoted(at_s=at_s, job=job.job, text=detail))
         if job.phase == "stopping" and request.state != "stopping":
             turn.commands.append(Notify(request.connection, StopNotice(job=job.job)))
-        turn.desk = replace(turn.desk, progress=with_entry(turn.desk.progress, job.job, step))
+        turn.put("progress", job.job, step)
     turn.commands.insert(0, Answer(Done()))
 
 
-def stop_job(turn: Transaction, request: StopJob) -> None:
+def stop_job(turn: Transaction, request: requests.StopJob) -> None:
     job = _job(turn, request.job)
     owner = turn.pool.members.get(job.owner)
     # The owner's key may be a further key of its machine: that machine's own programs may stop the job too.
@@ -92,7 +81,7 @@ def stop_job(turn: Transaction, request: StopJob) -> None:
     turn.commands.append(Answer(Done()))
 
 
-def _same_plan(turn: Transaction, request: RequestJob, job: Job | None) -> int:
+def _same_plan(turn: Transaction, request: requests.RequestJob, job: Job | None) -> int:
     """Return the version of the current plan, for an owner that has this plan already and needs new tickets."""
     if job is None or not job.live:
         raise Refusal("unknown_job", f"job {request.job} is not running; ask for it with a plan of version 0.")
@@ -105,7 +94,7 @@ def _same_plan(turn: Transaction, request: RequestJob, job: Job | None) -> int:
     return current.version
 
 
-def _mint(turn: Transaction, request: RequestJob, job: Job | None) -> int:
+def _mint(turn: Transaction, request: requests.RequestJob, job: Job | None) -> int:
     if job is not None and job.phase == "stopping":
         raise Refusal("bad_message", f"{job.entity} is stopping; ask again when it has ended.")
     if job is None or not job.live:
@@ -169,8 +158,5 @@ def _attend(turn: Transaction, name: JobId, connection: int) -> None:
     """Record that the job's driver uses this connection. `StopNotice` is sent there."""
     if not turn.pool.jobs[name].attended:
         turn.record(events.JobAttended(at_s=turn.wall_s, job=name))
-    turn.desk = replace(
-        turn.desk,
-        drivers=with_entry(turn.desk.drivers, name, connection),
-        waits=without_entry(turn.desk.waits, name),
-    )
+    turn.put("drivers", name, connection)
+    turn.drop(name, "waits")

@@ -13,28 +13,9 @@ import hmac
 from collections.abc import Callable
 from typing import Any, Final
 
-from fusionai.coordination.broker import assignment, events, presence
+from fusionai.coordination.broker import assignment, events, presence, requests
 from fusionai.coordination.broker.membership import Invitation
-from fusionai.coordination.broker.requests import (
-    REASON_LENGTH,
-    Answer,
-    AskLeave,
-    Beat,
-    Certify,
-    DeadlinePassed,
-    Disconnected,
-    Enrol,
-    HandOut,
-    Invite,
-    Refusal,
-    RegisterMember,
-    ReportJob,
-    Request,
-    RequestJob,
-    Stalled,
-    StopJob,
-    Vouch,
-)
+from fusionai.coordination.broker.requests import REASON_LENGTH, Answer, Refusal
 from fusionai.coordination.broker.state import BrokerState, Decision
 from fusionai.coordination.broker.transaction import Transaction
 from fusionai.coordination.machine import ForbiddenTransition
@@ -45,7 +26,7 @@ MAX_VOUCHED: Final = 4
 """Limit on further keys that one member may have certified, because it vouches for them."""
 
 
-def enrol(turn: Transaction, request: Enrol) -> None:
+def enrol(turn: Transaction, request: requests.Enrol) -> None:
     invitation = _invitation(turn, request.digest)
     if invitation is None or invitation.expires_at_s <= turn.wall_s:
         raise Refusal("bad_invitation", "This invitation is unknown or expired.")
@@ -59,10 +40,10 @@ def enrol(turn: Transaction, request: Enrol) -> None:
                 at_s=turn.wall_s, peer=request.peer, purpose=request.purpose, invitation=invitation.digest
             )
         )
-    turn.commands.append(Certify(request.peer))
+    turn.commands.append(requests.Certify(request.peer))
 
 
-def vouch(turn: Transaction, request: Vouch) -> None:
+def vouch(turn: Transaction, request: requests.Vouch) -> None:
     if not turn.desk.knows(request.sender):
         raise Refusal("unknown_peer", f"{short(request.sender)} has not joined this pool.")
     sender = turn.pool.members.get(request.sender)
@@ -77,10 +58,10 @@ def vouch(turn: Transaction, request: Vouch) -> None:
         turn.record(
             events.KeyVouched(at_s=turn.wall_s, peer=request.peer, purpose=request.purpose, sponsor=request.sender)
         )
-    turn.commands.append(Certify(request.peer))
+    turn.commands.append(requests.Certify(request.peer))
 
 
-def invite(turn: Transaction, request: Invite) -> None:
+def invite(turn: Transaction, request: requests.Invite) -> None:
     if request.sender != turn.rules.broker and request.sender not in turn.rules.inviters:
         raise Refusal("not_authorised", "Only the broker's owner and members it named may invite.")
     in_date = sum(one.expires_at_s > turn.wall_s for one in turn.pool.invitations.values())
@@ -94,7 +75,7 @@ def invite(turn: Transaction, request: Invite) -> None:
             expires_at_s=turn.wall_s + request.lifetime_s,
         )
     )
-    turn.commands.append(HandOut())
+    turn.commands.append(requests.HandOut())
 
 
 def _check_room(turn: Transaction) -> None:
@@ -111,23 +92,23 @@ def _invitation(turn: Transaction, digest: str) -> Invitation | None:
     return found
 
 
-_DECIDES: Final[dict[type[Request], Callable[[Transaction, Any], None]]] = {
-    Enrol: enrol,
-    Vouch: vouch,
-    Invite: invite,
-    RegisterMember: presence.register,
-    Beat: presence.beat,
-    AskLeave: presence.leave,
-    Disconnected: presence.disconnect,
-    DeadlinePassed: presence.tick,
-    Stalled: presence.restart_leases,
-    RequestJob: assignment.request_job,
-    ReportJob: assignment.report_job,
-    StopJob: assignment.stop_job,
+_DECIDES: Final[dict[type[requests.Request], Callable[[Transaction, Any], None]]] = {
+    requests.Enrol: enrol,
+    requests.Vouch: vouch,
+    requests.Invite: invite,
+    requests.RegisterMember: presence.register,
+    requests.Beat: presence.beat,
+    requests.AskLeave: presence.leave,
+    requests.Disconnected: presence.disconnect,
+    requests.DeadlinePassed: presence.tick,
+    requests.Stalled: presence.restart_leases,
+    requests.RequestJob: assignment.request_job,
+    requests.ReportJob: assignment.report_job,
+    requests.StopJob: assignment.stop_job,
 }
 
 
-def handle(desk: BrokerState, request: Request, *, now_s: float, wall_s: float) -> Decision:
+def handle(desk: BrokerState, request: requests.Request, *, now_s: float, wall_s: float) -> Decision:
     """Return the decision on one request. `now_s` is monotonic, `wall_s` is seconds since 1970. A request that does not
     fit is answered by `Refused` and changes nothing."""
     turn = Transaction(desk, now_s, wall_s)
@@ -138,6 +119,8 @@ def handle(desk: BrokerState, request: Request, *, now_s: float, wall_s: float) 
     except ForbiddenTransition as forbidden:
         return Decision(desk, (), (Answer(Refused(code="bad_message", reason=str(forbidden)[:REASON_LENGTH])),))
     renewed_only = (
-        not turn.facts and turn.desk.waits is desk.waits and not isinstance(request, DeadlinePassed | Stalled)
+        not turn.facts
+        and turn.desk.waits is desk.waits
+        and not isinstance(request, requests.DeadlinePassed | requests.Stalled)
     )
     return Decision(turn.desk if renewed_only else turn.desk.with_deadline(), tuple(turn.facts), tuple(turn.commands))

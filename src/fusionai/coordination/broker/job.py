@@ -9,18 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from fusionai.coordination.broker.events import (
-    JobAttended,
-    JobDone,
-    JobFailed,
-    JobNoted,
-    JobRequested,
-    JobStarted,
-    JobStopAsked,
-    JobUnattended,
-    MemberPlacement,
-    PlanMinted,
-)
+from fusionai.coordination.broker import events
 from fusionai.coordination.machine import Machine, State, Transition, in_each
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId, PeerId, short
@@ -56,7 +45,7 @@ class Job(State):
         return self.phase in LIVE
 
 
-def requested(fact: JobRequested) -> Job:
+def requested(fact: events.JobRequested) -> Job:
     """Return a job that was unknown before."""
     return Job(
         entity=f"job {fact.job}",
@@ -71,14 +60,14 @@ def requested(fact: JobRequested) -> Job:
     )
 
 
-def _request_again(job: Job, fact: JobRequested) -> Job:
+def _request_again(job: Job, fact: events.JobRequested) -> Job:
     renewed = replace(
         job, phase="requested", title=fact.title, steps=fact.steps, requested_at_s=fact.at_s, attended=True
     )
     return _noted(renewed, fact.at_s, "asked for again")
 
 
-def _plan(job: Job, fact: PlanMinted) -> Job:
+def _plan(job: Job, fact: events.PlanMinted) -> Job:
     working = sum(bool(member.stages) for member in fact.members)
     spares = len(fact.members) - working
     text = f"plan version {fact.version} on {working} members"
@@ -92,7 +81,7 @@ def _moved(text: Callable[[Any], str], **changes: Any) -> Callable[[Job, Any], J
     last step."""
 
     def act(job: Job, fact: Any) -> Job:
-        step = fact.step if isinstance(fact, JobDone | JobFailed) else job.step
+        step = fact.step if isinstance(fact, events.JobDone | events.JobFailed) else job.step
         return _noted(replace(job, step=step, **changes), fact.at_s, text(fact))
 
     return act
@@ -114,16 +103,16 @@ def _noted(job: Job, at_s: float, text: str) -> Job:
 JOB: Final[Machine[Job]] = Machine(
     "job",
     (
-        Transition(("requested",), PlanMinted, ("requested",), _plan),
-        Transition(("running",), PlanMinted, ("running",), _plan, "new placement"),
-        Transition(("requested",), JobStarted, ("running",), _start, "the driver says so"),
-        Transition(("requested", "running", "stopping"), JobStopAsked, ("stopping",), _stop),
-        *in_each(LIVE, JobUnattended, (), _unattend),
-        *in_each(LIVE, JobAttended, (), _attend),
-        *in_each(LIVE, JobNoted, (), _note),
-        Transition(LIVE, JobDone, ("done",), _done),
-        Transition(LIVE, JobFailed, ("failed",), _fail, "the driver says so, or nobody attends"),
-        Transition(("done", "failed"), JobRequested, ("requested",), _request_again, "its owner resumes it"),
+        Transition(("requested",), events.PlanMinted, ("requested",), _plan),
+        Transition(("running",), events.PlanMinted, ("running",), _plan, "new placement"),
+        Transition(("requested",), events.JobStarted, ("running",), _start, "the driver says so"),
+        Transition(("requested", "running", "stopping"), events.JobStopAsked, ("stopping",), _stop),
+        *in_each(LIVE, events.JobUnattended, (), _unattend),
+        *in_each(LIVE, events.JobAttended, (), _attend),
+        *in_each(LIVE, events.JobNoted, (), _note),
+        Transition(LIVE, events.JobDone, ("done",), _done),
+        Transition(LIVE, events.JobFailed, ("failed",), _fail, "the driver says so, or nobody attends"),
+        Transition(("done", "failed"), events.JobRequested, ("requested",), _request_again, "its owner resumes it"),
     ),
     initial=("requested",),
 )
@@ -141,10 +130,10 @@ class PlanVersion:
     version: int
     job: JobId
     plan: bytes
-    members: tuple[MemberPlacement, ...]
+    members: tuple[events.MemberPlacement, ...]
 
 
-def mint(fact: PlanMinted, newest: int) -> PlanVersion:
+def mint(fact: events.PlanMinted, newest: int) -> PlanVersion:
     """Raises `FusionError` unless the fact's version is the one after the pool's `newest`."""
     if fact.version != newest + 1:
         raise FusionError(f"expected plan version {newest + 1} to be minted next, got {fact.version} for {fact.job}.")

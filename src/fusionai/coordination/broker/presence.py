@@ -10,19 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusionai.coordination.broker import events
+from fusionai.coordination.broker import events, requests
 from fusionai.coordination.broker.membership import Member
-from fusionai.coordination.broker.requests import (
-    Answer,
-    AskLeave,
-    Beat,
-    DeadlinePassed,
-    Disconnected,
-    Notify,
-    Refusal,
-    RegisterMember,
-    Stalled,
-)
+from fusionai.coordination.broker.requests import Answer, Notify, Refusal
 from fusionai.coordination.broker.state import (
     PRESENT,
     Lease,
@@ -30,7 +20,7 @@ from fusionai.coordination.broker.state import (
     recovered,
     wait_for_driver,
 )
-from fusionai.coordination.broker.transaction import Transaction, with_entry, without_entry
+from fusionai.coordination.broker.transaction import Transaction
 from fusionai.primitives.ids import JobId
 from fusionai.wire.messages import (
     Done,
@@ -40,7 +30,7 @@ from fusionai.wire.messages import (
 )
 
 
-def register(turn: Transaction, request: RegisterMember) -> None:
+def register(turn: Transaction, request: requests.RegisterMember) -> None:
     member = turn.member(request.peer)
     if request.boot in member.earlier_boots:
         raise Refusal("not_authorised", f"A later process of {member.entity} has registered (boot {member.boot}).")
@@ -63,19 +53,12 @@ def register(turn: Transaction, request: RegisterMember) -> None:
             )
         )
     _grant_lease(turn, member)
-    turn.desk = replace(turn.desk, links=with_entry(turn.desk.links, request.peer, request.connection))
-    turn.commands.append(
-        Answer(
-            Registered(
-                heartbeat_s=turn.rules.heartbeat_s,
-                pool=turn.rules.pool,
-                wall_s=turn.wall_s,
-            )
-        )
-    )
+    turn.put("links", request.peer, request.connection)
+    rules = turn.rules
+    turn.commands.append(Answer(Registered(heartbeat_s=rules.heartbeat_s, pool=rules.pool, wall_s=turn.wall_s)))
 
 
-def beat(turn: Transaction, request: Beat) -> None:
+def beat(turn: Transaction, request: requests.Beat) -> None:
     member = turn.member(request.peer)
     if request.boot != member.boot:
         raise Refusal("not_authorised", f"{member.entity} is now its process with boot {member.boot}.")
@@ -87,9 +70,9 @@ def beat(turn: Transaction, request: Beat) -> None:
     elif lease is None:
         raise Refusal("stale_fence", f"{member.entity} is {member.phase}; clear your stages and register again.")
     else:
-        turn.keep(leases=with_entry(turn.desk.leases, request.peer, lease.renewed(turn.now_s)))
+        turn.put("leases", request.peer, lease.renewed(turn.now_s))
     # Before the checks: one of them may end the job, and a member that drains leaves the pool with it.
-    turn.keep(links=with_entry(turn.desk.links, request.peer, request.connection))
+    turn.put("links", request.peer, request.connection)
     _check_leftovers(turn, member, request.jobs)
     _check_dismissed(turn, turn.member(request.peer), request.jobs)
     turn.commands.append(Answer(HeartbeatAck(wall_s=turn.wall_s)))
@@ -118,8 +101,9 @@ def _check_leftovers(turn: Transaction, member: Member, jobs: tuple[str, ...]) -
     known = turn.desk.leftovers.get(member.peer)
     if foreign is None and known is None:
         return
-    leftovers = without_entry(turn.desk.leftovers, member.peer)
-    if foreign is not None:
+    if foreign is None:
+        turn.drop(member.peer, "leftovers")
+    else:
         if known is None or known.job != foreign:
             known = Leftover(foreign, turn.now_s)
         elif turn.now_s - known.since_s >= _clear_s(turn, foreign):
@@ -128,8 +112,7 @@ def _check_leftovers(turn: Transaction, member: Member, jobs: tuple[str, ...]) -
                 f"{member.entity} holds stages of job {foreign}, which goes on without it or has ended; clear them "
                 "and register again.",
             )
-        leftovers = with_entry(leftovers, member.peer, known)
-    turn.keep(leftovers=leftovers)
+        turn.put("leftovers", member.peer, known)
 
 
 def _check_dismissed(turn: Transaction, member: Member, jobs: tuple[str, ...]) -> None:
@@ -137,11 +120,10 @@ def _check_dismissed(turn: Transaction, member: Member, jobs: tuple[str, ...]) -
     once its driver is out of touch and no member present has held anything of it for `clear_s`. Members of a driver
     that crashed keep their stages for its return."""
     if member.job is None or member.job in jobs:
-        if member.peer in turn.desk.dismissed:
-            turn.keep(dismissed=without_entry(turn.desk.dismissed, member.peer))
+        turn.drop(member.peer, "dismissed")
         return
     since_s = turn.desk.dismissed.get(member.peer, turn.now_s)
-    turn.keep(dismissed=with_entry(turn.desk.dismissed, member.peer, since_s))
+    turn.put("dismissed", member.peer, since_s)
     job = turn.pool.jobs[member.job]
     if job.job not in turn.desk.waits or turn.now_s - since_s < turn.rules.clear_s:
         return
@@ -155,7 +137,7 @@ def _clear_s(turn: Transaction, job: JobId) -> float:
     return turn.rules.clear_s if known is not None and known.live else turn.rules.clear_ended_s
 
 
-def leave(turn: Transaction, request: AskLeave) -> None:
+def leave(turn: Transaction, request: requests.AskLeave) -> None:
     """Drain or remove a member. If another program of the machine's owner asks, the peer's process gets a notice."""
     member = turn.member(request.peer)
     link = turn.desk.links.get(request.peer)
@@ -176,23 +158,18 @@ def leave(turn: Transaction, request: AskLeave) -> None:
     turn.commands.append(Answer(Done()))
 
 
-def disconnect(turn: Transaction, request: Disconnected) -> None:
+def disconnect(turn: Transaction, request: requests.Disconnected) -> None:
     """Forget a broken connection. Leases run on, and a job waits for its driver."""
-    turn.desk = replace(
-        turn.desk,
-        links={peer: link for peer, link in turn.desk.links.items() if link != request.connection},
-    )
+    for peer in [peer for peer, link in turn.desk.links.items() if link == request.connection]:
+        turn.drop(peer, "links")
     for name, connection in turn.desk.drivers.items():
         if connection == request.connection:
             wait = wait_for_driver(turn.pool.jobs[name], turn.now_s, turn.rules)
-            turn.desk = replace(
-                turn.desk,
-                drivers=without_entry(turn.desk.drivers, name),
-                waits=with_entry(turn.desk.waits, name, wait),
-            )
+            turn.drop(name, "drivers")
+            turn.put("waits", name, wait)
 
 
-def tick(turn: Transaction, _request: DeadlinePassed) -> None:
+def tick(turn: Transaction, _request: requests.DeadlinePassed) -> None:
     for peer, lease in turn.desk.leases.items():
         if turn.now_s >= lease.expires_at_s:
             _lose(turn, turn.pool.members[peer], f"not heard for {lease.duration_s:g} s")
@@ -205,11 +182,9 @@ def tick(turn: Transaction, _request: DeadlinePassed) -> None:
             turn.fail(job, "stopped while nobody attended to it")
         elif job.attended:
             turn.record(events.JobUnattended(at_s=turn.wall_s, job=name, reason="its driver is out of touch"))
-            again = wait_for_driver(turn.pool.jobs[name], turn.now_s, turn.rules)
-            turn.desk = replace(turn.desk, waits=with_entry(turn.desk.waits, name, again))
+            turn.put("waits", name, wait_for_driver(turn.pool.jobs[name], turn.now_s, turn.rules))
         elif _is_driven(turn, name):
-            again = wait_for_driver(job, turn.now_s, turn.rules)
-            turn.desk = replace(turn.desk, waits=with_entry(turn.desk.waits, name, again))
+            turn.put("waits", name, wait_for_driver(job, turn.now_s, turn.rules))
         else:
             turn.fail(job, f"given up after {turn.rules.unattended_s:g} s without its driver")
 
@@ -221,7 +196,7 @@ def _is_driven(turn: Transaction, name: JobId) -> bool:
     return any(peer not in turn.desk.dismissed for peer in there)
 
 
-def restart_leases(turn: Transaction, _request: Stalled) -> None:
+def restart_leases(turn: Transaction, _request: requests.Stalled) -> None:
     fresh = recovered(turn.rules, turn.pool, turn.now_s)
     waits = {name: wait for name, wait in fresh.waits.items() if name in turn.desk.waits}
     turn.desk = replace(turn.desk, leases=fresh.leases, waits=waits)
@@ -234,5 +209,4 @@ def _lose(turn: Transaction, member: Member, reason: str) -> None:
 
 
 def _grant_lease(turn: Transaction, member: Member) -> None:
-    lease = Lease(turn.rules.lease_s, turn.now_s)
-    turn.desk = replace(turn.desk, leases=with_entry(turn.desk.leases, member.peer, lease))
+    turn.put("leases", member.peer, Lease(turn.rules.lease_s, turn.now_s))

@@ -6,8 +6,9 @@ A request names its sender as authenticated by the transport, and its connection
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, Literal
+
+from msgspec import Struct
 
 from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.primitives.ids import JobId, PeerId
@@ -24,8 +25,7 @@ class Refusal(Exception):
         self.message = Refused(code=code, reason=reason[:REASON_LENGTH])
 
 
-@dataclass(frozen=True, slots=True)
-class Enrol:
+class Enrol(Struct, frozen=True):
     """A stranger shows an invitation. `digest`: SHA-256 of the token, hex. `peer` is computed from the key it names."""
 
     digest: str
@@ -33,8 +33,7 @@ class Enrol:
     purpose: Literal["provider", "owner"]
 
 
-@dataclass(frozen=True, slots=True)
-class Vouch:
+class Vouch(Struct, frozen=True):
     """A member asks for a certificate for a further key of its own machine."""
 
     sender: PeerId
@@ -42,8 +41,7 @@ class Vouch:
     purpose: Literal["provider", "owner"]
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterMember:
+class RegisterMember(Struct, frozen=True):
     peer: PeerId
     connection: int
     boot: int
@@ -51,8 +49,7 @@ class RegisterMember:
     addresses: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
+class Beat(Struct, frozen=True):
     """A heartbeat. `jobs`: jobs of which the process holds state."""
 
     peer: PeerId
@@ -61,15 +58,13 @@ class Beat:
     jobs: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class AskLeave:
+class AskLeave(Struct, frozen=True):
     peer: PeerId
     connection: int
     drain: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RequestJob:
+class RequestJob(Struct, frozen=True):
     """`plan` is the plan at version 0; `plan_version` the version its owner believes it has, 0 for a new plan."""
 
     owner: PeerId
@@ -82,8 +77,7 @@ class RequestJob:
     members: tuple[MemberPlacement, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ReportJob:
+class ReportJob(Struct, frozen=True):
     sender: PeerId
     connection: int
     job: JobId
@@ -92,14 +86,12 @@ class ReportJob:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class StopJob:
+class StopJob(Struct, frozen=True):
     sender: PeerId
     job: JobId
 
 
-@dataclass(frozen=True, slots=True)
-class Invite:
+class Invite(Struct, frozen=True):
     """`digest`: SHA-256 of a token that the shell has just drawn."""
 
     sender: PeerId
@@ -108,18 +100,15 @@ class Invite:
     lifetime_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Disconnected:
+class Disconnected(Struct, frozen=True):
     connection: int
 
 
-@dataclass(frozen=True, slots=True)
-class DeadlinePassed:
+class DeadlinePassed(Struct, frozen=True):
     """A deadline may have passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stalled:
+class Stalled(Struct, frozen=True):
     """The broker itself was suspended for a while, so no member's silence counts."""
 
 
@@ -139,38 +128,33 @@ Request = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """Send this message to the sender of the request."""
 
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Notify:
+class Notify(Struct, frozen=True):
     """Send this message on another connection."""
 
     connection: int
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Certify:
+class Certify(Struct, frozen=True):
     """Answer with a certificate for this peer."""
 
     peer: PeerId
 
 
-@dataclass(frozen=True, slots=True)
-class IssueTickets:
+class IssueTickets(Struct, frozen=True):
     """Answer with the job's plan at its version and new tickets for all its members."""
 
     job: JobId
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class HandOut:
+class HandOut(Struct, frozen=True):
     """Answer with the invitation whose token has just been journalled as a digest."""
 
 

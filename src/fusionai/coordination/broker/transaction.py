@@ -60,6 +60,14 @@ class Transaction:
         if changed:
             self.desk = replace(self.desk, **changed)
 
+    def put(self, table: str, key: str, value: object) -> None:
+        """Set an entry of one of the desk's tables."""
+        self.keep(**{table: with_entry(getattr(self.desk, table), key, value)})
+
+    def drop(self, key: str, *tables: str) -> None:
+        """Remove an entry from these tables of the desk."""
+        self.keep(**{table: without_entry(getattr(self.desk, table), key) for table in tables})
+
     def member(self, peer: PeerId) -> Member:
         member = self.pool.members.get(peer)
         if member is None:
@@ -71,13 +79,7 @@ class Transaction:
             self.record(events.JobNoted(at_s=self.wall_s, job=member.job, text=text))
 
     def forget(self, peer: PeerId) -> None:
-        self.desk = replace(
-            self.desk,
-            leases=without_entry(self.desk.leases, peer),
-            links=without_entry(self.desk.links, peer),
-            leftovers=without_entry(self.desk.leftovers, peer),
-            dismissed=without_entry(self.desk.dismissed, peer),
-        )
+        self.drop(peer, "leases", "links", "leftovers", "dismissed")
 
     def see_off(self) -> None:
         """Notify members that drained and are now released that their processes may end."""
@@ -89,12 +91,7 @@ class Transaction:
 
     def dismiss(self, name: JobId) -> None:
         """Forget what is kept in memory about a job that has ended."""
-        self.desk = replace(
-            self.desk,
-            drivers=without_entry(self.desk.drivers, name),
-            waits=without_entry(self.desk.waits, name),
-            progress=without_entry(self.desk.progress, name),
-        )
+        self.drop(name, "drivers", "waits", "progress")
         self.see_off()
 
     def fail(self, job: Job, why: str) -> None:

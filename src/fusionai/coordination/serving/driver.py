@@ -30,22 +30,8 @@ from fusionai.coordination.round.interface import (
     StageFailure,
     StopAsked,
 )
-from fusionai.coordination.serving.interface import (
-    BeginCheck,
-    CacheRebuilt,
-    LoadProgressed,
-    MemberLeaving,
-    PassFailure,
-    PlanGiven,
-    ProbeReturned,
-    ReportState,
-    ServingCommand,
-    StageLoaded,
-    StageWorking,
-    StandbyLoaded,
-    TextChecked,
-    Tick,
-)
+from fusionai.coordination.serving import interface
+from fusionai.coordination.serving.interface import ServingCommand
 from fusionai.coordination.serving.rounds import AllLoaded, PassesResumed, ProbeRefused, Rounds
 from fusionai.coordination.serving.sessions import PassPlan
 from fusionai.coordination.serving.standbys import Standbys
@@ -78,13 +64,13 @@ class ServingMachine(ServingJobState):
         """Apply one event. An event of another round, or without a row for the present phase, changes nothing."""
         if not self._is_of_this_round(event) or (self.phase, type(event)) not in TABLE:
             return []
-        if not isinstance(event, (Tick, StageWorking, LoadProgressed)):
+        if not isinstance(event, (interface.Tick, interface.StageWorking, interface.LoadProgressed)):
             self.patience.progressed(None)
         commands = self.react(TABLE, event) or []
         return commands if self.phase is ServingPhase.ENDED else [*commands, *self.standbys.dismiss_idle()]
 
     def brief(self, event: object) -> str:
-        return "" if isinstance(event, Tick) else repr(event)
+        return "" if isinstance(event, interface.Tick) else repr(event)
 
     def next_pass(self, now_s: float) -> PassPlan | None:
         if not self.is_running:
@@ -115,10 +101,10 @@ class ServingMachine(ServingJobState):
         if counted:
             self.patience.stalls = 0
             self.batcher.pieces.recover()
-            self.takeovers.passes_flow()
+            self.faults.clear()
         return counted
 
-    def next_checks(self) -> tuple[BeginCheck, ...]:
+    def next_checks(self) -> tuple[interface.BeginCheck, ...]:
         """Return the checks to start now. Call it after every event, as with passes."""
         checks = self.checks
         if checks is None or not self.is_running:
@@ -127,7 +113,7 @@ class ServingMachine(ServingJobState):
         text = checks.reading
         if not due or text is None:
             return ()
-        return tuple(BeginCheck(one, text, self.roster.fence_of(one.verifier, self.fence)) for one in due)
+        return tuple(interface.BeginCheck(one, text, self.roster.fence_of(one.verifier, self.fence)) for one in due)
 
     @property
     def checkable(self) -> dict[int, str]:
@@ -141,26 +127,27 @@ class ServingMachine(ServingJobState):
             if self.roster.is_warm(stage, standby) and stage in self.roles.checkable
         }
 
-    @property
-    def lost(self) -> frozenset[str]:
-        """Lost peers. A later plan must not contain them."""
-        return frozenset(self.lost_peers)
-
     def on_stop(self, event: StopAsked) -> list[ServingCommand]:
         self.phase = ServingPhase.ENDED
         self.batcher.rewind()
-        return [ReportState("stopped", event.reason), EndJob(stopped=event.reason)]
+        return [interface.ReportState("stopped", event.reason), EndJob(stopped=event.reason)]
 
     def on_command_failed(self, event: CommandFailed) -> list[ServingCommand]:
         return self.fail(event.reason)
 
     def _is_of_this_round(self, event: DriverEvent) -> bool:
         match event:
-            case MemberEnlisted() | LoadProgressed() | StandbyLoaded() | StageFailure() | StageWorking():
+            case (
+                MemberEnlisted()
+                | interface.LoadProgressed()
+                | interface.StandbyLoaded()
+                | StageFailure()
+                | interface.StageWorking()
+            ):
                 fence = self.roster.fence_of(event.peer, self.fence)
                 return event.fence == fence and event.peer in self.participants
             case _:
-                return event.fence in (None, self.fence)
+                return self.counts(event, self.fence)
 
 
 _N, _L, _B, _P, _G, _W, _E = ServingPhase  # enlisting, loading, rebuilding, ..., ended: in the order of definition
@@ -172,31 +159,31 @@ TABLE: Final[Table[ServingMachine, list[ServingCommand]]] = Table(
         Transition((_N,), MemberEnlisted, (_N, _L), lambda m, event: m.rounds.on_enlisted(event)),
         *in_each((_L, _B, _P), MemberEnlisted, (), lambda m, event: m.rounds.on_standby_enlisted(event)),
         Transition((_G,), MemberEnlisted, (_G, _N), lambda m, event: m.standbys.on_enlisted(event)),
-        Transition((_N,), StageLoaded, (_N,), lambda m, event: m.rounds.on_loaded(event)),
-        Transition((_L,), StageLoaded, (_L,), lambda m, event: m.rounds.on_loaded(event)),
+        Transition((_N,), interface.StageLoaded, (_N,), lambda m, event: m.rounds.on_loaded(event)),
+        Transition((_L,), interface.StageLoaded, (_L,), lambda m, event: m.rounds.on_loaded(event)),
         Transition((_L,), AllLoaded, (_B, _P, _G), lambda m, event: m.rounds.on_all_loaded(event)),
-        *in_each((_N, _L, _G), LoadProgressed, (), lambda m, event: m.lateness.on_load_progressed(event)),
-        Transition((_B,), CacheRebuilt, (_B, _P, _G), lambda m, event: m.rounds.on_rebuilt(event)),
-        Transition((_B,), ProbeReturned, (_B, _E), lambda m, event: m.rounds.on_probed(event)),
-        Transition((_P,), ProbeReturned, (_P, _G, _E), lambda m, event: m.rounds.on_probed(event)),
+        *in_each((_N, _L, _G), interface.LoadProgressed, (), lambda m, event: m.lateness.on_load_progressed(event)),
+        Transition((_B,), interface.CacheRebuilt, (_B, _P, _G), lambda m, event: m.rounds.on_rebuilt(event)),
+        Transition((_B,), interface.ProbeReturned, (_B, _E), lambda m, event: m.rounds.on_probed(event)),
+        Transition((_P,), interface.ProbeReturned, (_P, _G, _E), lambda m, event: m.rounds.on_probed(event)),
         Transition((_B, _P), ProbeRefused, (_N, _W, _E), lambda m, event: m.takeovers.on_probe_refused(event)),
         Transition((_G,), PassesResumed, (_G, _N), lambda m, event: m.standbys.on_passes_resumed(event)),
-        Transition((_G,), StandbyLoaded, (_G, _N), lambda m, event: m.standbys.on_loaded(event)),
-        *in_each((*_ROUND, _G), StageWorking, (_N, _W, _E), lambda m, event: m.lateness.on_working(event)),
-        *in_each((_B, _P), PassFailure, (_N, _W, _E), lambda m, event: m.takeovers.on_pass_failed(event)),
-        Transition((_G,), PassFailure, (_G,), lambda m, event: m.takeovers.on_pass_failed(event)),
-        Transition((_G,), TextChecked, (_G, _N, _W), lambda m, event: m.takeovers.on_checked(event)),
+        Transition((_G,), interface.StandbyLoaded, (_G, _N), lambda m, event: m.standbys.on_loaded(event)),
+        *in_each((*_ROUND, _G), interface.StageWorking, (_N, _W, _E), lambda m, event: m.lateness.on_working(event)),
+        *in_each((_B, _P), interface.PassFailure, (_N, _W, _E), lambda m, event: m.takeovers.on_pass_failed(event)),
+        Transition((_G,), interface.PassFailure, (_G,), lambda m, event: m.takeovers.on_pass_failed(event)),
+        Transition((_G,), interface.TextChecked, (_G, _N, _W), lambda m, event: m.takeovers.on_checked(event)),
         *in_each((*_ROUND, _G), StageFailure, (_N, _W, _E), lambda m, event: m.takeovers.on_stage_failed(event)),
         *in_each((*_ROUND, _G), LinkBroken, (_N, _W), lambda m, event: m.takeovers.on_link_broken(event)),
         *in_each((*_ROUND, _G), PeerLost, (_N, _W, _E), lambda m, event: m.takeovers.on_peer_lost(event)),
         Transition((_W,), PeerLost, (_W, _E), lambda m, event: m.takeovers.on_peer_lost(event)),
-        *in_each((*_ROUND, _W), MemberLeaving, (), lambda m, event: m.standbys.on_leaving(event)),
-        Transition((_G,), MemberLeaving, (_G, _N), lambda m, event: m.standbys.on_leaving(event)),
-        *in_each(_ROUND, PlanGiven, (), lambda m, event: m.standbys.on_plan(event)),
-        Transition((_G,), PlanGiven, (_G, _N), lambda m, event: m.standbys.on_plan(event)),
-        Transition((_W,), PlanGiven, (_N, _W), lambda m, event: m.standbys.on_plan(event)),
-        *in_each(_ROUND, Tick, (_N, _W, _E), lambda m, event: m.lateness.on_tick(event)),
-        Transition((_G,), Tick, (_G, _N), lambda m, event: m.lateness.on_tick(event)),
+        *in_each((*_ROUND, _W), interface.MemberLeaving, (), lambda m, event: m.standbys.on_leaving(event)),
+        Transition((_G,), interface.MemberLeaving, (_G, _N), lambda m, event: m.standbys.on_leaving(event)),
+        *in_each(_ROUND, interface.PlanGiven, (), lambda m, event: m.standbys.on_plan(event)),
+        Transition((_G,), interface.PlanGiven, (_G, _N), lambda m, event: m.standbys.on_plan(event)),
+        Transition((_W,), interface.PlanGiven, (_N, _W), lambda m, event: m.standbys.on_plan(event)),
+        *in_each(_ROUND, interface.Tick, (_N, _W, _E), lambda m, event: m.lateness.on_tick(event)),
+        Transition((_G,), interface.Tick, (_G, _N), lambda m, event: m.lateness.on_tick(event)),
         Transition((*_ROUND, _G, _W), StopAsked, (_E,), ServingMachine.on_stop),
         Transition((*_ROUND, _G, _W), CommandFailed, (_E,), ServingMachine.on_command_failed),
     ),

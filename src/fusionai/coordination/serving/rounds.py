@@ -17,24 +17,11 @@ from typing import Final
 
 from fusionai.coordination.machine import FollowUp
 from fusionai.coordination.round.interface import MemberEnlisted, ReportFault
+from fusionai.coordination.serving import interface
 from fusionai.coordination.serving.admission import PROBE_SESSION
-from fusionai.coordination.serving.interface import (
-    BeginRound,
-    CacheRebuilt,
-    PassFailure,
-    ProbeReturned,
-    ReportRebuilding,
-    ReportState,
-    ResumePasses,
-    SendLoad,
-    SendProbePass,
-    SendRebuild,
-    ServingCommand,
-    StageLoaded,
-)
+from fusionai.coordination.serving.interface import ServingCommand
 from fusionai.coordination.serving.stage_times import PassWork
 from fusionai.coordination.serving.state import ServingJobState, ServingPhase
-from fusionai.wire.base import Fence
 from fusionai.wire.serving import Segment
 
 
@@ -57,8 +44,8 @@ class Rounds:
     job: ServingJobState
     loaded: dict[int, Mapping[int, int]] = field(default_factory=dict[int, Mapping[int, int]])
     """Stage -> positions it reported for each session."""
-    rebuilds: dict[int, tuple[SendRebuild, dict[int, int]]] = field(
-        default_factory=dict[int, tuple[SendRebuild, dict[int, int]]]
+    rebuilds: dict[int, tuple[interface.SendRebuild, dict[int, int]]] = field(
+        default_factory=dict[int, tuple[interface.SendRebuild, dict[int, int]]]
     )
     """Number -> the rebuild request, and the sessions that are not rebuilt yet with the ends of their segments."""
     probes: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
@@ -70,7 +57,7 @@ class Rounds:
         job = self.job
         job.phase = ServingPhase.ENLISTING
         job.attempt += 1
-        job.fence = Fence(job.roles.version, job.incarnation, job.attempt)
+        job.fence = job.next_fence()
         self.void()
         # A member without a place for a stage drops it, so it is unsound even if a later round gives it back before
         # passes run.
@@ -78,7 +65,7 @@ class Rounds:
         job.roster.begin(job.roles)
         job.patience.times.begin(job.roles)
         state: Final = "recovering" if job.ready else "starting"
-        return [ReportState(state, reason), BeginRound(job.fence, job.roles)]
+        return [interface.ReportState(state, reason), interface.BeginRound(job.fence, job.roles)]
 
     def void(self) -> None:
         """Drop everything under way."""
@@ -101,7 +88,7 @@ class Rounds:
         job.roster.enlisted.add(event.peer)
         unsound = set(job.unsound)
         loads: list[ServingCommand] = [
-            SendLoad(job.fence, event.peer, stage, standby=False, fresh=stage in unsound, roles=job.roles)
+            interface.SendLoad(job.fence, event.peer, stage, standby=False, fresh=stage in unsound, roles=job.roles)
             for stage in job.roles.stages_of(event.peer)
         ]
         self._go_on_when_loaded()
@@ -112,7 +99,7 @@ class Rounds:
         self.job.roster.enlisted.add(event.peer)
         return []
 
-    def on_loaded(self, event: StageLoaded) -> list[ServingCommand]:
+    def on_loaded(self, event: interface.StageLoaded) -> list[ServingCommand]:
         if self.job.roles.places.get(event.stage) == event.peer:
             self.loaded[event.stage] = dict(event.cached)
             self._go_on_when_loaded()
@@ -145,10 +132,10 @@ class Rounds:
             return self._send_probes()
         job.phase = ServingPhase.REBUILDING
         positions = sum(segment.length for segment in segments)
-        commands: list[ServingCommand] = [ReportRebuilding(tuple(lacking), len(segments), positions)]
+        commands: list[ServingCommand] = [interface.ReportRebuilding(tuple(lacking), len(segments), positions)]
         for first, last in _runs(lacking):
             tokens = () if first else tuple(token for one in segments for token in batcher.tokens_of(one))
-            request = SendRebuild(batcher.take_number(), first - 1, last, segments, tokens)
+            request = interface.SendRebuild(batcher.take_number(), first - 1, last, segments, tokens)
             self.rebuilds[request.number] = (request, {one.session: one.start + one.length for one in segments})
             commands.append(request)
         # Sent behind the rebuilds without waiting for them: a probe has pages of its own.
@@ -161,7 +148,7 @@ class Rounds:
         cached = self.loaded[stage]
         return stage not in self.job.roles.caching or all(cached.get(one, 0) >= live[one] for one in live)
 
-    def on_rebuilt(self, event: CacheRebuilt) -> list[ServingCommand]:
+    def on_rebuilt(self, event: interface.CacheRebuilt) -> list[ServingCommand]:
         if event.number not in self.rebuilds:
             return []
         _, missing = self.rebuilds[event.number]
@@ -172,7 +159,7 @@ class Rounds:
         del self.rebuilds[event.number]
         return [] if self.rebuilds else self._await_probes()
 
-    def on_rebuild_failed(self, event: PassFailure) -> list[ServingCommand]:
+    def on_rebuild_failed(self, event: interface.PassFailure) -> list[ServingCommand]:
         """A stage does not retain what a rebuild needs, or can't compute it. Read the sessions again from their tokens,
         which always works."""
         request, _ = self.rebuilds[event.number]
@@ -202,10 +189,10 @@ class Rounds:
         for _ in range(1 if job.ready else 2):
             number = job.batcher.take_number()
             self.probes[number] = forget = job.batcher.forgotten
-            commands.append(SendProbePass(number, (segment,), job.probe, forget))
+            commands.append(interface.SendProbePass(number, (segment,), job.probe, forget))
         return commands
 
-    def on_probed(self, event: ProbeReturned) -> list[ServingCommand]:
+    def on_probed(self, event: interface.ProbeReturned) -> list[ServingCommand]:
         if event.number not in self.probes:
             return []
         self.job.batcher.dropped(event.number, self.probes.pop(event.number))
@@ -225,7 +212,7 @@ class Rounds:
         job.sound = dict(job.roles.places)
         job.roster.took_over(job.sound)
         job.follow_ups.append(PassesResumed())
-        return [ReportState("ready", ""), ResumePasses()]
+        return [interface.ReportState("ready", ""), interface.ResumePasses()]
 
     def work_of(self, number: int) -> PassWork | None:
         """Return the work of a pass or a probe, or the largest pass of a rebuild; None if it is not under way in this

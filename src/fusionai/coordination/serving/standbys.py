@@ -100,11 +100,11 @@ class Standbys:
         newest = max(job.roles.version, job.pending.version if job.pending is not None else 0)
         if roles.version <= newest:
             return []
-        if roles.members & (job.lost_peers - event.knows):
+        if roles.members & (job.lost - event.knows):
             return []  # overtaken by a fault, whose handling follows
         if job.checks is not None and roles.members & job.checks.inspector.faulty_peers:
             return []  # an expelled peer is not readmitted by a plan
-        job.lost_peers -= roles.members
+        job.lost -= roles.members
         job.leaving -= roles.members
         if job.is_waiting:
             return self._adopt(roles)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from fusionai.coordination.machine import StatefulMachine
+from fusionai.coordination.round.driver import JobState
 from fusionai.coordination.round.interface import AskPlan, EndJob
 from fusionai.coordination.serving.batching import Batcher
 from fusionai.coordination.serving.checks import TextChecks
@@ -117,12 +117,10 @@ class ServingPhase(StrEnum):
 
 
 @dataclass(slots=True)
-class ServingJobState(StatefulMachine[ServingPhase, ServingCommand]):
+class ServingJobState(JobState[ServingPhase, ServingCommand, ServingRoles]):
     """`probe`: tokens of the probe, as many as the batcher keeps pages for."""
 
     batcher: Batcher
-    roles: ServingRoles
-    incarnation: int
     probe: tuple[int, ...]
     retain: bool = True
     """Whether stages retain what they sent on. If not, sessions are read again after a takeover."""
@@ -130,15 +128,11 @@ class ServingJobState(StatefulMachine[ServingPhase, ServingCommand]):
     checks: TextChecks | None = None
     """Decides on spot checks of ended texts, which the batcher then holds. None: work is not checked."""
     phase: ServingPhase = field(default=ServingPhase.ENLISTING, kw_only=True)
-    attempt: int = -1
     fence: Fence = field(default_factory=lambda: Fence(0, 0, 0))
     """Fence of the round. The plan version in `roles` may be newer, because new standbys need no round."""
     ready: bool = False
     """Whether the job has been ready before."""
-    lost_peers: set[str] = field(default_factory=set[str])
     leaving: set[str] = field(default_factory=set[str])
-    pending: ServingRoles | None = None
-    """A plan that moves stages, while their new holders load."""
     roster: StandbyRoster = field(default_factory=StandbyRoster)
     sound: dict[int, str] = field(default_factory=dict[int, str])
     """Stage -> its holder, where every round since passes last ran placed it there and none had another cut."""
@@ -189,7 +183,7 @@ class ServingJobState(StatefulMachine[ServingPhase, ServingCommand]):
         self.roles = replace(self.roles, standbys={s: one for s, one in self.roles.standbys.items() if one != peer})
 
     def plan_request(self, reason: str, *, urgent: bool) -> AskPlan:
-        return AskPlan(frozenset(self.lost_peers | self.leaving), reason, urgent)
+        return AskPlan(frozenset(self.lost | self.leaving), reason, urgent)
 
     def fail(self, reason: str) -> list[ServingCommand]:
         """End the job because it can't continue."""

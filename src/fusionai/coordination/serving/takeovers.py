@@ -13,9 +13,8 @@ Neighbours: `rounds` begins the round that follows and knows what is under way i
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from fusionai.coordination.round.faults import Faults
 from fusionai.coordination.round.interface import (
     Distrust,
     FaultKind,
@@ -26,19 +25,8 @@ from fusionai.coordination.round.interface import (
     StageFailure,
 )
 from fusionai.coordination.round.verification import CheckVerdict
-from fusionai.coordination.serving.interface import (
-    BeginCheck,
-    Dismiss,
-    FailSessions,
-    LoadProgressed,
-    PassFailure,
-    ReportState,
-    ResumePasses,
-    ServingCommand,
-    StageWorking,
-    TextChecked,
-    Tick,
-)
+from fusionai.coordination.serving import interface
+from fusionai.coordination.serving.interface import ServingCommand
 from fusionai.coordination.serving.rounds import ProbeRefused, Rounds
 from fusionai.coordination.serving.stage_times import ATTEMPTS, IDLE_MARGIN, PassWork
 from fusionai.coordination.serving.standbys import Standbys
@@ -50,8 +38,6 @@ class Takeovers:
     job: ServingJobState
     rounds: Rounds
     standbys: Standbys
-    faults: Faults = field(default_factory=Faults)
-    """Since the last pass came back."""
 
     def on_peer_lost(self, event: PeerLost) -> list[ServingCommand]:
         return self.lose([event.peer], "peer", event.reason)
@@ -59,14 +45,14 @@ class Takeovers:
     def lose(self, peers: Collection[str], kind: FaultKind, reason: str) -> list[ServingCommand]:
         """Remove lost peers. Their stages go to their standbys at once; a stage without a standby waits for a plan."""
         job = self.job
-        gone = [peer for peer in peers if peer in job.participants and peer not in job.lost_peers]
+        gone = [peer for peer in peers if peer in job.participants and peer not in job.lost]
         if job.roles.owner in gone:
             return job.fail(f"a stage of the job's own machine failed: {reason}")
         if not gone:
             return []
         has_standby = any(job.roles.standby_of(peer) for peer in gone)
         self._remove(gone)
-        unmanned = {stage for stage, peer in job.roles.places.items() if peer in job.lost_peers}
+        unmanned = {stage for stage, peer in job.roles.places.items() if peer in job.lost}
         successors = self._successors(unmanned)
         commands: list[ServingCommand] = []
         for peer in gone:
@@ -77,7 +63,7 @@ class Takeovers:
                     kind if stages or kind == "faulty" else "standby", peer, stages, reason, successors=inherited
                 )
             )
-            commands.append(Dismiss(peer, reason))
+            commands.append(interface.Dismiss(peer, reason))
         if not unmanned:
             if has_standby:
                 commands.append(job.plan_request(reason, urgent=False))
@@ -88,18 +74,18 @@ class Takeovers:
             job.phase = ServingPhase.WAITING
             self.rounds.void()
             state = f"waiting for a machine to run stage {', '.join(map(str, left))}: {cause}"
-            return [*commands, ReportState("waiting", state), job.plan_request(reason, urgent=True)]
+            return [*commands, interface.ReportState("waiting", state), job.plan_request(reason, urgent=True)]
         return [*commands, *self.rounds.begin(cause), job.plan_request(reason, urgent=False)]
 
     def _remove(self, peers: Iterable[str]) -> None:
         job = self.job
         for peer in peers:
-            job.lost_peers.add(peer)
+            job.lost.add(peer)
             job.leaving.discard(peer)
             # The peer may return to the same stages without its former state.
             job.sound = {stage: one for stage, one in job.sound.items() if one != peer}
             job.strike(peer)
-        if job.pending is not None and job.pending.members & job.lost_peers:
+        if job.pending is not None and job.pending.members & job.lost:
             job.pending = None
 
     def _successors(self, stages: Iterable[int]) -> dict[int, str]:
@@ -121,10 +107,6 @@ class Takeovers:
 
     # ------------------------------------------------------------------------------------------- links and stages
 
-    def passes_flow(self) -> None:
-        """A pass came back, so earlier faults of links and stages count no more."""
-        self.faults.clear()
-
     def on_link_broken(self, event: LinkBroken) -> list[ServingCommand]:
         """First break of a link: another round under the same plan. Second break before a pass came back: one of the
         two peers is removed."""
@@ -132,8 +114,8 @@ class Takeovers:
         pair = frozenset((event.reporter, event.other))
         if len(pair) < 2 or not pair <= set(roles.places.values()) | {roles.owner}:
             return []
-        if self.faults.link_broke(pair) > 1:
-            return self.lose([self.faults.blamed(pair, roles, roles.standbys)], "link", event.reason)
+        if self.job.faults.link_broke(pair) > 1:
+            return self.lose([self.job.faults.blamed(pair, roles, roles.standbys)], "link", event.reason)
         fault = ReportFault("link", event.other, roles.stages_of(event.other), event.reason)
         return [fault, *self.rounds.begin(event.reason)]
 
@@ -147,7 +129,7 @@ class Takeovers:
 
     def _fail_stage(self, stage: int, reason: str, *, fatal: bool) -> list[ServingCommand]:
         job = self.job
-        times = self.faults.stage_failed(stage)
+        times = self.job.faults.stage_failed(stage)
         peer = job.roles.places[stage]
         if fatal or (times > 2 and (not job.ready or peer == job.roles.owner)):
             return job.fail(f"stage {stage} failed: {reason}")
@@ -165,7 +147,7 @@ class Takeovers:
         job.roles = replace(job.roles, standbys=standbys)
         return [ReportFault("standby", peer, (), event.reason)]
 
-    def on_pass_failed(self, event: PassFailure) -> list[ServingCommand]:
+    def on_pass_failed(self, event: interface.PassFailure) -> list[ServingCommand]:
         """Let each session of the failed pass try once more in a pass of its own."""
         if event.number in self.rounds.rebuilds:
             return self.rounds.on_rebuild_failed(event)
@@ -174,12 +156,14 @@ class Takeovers:
         if not self.job.is_running:
             return []
         over = self.job.batcher.failed(event.number, self.job.patience.now_s)
-        failed: list[ServingCommand] = [FailSessions(over, f"stage {event.stage}: {event.reason}")] if over else []
-        return [*failed, ResumePasses()]
+        failed: list[ServingCommand] = (
+            [interface.FailSessions(over, f"stage {event.stage}: {event.reason}")] if over else []
+        )
+        return [*failed, interface.ResumePasses()]
 
     # ------------------------------------------------------------------------------------------------- spot checks
 
-    def on_checked(self, event: TextChecked) -> list[ServingCommand]:
+    def on_checked(self, event: interface.TextChecked) -> list[ServingCommand]:
         job = self.job
         if job.checks is None:
             return []
@@ -189,7 +173,7 @@ class Takeovers:
             return []
         outcome = ReportCheck(event.check, found.outcome, found.reason)
         if found.again is not None:
-            return [outcome, BeginCheck(found.again, text, job.fence)]
+            return [outcome, interface.BeginCheck(found.again, text, job.fence)]
         return [outcome, *(self._expel(found) if found.faulty_peer else [])]
 
     def _expel(self, found: CheckVerdict) -> list[ServingCommand]:
@@ -206,7 +190,7 @@ class Lateness:
     rounds: Rounds
     takeovers: Takeovers
 
-    def on_tick(self, event: Tick) -> list[ServingCommand]:
+    def on_tick(self, event: interface.Tick) -> list[ServingCommand]:
         job, patience, limits = self.job, self.job.patience, self.job.limits
         idle_s = patience.idle_s(event.now_s, nothing_sent=job.is_running and not job.batcher.under_way)
         match job.phase:
@@ -237,12 +221,12 @@ class Lateness:
         self.job.patience.progressed(self.job.patience.now_s)
         return self.takeovers.lose(sorted(set(peers) - {self.job.roles.owner}), "late", reason)
 
-    def on_load_progressed(self, event: LoadProgressed) -> list[ServingCommand]:
+    def on_load_progressed(self, event: interface.LoadProgressed) -> list[ServingCommand]:
         """A report of loading is a sign of progress, unless no further bytes came for too long."""
         self.job.patience.loads(event.stage, event.done_bytes, self.job.limits.loading_s)
         return []
 
-    def on_working(self, event: StageWorking) -> list[ServingCommand]:
+    def on_working(self, event: interface.StageWorking) -> list[ServingCommand]:
         """A stage reports what it computes. This is a sign of progress unless the stage exceeds its time limit."""
         job = self.job
         if job.roles.places.get(event.stage) != event.peer:
@@ -301,5 +285,5 @@ class Lateness:
         for number in sessions:
             self.job.batcher.cancel(number)
         self.job.patience.stalls = 0
-        failed: list[ServingCommand] = [FailSessions(sessions, why)] if sessions else []
+        failed: list[ServingCommand] = [interface.FailSessions(sessions, why)] if sessions else []
         return [*failed, ReportFault("late", "", (), reason), *self.rounds.begin(reason)]

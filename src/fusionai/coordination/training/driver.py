@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fusionai.coordination.machine import Table, Transition, in_each
-from fusionai.coordination.round.faults import Faults
 from fusionai.coordination.round.interface import (
     CommandFailed,
     DriverEvent,
@@ -53,13 +52,12 @@ class DriverMachine(DriverState):
     spot_checks: SpotChecks = field(init=False)
 
     def __post_init__(self) -> None:
-        faults = Faults()
         self.feeding = Feeding(self)
-        self.commits = Commits(self, self.feeding, self.learning_rate, faults)
+        self.commits = Commits(self, self.feeding, self.learning_rate)
         self.checkpointing = Checkpointing(self, self.feeding, self.commits)
         self.rounds = TrainingRounds(self, self.feeding, self.checkpointing)
-        self.plan_changes = PlanChanges(self, self.feeding, self.rounds, faults)
-        self.spot_checks = SpotChecks(self, self.feeding, self.plan_changes, faults)
+        self.plan_changes = PlanChanges(self, self.feeding, self.rounds)
+        self.spot_checks = SpotChecks(self, self.feeding, self.plan_changes)
 
     def start(self) -> list[DriverCommand]:
         self.step = self.official
@@ -70,7 +68,7 @@ class DriverMachine(DriverState):
 
     def handle(self, event: DriverEvent) -> list[DriverCommand]:
         """Apply one event. An event of another round, or without a row for the present phase, changes nothing."""
-        return [] if event.fence not in (None, self.fence) else self.react(TABLE, event) or []
+        return (self.react(TABLE, event) or []) if self.counts(event, self.fence) else []
 
     def brief(self, event: object) -> str:
         return (

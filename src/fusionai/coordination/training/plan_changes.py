@@ -4,7 +4,7 @@ Any fault that touches a stage ends the round. A lost standby is removed under t
 protocol). A peer whose results were found wrong is lost for good: its work is taken back (rule 26), and the watermark
 waits for checks (25).
 
-Neighbours: `round.faults` counts faults; `round.verification` decides what is checked and which peer is faulty;
+Neighbours: `round.driver.Faults` counts faults; `round.verification` decides what is checked and which peer is faulty;
 `rounds` begins the round that follows."""
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fusionai.coordination.round.faults import Faults
 from fusionai.coordination.round.interface import Distrust, LinkBroken, PeerLost, ReportCheck, ReportFault, StageFailure
 from fusionai.coordination.round.verification import Check, Opinion
 from fusionai.coordination.training.interface import (
@@ -36,7 +35,6 @@ class PlanChanges:
     job: DriverState
     feeding: Feeding
     rounds: TrainingRounds
-    faults: Faults
 
     # ------------------------------------------------------------------------------------------------------ faults
 
@@ -96,14 +94,14 @@ class PlanChanges:
         job, pair = self.job, frozenset((event.reporter, event.other))
         if len(pair) < 2 or not pair <= job.members | {job.roles.owner}:
             return []
-        if self.faults.link_broke(pair) > 1:
-            return self._lose(self.faults.blamed(pair, job.roles, job.standbys), "link", event.reason)
+        if self.job.faults.link_broke(pair) > 1:
+            return self._lose(self.job.faults.blamed(pair, job.roles, job.standbys), "link", event.reason)
         stages = job.roles.stages_of(event.other)
         return [ReportFault("link", event.other, stages, event.reason, job.step), *self.rounds.begin()]
 
     def on_stage_failed(self, event: StageFailure) -> list[DriverCommand]:
         """First failure: another round. Second: another peer. Third: end the job, because the peer is not the cause."""
-        times = self.faults.stage_failed(event.stage)
+        times = self.job.faults.stage_failed(event.stage)
         peer = self.job.roles.places[event.stage]
         if event.fatal or times > 2:
             return self.job.fail(f"stage {event.stage} failed: {event.reason}")
@@ -157,7 +155,6 @@ class SpotChecks:
     job: DriverState
     feeding: Feeding
     plan_changes: PlanChanges
-    faults: Faults
 
     def on_snapshot(self, event: SnapshotStored) -> list[DriverCommand]:
         """A standby has a newer snapshot of its stage. Tensors from before the oldest of these snapshots can be
@@ -166,7 +163,7 @@ class SpotChecks:
         if job.standbys.get(event.stage) != event.peer or event.step > job.step:
             return []
         acked[event.stage] = max(event.step, acked.get(event.stage, -1))
-        self.faults.forgive_links(frozenset((event.peer, job.roles.places[event.stage])))
+        self.job.faults.forgive_links(frozenset((event.peer, job.roles.places[event.stage])))
         checks = self._check_finished_stretch()
         job.move_watermark()
         return [*checks, *(self.feeding.feed() if job.phase is DriverPhase.RUNNING else [])]

@@ -16,17 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-from fusionai.coordination.training.interface import Roles
+from fusionai.coordination.training.interface import Roles, StageReported
 from fusionai.coordination.training.stage_interface import Source
-
-
-@dataclass(frozen=True, slots=True)
-class StagePosition:
-    """What a stage said of itself."""
-
-    applied: int
-    prepared: int
-    retained_from: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +36,7 @@ class Restoration:
 class RestoringRound:
     """Answers of members and stages in one round, up to the moment when all stages are ready."""
 
-    positions: dict[int, StagePosition] = field(default_factory=dict[int, StagePosition])
+    positions: dict[int, StageReported] = field(default_factory=dict[int, StageReported])
     snapshots: dict[str, frozenset[tuple[int, int]]] = field(default_factory=dict[str, frozenset[tuple[int, int]]])
     """Member -> the (stage, step) of the snapshots it holds."""
     restoration: Restoration | None = None
@@ -58,7 +49,7 @@ class RestoringRound:
 
 def decide(
     roles: Roles,
-    positions: Mapping[int, StagePosition],
+    positions: Mapping[int, StageReported],
     snapshots: Mapping[str, Set[tuple[int, int]]],
     *,
     committed: int,
@@ -91,7 +82,7 @@ def decide(
     return Restoration(base=beginning, sources=everybody, holders={}, rollback=True)
 
 
-def is_fine(position: StagePosition, committed: int, records_from: int) -> bool:
+def is_fine(position: StageReported, committed: int, records_from: int) -> bool:
     """Whether the stage is at `committed`, or the last record takes it there."""
     missed = position.applied == committed - 1 == position.prepared and records_from < committed
     return position.applied == committed or missed
@@ -99,7 +90,7 @@ def is_fine(position: StagePosition, committed: int, records_from: int) -> bool:
 
 def _closure(
     roles: Roles,
-    positions: Mapping[int, StagePosition],
+    positions: Mapping[int, StageReported],
     snapshots: Mapping[str, Set[tuple[int, int]]],
     lost: frozenset[int],
     base: int,

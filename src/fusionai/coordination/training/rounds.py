@@ -13,21 +13,9 @@ from dataclasses import dataclass
 
 from fusionai.coordination.machine import FollowUp
 from fusionai.coordination.round.interface import MemberEnlisted
-from fusionai.coordination.training.interface import (
-    AnnounceReady,
-    DriverCommand,
-    Evaluate,
-    ProbeAnswered,
-    ReportRestored,
-    SendAttach,
-    SendProbe,
-    SendResume,
-    SendSnapshot,
-    StageReady,
-    StageReported,
-    WarnTolerant,
-)
-from fusionai.coordination.training.restoring import Restoration, RestoringRound, StagePosition, decide
+from fusionai.coordination.training import interface
+from fusionai.coordination.training.interface import DriverCommand
+from fusionai.coordination.training.restoring import Restoration, RestoringRound, decide
 from fusionai.coordination.training.stage_interface import Resumed
 from fusionai.coordination.training.state import AllAnswered, DriverPhase, DriverState
 from fusionai.coordination.training.steps import Checkpointing, Feeding
@@ -58,15 +46,15 @@ class TrainingRounds:
         job.saves.asked, job.saves.saving = False, None
         if job.inspector is not None:
             job.inspector.drop()
-        return [SendAttach(job.fence, job.roles, dict(job.standbys))]
+        return [interface.SendAttach(job.fence, job.roles, dict(job.standbys))]
 
     def on_enlisted(self, event: MemberEnlisted) -> list[DriverCommand]:
         self.job.round.snapshots[event.peer] = event.snapshots
         self.job.restore_if_all_answered()
         return []
 
-    def on_reported(self, event: StageReported) -> list[DriverCommand]:
-        self.job.round.positions[event.stage] = StagePosition(event.applied, event.prepared, event.retained_from)
+    def on_reported(self, event: interface.StageReported) -> list[DriverCommand]:
+        self.job.round.positions[event.stage] = event
         self.job.restore_if_all_answered()
         return []
 
@@ -80,7 +68,7 @@ class TrainingRounds:
             checkpoint=None if job.saved < 0 else job.saved,
             records_from=min(job.records, default=job.step),
         )
-        report = ReportRestored(
+        report = interface.ReportRestored(
             committed=job.step,
             base=restoration.base,
             restored=tuple(restoration.sources),
@@ -117,12 +105,12 @@ class TrainingRounds:
             return []
         job.round.replayed = dict.fromkeys(restoration.sources, restoration.base)
         passed: list[DriverCommand] = [
-            SendSnapshot(stage, restoration.base, holder, job.roles.places[stage])
+            interface.SendSnapshot(stage, restoration.base, holder, job.roles.places[stage])
             for stage, holder in restoration.holders.items()
         ]
         replaying = frozenset(restoration.sources)
         return passed + [
-            SendResume(
+            interface.SendResume(
                 stage,
                 Resumed(
                     committed=job.step,
@@ -136,7 +124,7 @@ class TrainingRounds:
             for stage, source in restoration.sources.items()
         ]
 
-    def on_loaded(self, event: StageReady) -> list[DriverCommand]:
+    def on_loaded(self, event: interface.StageReady) -> list[DriverCommand]:
         """Second barrier: all stages that lost their state have one again."""
         job = self.job
         assert job.round.restoration is not None
@@ -158,7 +146,7 @@ class TrainingRounds:
             job.round.ready |= job.round.loaded
         last = tuple(job.records[step] for step in (job.step - 1,) if step in job.records)
         resumes: list[DriverCommand] = [
-            SendResume(
+            interface.SendResume(
                 stage,
                 Resumed(
                     committed=job.step,
@@ -178,7 +166,7 @@ class TrainingRounds:
         self._run_if_all_ready()
         return commands
 
-    def on_ready(self, event: StageReady) -> list[DriverCommand]:
+    def on_ready(self, event: interface.StageReady) -> list[DriverCommand]:
         job = self.job
         if event.applied != job.step:
             return job.fail(f"stage {event.stage} is at step {event.applied} instead of {job.step}")
@@ -196,9 +184,9 @@ class TrainingRounds:
         if self.probed:
             return self._run()
         self.job.phase = DriverPhase.PROBING
-        return [SendProbe(self.job.step)]
+        return [interface.SendProbe(self.job.step)]
 
-    def on_probed(self, event: ProbeAnswered) -> list[DriverCommand]:
+    def on_probed(self, event: interface.ProbeAnswered) -> list[DriverCommand]:
         """Announce that the job is ready. Two passes over the same state must agree bit for bit, or no replay could."""
         job = self.job
         warnings: list[DriverCommand] = []
@@ -207,9 +195,9 @@ class TrainingRounds:
             detail = f"the same microbatch crossed the stages twice and gave {first!r} and {second!r}"
             if job.shape.takeover != "tolerant":
                 return job.fail(f"the probe did not come back right: {detail}")
-            warnings.append(WarnTolerant(job.step, detail))
+            warnings.append(interface.WarnTolerant(job.step, detail))
         self.probed = True
-        return [*warnings, AnnounceReady(job.step), *self._run()]
+        return [*warnings, interface.AnnounceReady(job.step), *self._run()]
 
     def _run(self) -> list[DriverCommand]:
         """Resume what the fault interrupted: a checkpoint, an evaluation or the end."""
@@ -217,5 +205,5 @@ class TrainingRounds:
         job.verifying.checkable = job.step
         commands = self.checkpointing.save_if_owed()
         if job.saves.evaluating is not None:
-            commands.append(Evaluate(job.saves.evaluating))
+            commands.append(interface.Evaluate(job.saves.evaluating))
         return [*commands, *self.feeding.proceed()]

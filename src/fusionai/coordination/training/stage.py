@@ -22,36 +22,9 @@ from enum import StrEnum
 from typing import Final
 
 from fusionai.coordination.machine import FollowUp, StatefulMachine, Table, Transition, in_each
+from fusionai.coordination.training import stage_interface as interface
 from fusionai.coordination.training.exchanges import OuterUpdates
-from fusionai.coordination.training.stage_interface import (
-    Attached,
-    BackwardArrived,
-    Committed,
-    Compute,
-    Detached,
-    DropHeld,
-    DropRetained,
-    DropSums,
-    ExportAsked,
-    ForwardArrived,
-    LoadSnapshot,
-    OuterUpdateArrived,
-    Refuse,
-    ReportApplied,
-    ReportPrepared,
-    ReportReady,
-    ReportStatus,
-    Resumed,
-    SendRetained,
-    SharedArrived,
-    StageCommand,
-    StageEvent,
-    StageWork,
-    StateArrived,
-    TakeSnapshot,
-    WorkDone,
-    WorkFailed,
-)
+from fusionai.coordination.training.stage_interface import StageCommand, StageEvent, StageWork
 from fusionai.coordination.training.step import MAX_SIDE_HELD, Microbatches, RetainedSteps, SharedSums, StageShape
 from fusionai.wire.messages import CommitRecord, Fence
 
@@ -62,7 +35,7 @@ STEPS_AHEAD: Final = 2
 ahead of this stage."""
 
 
-NOT_RESUMED: Final = Resumed(0, "keep", 0)
+NOT_RESUMED: Final = interface.Resumed(0, "keep", 0)
 
 
 class StagePhase(StrEnum):
@@ -105,7 +78,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
     _commit: CommitRecord | None = None
     """The commit that is being applied."""
     _exports: list[int] = field(default_factory=list[int])
-    _resumed: Resumed = NOT_RESUMED
+    _resumed: interface.Resumed = NOT_RESUMED
     """The last resume. A replay ends at its `committed`."""
     _records: Mapping[int, CommitRecord] = field(default_factory=dict[int, CommitRecord])
     """The last resume's records by step."""
@@ -124,8 +97,8 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
 
     def handle(self, event: StageEvent) -> list[StageCommand]:
         """Apply one event. A pair (phase, event) outside the table is refused, never ignored."""
-        stale = isinstance(event, Attached) and self.fence is not None and event.fence <= self.fence
-        if self._busy is not None and isinstance(event, Attached | Detached) and not stale:
+        stale = isinstance(event, interface.Attached) and self.fence is not None and event.fence <= self.fence
+        if self._busy is not None and isinstance(event, interface.Attached | interface.Detached) and not stale:
             self._deferred.append(event)  # the work under way ends first: its result belongs to the old fence
             return []
         commands = self._transition(event)
@@ -135,19 +108,19 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
                 commands += self._transition(self._deferred.pop(0))
         return [*commands, *self._next()]
 
-    def wants(self, event: ForwardArrived | BackwardArrived | SharedArrived) -> bool:
+    def wants(self, event: interface.ForwardArrived | interface.BackwardArrived | interface.SharedArrived) -> bool:
         """Return whether this tensor is for work still to be done and the first of its kind. Other tensors must not
         take memory. `handle` drops and counts unwanted tensors, and refuses them in a phase that takes no tensors."""
         if (self.phase, type(event)) not in TABLE:
             return False
         match event:
-            case ForwardArrived(mode, step, microbatch):
+            case interface.ForwardArrived(mode, step, microbatch):
                 past = mode == "train" and self._has_run(step, self.shape.local_index(microbatch))
                 return self._is_near(step) and not past and self.microbatches.lacks_input(event)
-            case BackwardArrived(step, microbatch):
+            case interface.BackwardArrived(step, microbatch):
                 index = self.shape.local_index(microbatch)
                 return index is not None and self._is_due(step, index) and self.microbatches.lacks_gradient(event)
-            case SharedArrived(step, sender, phase):
+            case interface.SharedArrived(step, sender, phase):
                 # A stage that does not wait for this one (another replica, or a home that already has this stage's
                 # gradients with each microbatch) may have applied a commit and run the next step before this one has.
                 ahead = phase == "partial" or sender not in self.shape.parts_to
@@ -181,10 +154,10 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
         return commands
 
     def _refuse(self, reason: str) -> list[StageCommand]:
-        return [Refuse(f"stage {self.shape.stage} {reason}")]
+        return [interface.Refuse(f"stage {self.shape.stage} {reason}")]
 
     def brief(self, event: object) -> str:
-        return f"Committed(step={event.record.step})" if isinstance(event, Committed) else repr(event)
+        return f"Committed(step={event.record.step})" if isinstance(event, interface.Committed) else repr(event)
 
     # ----------------------------------------------------------------------------------- steps and tensors in time
 
@@ -219,7 +192,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
         if self._busy is not None or self.phase in (StagePhase.DETACHED, StagePhase.ATTACHED):
             return []
         self._busy = self._next_work()
-        return [] if self._busy is None else [Compute(self._busy)]
+        return [] if self._busy is None else [interface.Compute(self._busy)]
 
     def _next_work(self) -> StageWork | None:
         step, microbatches = self.applied, self.microbatches
@@ -240,7 +213,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
 
     # ----------------------------------------------------------------------------------- attached, resumed, restored
 
-    def on_attached(self, event: Attached) -> list[StageCommand]:
+    def on_attached(self, event: interface.Attached) -> list[StageCommand]:
         if self.fence is not None and event.fence <= self.fence:
             obeyed = (self.fence.plan_version, self.fence.incarnation, self.fence.attempt)
             return self._refuse(f"already obeys fence {obeyed}")
@@ -248,12 +221,16 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
         self.phase = StagePhase.ATTACHED
         is_prepared = self.prepared == self.applied and self.prepared >= 0
         self._begin_step(keep_sums=is_prepared)
-        drop: list[StageCommand] = [] if is_prepared else [DropSums()]
+        drop: list[StageCommand] = [] if is_prepared else [interface.DropSums()]
         # What is retained stays even if nothing more will be: the round that begins may need it.
         self.retained.is_wanted, self.snapshot_every = event.retain, event.snapshot_every
-        return [*drop, DropHeld(), ReportStatus(self.applied, self.prepared, self.retained.whole_from)]
+        return [
+            *drop,
+            interface.DropHeld(),
+            interface.ReportStatus(self.applied, self.prepared, self.retained.whole_from),
+        ]
 
-    def on_resumed(self, event: Resumed) -> list[StageCommand]:
+    def on_resumed(self, event: interface.Resumed) -> list[StageCommand]:
         self._resumed = event
         self._records = {record.step: record for record in event.records}
         if event.source == "keep":
@@ -265,22 +242,22 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
         self._initialise = event.source == "initialise"
         # No replay can begin from what was sent on the way to a later state.
         self.retained.watermark = event.base
-        load: list[StageCommand] = [LoadSnapshot(event.base)] if event.source == "snapshot" else []
-        return [DropSums(), DropRetained(EVERY_STEP), *load]
+        load: list[StageCommand] = [interface.LoadSnapshot(event.base)] if event.source == "snapshot" else []
+        return [interface.DropSums(), interface.DropRetained(EVERY_STEP), *load]
 
-    def _resume_keeping(self, event: Resumed) -> list[StageCommand]:
+    def _resume_keeping(self, event: interface.Resumed) -> list[StageCommand]:
         retained, to = self.retained, event.replaying & self.shape.neighbours
         retained.whole_from = min(retained.whole_from, event.committed)  # from there on everything is done anew
         if to and event.base < retained.whole_from:
             return self._refuse(f"retains steps from {retained.whole_from}, not from {event.base}")
-        commands: list[StageCommand] = [SendRetained(to, event.base, event.committed)] if to else []
+        commands: list[StageCommand] = [interface.SendRetained(to, event.base, event.committed)] if to else []
         commands += retained.raise_watermark(min(event.watermark, event.base) if to else event.watermark)
         if self.applied == event.committed:
             self.prepared = self.applied - 1
             self.sums.totals.clear()  # of the sums that were prepared and are dropped
             self.phase = StagePhase.RESTORING
             self.follow_ups.append(StateRestored())
-            return [DropSums(), *commands]
+            return [interface.DropSums(), *commands]
         missed = self.applied == event.committed - 1 and self.prepared == self.applied
         if missed and self.applied in self._records:
             self.phase = StagePhase.RESTORING
@@ -291,10 +268,10 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
             f"it can't keep its state and be at {event.committed}"
         )
 
-    def on_state_arrived(self, event: StateArrived) -> list[StageCommand]:
+    def on_state_arrived(self, event: interface.StateArrived) -> list[StageCommand]:
         if event.step != self._resumed.base:
             self.phase = StagePhase.ATTACHED
-            return [Refuse(f"expected the state of step {self._resumed.base}, got that of step {event.step}")]
+            return [interface.Refuse(f"expected the state of step {self._resumed.base}, got that of step {event.step}")]
         self.follow_ups.append(StateLoaded())
         return []
 
@@ -306,26 +283,28 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
             return self.on_restored(event)
         self.phase = StagePhase.REPLAYING
         self._begin_step()
-        return [ReportReady(self.applied)]
+        return [interface.ReportReady(self.applied)]
 
     def on_restored(self, _: StateLoaded | StateRestored) -> list[StageCommand]:
         self.phase = StagePhase.RUNNING
         self._begin_step()
         due = self._resumed.snapshot and self.snapshot_every > 0
-        snapshot: list[StageCommand] = [TakeSnapshot(self.applied)] if due else []
-        return [ReportReady(self.applied), *snapshot]
+        snapshot: list[StageCommand] = [interface.TakeSnapshot(self.applied)] if due else []
+        return [interface.ReportReady(self.applied), *snapshot]
 
-    def on_detached(self, _: Detached) -> list[StageCommand]:
+    def on_detached(self, _: interface.Detached) -> list[StageCommand]:
         self.phase = StagePhase.DETACHED
         self._forget_state()
-        return [DropSums(), DropHeld(), DropRetained(EVERY_STEP)]
+        return [interface.DropSums(), interface.DropHeld(), interface.DropRetained(EVERY_STEP)]
 
     # ------------------------------------------------------------------------------------------ what arrives for steps
 
-    def on_tensor(self, event: ForwardArrived | BackwardArrived | SharedArrived) -> list[StageCommand]:
+    def on_tensor(
+        self, event: interface.ForwardArrived | interface.BackwardArrived | interface.SharedArrived
+    ) -> list[StageCommand]:
         if not self.wants(event):
             self.dropped += 1
-        elif isinstance(event, SharedArrived):
+        elif isinstance(event, interface.SharedArrived):
             self.sums.keep(event)
         elif self.microbatches.is_full(event):
             return self._refuse(f"holds {MAX_SIDE_HELD} microbatches beside training already")
@@ -333,7 +312,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
             self.microbatches.keep(event)
         return []
 
-    def on_outer_update(self, event: OuterUpdateArrived) -> list[StageCommand]:
+    def on_outer_update(self, event: interface.OuterUpdateArrived) -> list[StageCommand]:
         """It may come before the commit, because a replaying stage gets all its outer updates early."""
         if self.wants_outer_update(event.step):
             self.outer_updates.arrived.add(event.step)
@@ -343,7 +322,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
 
     # --------------------------------------------------------------------------------------------- commits and exports
 
-    def on_committed(self, event: Committed) -> list[StageCommand]:
+    def on_committed(self, event: interface.Committed) -> list[StageCommand]:
         if event.record.step < self.applied or event.record == self._commit:
             return []  # applied, or being applied: a commit counts once
         if event.record.step != self.applied or self.prepared != self.applied or self._commit is not None:
@@ -356,7 +335,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
             self._exports.append(event.record.step + 1)
         return self.retained.raise_watermark(event.watermark)
 
-    def on_export_asked(self, event: ExportAsked) -> list[StageCommand]:
+    def on_export_asked(self, event: interface.ExportAsked) -> list[StageCommand]:
         coming = self.applied + (self._commit is not None)
         begun = self._commit is None and self._has_run(self.applied, 0)
         if event.step != coming or begun or event.step in self._exports:
@@ -366,7 +345,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
 
     # ----------------------------------------------------------------------------------------------- work that ended
 
-    def on_work_done(self, event: WorkDone) -> list[StageCommand]:
+    def on_work_done(self, event: interface.WorkDone) -> list[StageCommand]:
         work = event.work
         self._busy = None
         match work.kind:
@@ -386,7 +365,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
                 self.prepared = work.step
                 if self.phase is StagePhase.REPLAYING:
                     self._commit = self._records[work.step]
-                return [ReportPrepared(work.step)]
+                return [interface.ReportPrepared(work.step)]
             case "apply" if self.shape.exchanges.adopts(work.step) is not None:
                 self.outer_updates.is_awaited = True
             case "difference":
@@ -411,20 +390,20 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
             self.follow_ups.append(StateRestored())
             return []
         due = self.snapshot_every > 0 and self.applied % self.snapshot_every == 0
-        snapshot: list[StageCommand] = [TakeSnapshot(self.applied)] if due else []
+        snapshot: list[StageCommand] = [interface.TakeSnapshot(self.applied)] if due else []
         forgotten: list[StageCommand] = (
-            [DropHeld(self.applied)] if self.microbatches.forget_inputs(self.applied) else []
+            [interface.DropHeld(self.applied)] if self.microbatches.forget_inputs(self.applied) else []
         )
-        return [ReportApplied(step), *snapshot, *forgotten]
+        return [interface.ReportApplied(step), *snapshot, *forgotten]
 
-    def on_work_failed(self, event: WorkFailed) -> list[StageCommand]:
+    def on_work_failed(self, event: interface.WorkFailed) -> list[StageCommand]:
         """Work failed. After an apply or an initialisation the state is unusable; other work leaves it intact."""
         self._busy = None
         self.phase = StagePhase.ATTACHED
         if event.work.kind not in ("apply", "adopt", "initialise"):
             return []
         self._forget_state()
-        return [DropSums(), DropRetained(EVERY_STEP)]
+        return [interface.DropSums(), interface.DropRetained(EVERY_STEP)]
 
     # -------------------------------------------------------------------------------------------------- clearing
 
@@ -459,20 +438,20 @@ _STEPPING: Final = (REPLAYING, RUNNING)
 TABLE: Final = Table[StageMachine, list[StageCommand]](
     "stage",
     [
-        *in_each(StagePhase, Attached, (ATTACHED,), StageMachine.on_attached),
-        Transition((ATTACHED,), Resumed, (ATTACHED, RESTORING), StageMachine.on_resumed),
-        Transition((RESTORING,), StateArrived, (RESTORING, ATTACHED), StageMachine.on_state_arrived),
+        *in_each(StagePhase, interface.Attached, (ATTACHED,), StageMachine.on_attached),
+        Transition((ATTACHED,), interface.Resumed, (ATTACHED, RESTORING), StageMachine.on_resumed),
+        Transition((RESTORING,), interface.StateArrived, (RESTORING, ATTACHED), StageMachine.on_state_arrived),
         Transition((RESTORING,), StateLoaded, (REPLAYING, RUNNING), StageMachine.on_loaded),
         Transition((RESTORING, REPLAYING), StateRestored, (RUNNING,), StageMachine.on_restored),
-        *in_each(_WORKING, WorkDone, (), StageMachine.on_work_done),
-        Transition(_WORKING, WorkFailed, (ATTACHED,), StageMachine.on_work_failed),
-        *in_each(_WORKING, ForwardArrived, (), StageMachine.on_tensor),
-        *in_each(_STEPPING, BackwardArrived, (), StageMachine.on_tensor),
-        *in_each(_STEPPING, SharedArrived, (), StageMachine.on_tensor),
-        *in_each(_WORKING, OuterUpdateArrived, (), StageMachine.on_outer_update),
-        Transition((RUNNING,), Committed, (RUNNING,), StageMachine.on_committed),
-        Transition((RUNNING,), ExportAsked, (RUNNING,), StageMachine.on_export_asked),
-        Transition(tuple(StagePhase), Detached, (DETACHED,), StageMachine.on_detached),
+        *in_each(_WORKING, interface.WorkDone, (), StageMachine.on_work_done),
+        Transition(_WORKING, interface.WorkFailed, (ATTACHED,), StageMachine.on_work_failed),
+        *in_each(_WORKING, interface.ForwardArrived, (), StageMachine.on_tensor),
+        *in_each(_STEPPING, interface.BackwardArrived, (), StageMachine.on_tensor),
+        *in_each(_STEPPING, interface.SharedArrived, (), StageMachine.on_tensor),
+        *in_each(_WORKING, interface.OuterUpdateArrived, (), StageMachine.on_outer_update),
+        Transition((RUNNING,), interface.Committed, (RUNNING,), StageMachine.on_committed),
+        Transition((RUNNING,), interface.ExportAsked, (RUNNING,), StageMachine.on_export_asked),
+        Transition(tuple(StagePhase), interface.Detached, (DETACHED,), StageMachine.on_detached),
     ],
     initial=(DETACHED,),
 )

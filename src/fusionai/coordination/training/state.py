@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from fusionai.coordination.machine import FollowUp, StatefulMachine
+from fusionai.coordination.machine import FollowUp
+from fusionai.coordination.round.driver import JobState
 from fusionai.coordination.round.interface import AskPlan, EndJob
 from fusionai.coordination.round.verification import CheckVerdict, Inspector
 from fusionai.coordination.training.evaluations import Evaluation, Standing, standing
@@ -159,10 +160,8 @@ class AllAnswered(FollowUp, frozen=True):
 
 
 @dataclass(slots=True)
-class DriverState(StatefulMachine[DriverPhase, DriverCommand]):
+class DriverState(JobState[DriverPhase, DriverCommand, Roles]):
     shape: JobShape
-    roles: Roles
-    incarnation: int
     official: int = 0
     """Number of journalled commits."""
     records: dict[int, CommitRecord] = field(default_factory=dict[int, CommitRecord])
@@ -178,22 +177,17 @@ class DriverState(StatefulMachine[DriverPhase, DriverCommand]):
     phase: DriverPhase = field(default=DriverPhase.ATTACHING, kw_only=True)
     step: int = 0
     """Next step to be committed. It is less than `official` while all stages replay from a checkpoint."""
-    attempt: int = -1
     round: RestoringRound = field(default_factory=RestoringRound)
     votes: Votes = field(default_factory=Votes)
     saves: Saves = field(default_factory=Saves)
     verifying: Verifying = field(default_factory=Verifying)
     retention: Retention = field(default_factory=Retention)
-    lost: set[str] = field(default_factory=set[str])
-    """Members of the plan that were lost."""
-    pending: Roles | None = None
-    """New plan to adopt as soon as nothing is in progress."""
     stop: str | None = None
     """Why the job was asked to stop."""
 
     @property
     def fence(self) -> Fence:
-        return Fence(self.roles.version, self.incarnation, self.attempt)
+        return self.next_fence()
 
     @property
     def watermark(self) -> int:

@@ -15,26 +15,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from fusionai.coordination.machine import FollowUp
-from fusionai.coordination.round.faults import Faults
+from fusionai.coordination.training import interface
 from fusionai.coordination.training.evaluations import Evaluation
-from fusionai.coordination.training.interface import (
-    CheckpointWritten,
-    CommitJournalled,
-    DecideScale,
-    DriverCommand,
-    Evaluate,
-    EvaluationDone,
-    FeedMicrobatch,
-    JournalCommit,
-    LossArrived,
-    NameBest,
-    ScaleDecided,
-    SendCommit,
-    StagePrepared,
-    StepCommitted,
-    WarnTolerant,
-    WriteCheckpoint,
-)
+from fusionai.coordination.training.interface import DriverCommand
 from fusionai.coordination.training.state import DriverPhase, DriverState
 from fusionai.wire.messages import CommitRecord
 
@@ -111,7 +94,7 @@ class Feeding:
             step, microbatch = self.fed
             if step * shape.microbatches + microbatch >= known + job.roles.feed_window:
                 break
-            commands.append(FeedMicrobatch(step, microbatch))
+            commands.append(interface.FeedMicrobatch(step, microbatch))
             self._advance()
         return commands
 
@@ -124,7 +107,7 @@ class Feeding:
         commands: list[DriverCommand] = []
         below = min(self.job.step, min(replayed[stage] for stage in fed) + REPLAY_AHEAD)
         while self.fed[0] < below:
-            commands.append(FeedMicrobatch(*self.fed, only=fed))
+            commands.append(interface.FeedMicrobatch(*self.fed, only=fed))
             self._advance()
         return commands
 
@@ -138,9 +121,8 @@ class Commits:
     job: DriverState
     feeding: Feeding
     learning_rate: Callable[[int], float]
-    faults: Faults
 
-    def on_loss(self, event: LossArrived) -> list[DriverCommand]:
+    def on_loss(self, event: interface.LossArrived) -> list[DriverCommand]:
         job = self.job
         if event.step < job.step:
             return []
@@ -149,7 +131,7 @@ class Commits:
         job.votes.losses.setdefault(event.step, {}).setdefault(event.microbatch, event.loss)
         return [*self.feeding.feed(), *self.decide()]
 
-    def on_prepared(self, event: StagePrepared) -> list[DriverCommand]:
+    def on_prepared(self, event: interface.StagePrepared) -> list[DriverCommand]:
         job = self.job
         if event.step != job.step or event.stage not in job.roles.places:
             return []
@@ -169,9 +151,9 @@ class Commits:
         unknown = norms.keys() - set(job.shape.canonical_order)
         if unknown:
             return job.fail(f"norms of parameters the model does not have: {', '.join(sorted(unknown)[:5])}")
-        return [DecideScale(job.step, tuple(norms[key] for key in job.shape.canonical_order if key in norms))]
+        return [interface.DecideScale(job.step, tuple(norms[key] for key in job.shape.canonical_order if key in norms))]
 
-    def on_scale(self, event: ScaleDecided) -> list[DriverCommand]:
+    def on_scale(self, event: interface.ScaleDecided) -> list[DriverCommand]:
         job, votes = self.job, self.job.votes
         if not votes.deciding or event.step != job.step:
             return []  # requested before a fault
@@ -189,7 +171,7 @@ class Commits:
         if event.step < job.official:
             return self._check_replay(record, job.records[event.step])
         votes.journalling = record
-        return [JournalCommit(record)]
+        return [interface.JournalCommit(record)]
 
     def _check_replay(self, computed: CommitRecord, journalled: CommitRecord) -> list[DriverCommand]:
         same = computed.norms_hash == journalled.norms_hash and computed.loss.hex() == journalled.loss.hex()
@@ -200,10 +182,10 @@ class Commits:
             f"the journal has {journalled.loss!r} and {journalled.total_norm!r}"
         )
         if self.job.shape.takeover != "exact":
-            return [WarnTolerant(computed.step, detail), *self._commit(journalled, replayed=True)]
+            return [interface.WarnTolerant(computed.step, detail), *self._commit(journalled, replayed=True)]
         return self.job.fail(f"replay is not exact: {detail}")
 
-    def on_replayed(self, event: StagePrepared) -> list[DriverCommand]:
+    def on_replayed(self, event: interface.StagePrepared) -> list[DriverCommand]:
         """A stage has run an official step again. Its norms must equal those of the first run (rule 21)."""
         replayed = self.job.round.replayed
         if replayed.get(event.stage) != event.step:
@@ -216,15 +198,15 @@ class Commits:
         detail = f"stage {event.stage} replayed step {event.step} with another norm of {', '.join(differing[:3])}"
         if self.job.shape.takeover == "exact":
             return self.job.fail(f"replay is not exact: {detail}")
-        return [WarnTolerant(event.step, detail), *self.feeding.feed_replay()]
+        return [interface.WarnTolerant(event.step, detail), *self.feeding.feed_replay()]
 
-    def on_journalled(self, event: CommitJournalled) -> list[DriverCommand]:
+    def on_journalled(self, event: interface.CommitJournalled) -> list[DriverCommand]:
         commands = self._commit(event.record, replayed=False)
         if self.job.verifying.sentence is not None:
             self.job.follow_ups.append(ExpulsionDue())
         return commands
 
-    def on_journalled_in_a_round(self, event: CommitJournalled) -> list[DriverCommand]:
+    def on_journalled_in_a_round(self, event: interface.CommitJournalled) -> list[DriverCommand]:
         """A fault happened between the vote and the end of journalling. The step is official; stages get it with their
         resume."""
         job = self.job
@@ -236,17 +218,17 @@ class Commits:
             job.restore_if_all_answered()
         return [committed]
 
-    def _make_official(self, record: CommitRecord, *, replayed: bool) -> StepCommitted:
+    def _make_official(self, record: CommitRecord, *, replayed: bool) -> interface.StepCommitted:
         job = self.job
-        committed = StepCommitted(record, job.votes.step_losses(job.step), replayed)
+        committed = interface.StepCommitted(record, job.votes.step_losses(job.step), replayed)
         if not replayed:
             job.votes.journalling = None
             job.official = record.step + 1
         job.records[record.step] = record
         job.votes.make_official(record.step)
         job.step = record.step + 1
-        self.faults.forgive_links(frozenset(job.roles.places.values()) | {job.roles.owner})
-        self.faults.stages.clear()
+        job.faults.forgive_links(frozenset(job.roles.places.values()) | {job.roles.owner})
+        job.faults.stages.clear()
         job.move_watermark()
         return committed
 
@@ -255,12 +237,12 @@ class Commits:
         committed = self._make_official(record, replayed=replayed)
         last = job.is_last
         save = job.is_save_owed(last)
-        commands: list[DriverCommand] = [SendCommit(record, watermark=job.watermark, save=save), committed]
+        commands: list[DriverCommand] = [interface.SendCommit(record, watermark=job.watermark, save=save), committed]
         if save:
             job.saves.saving = job.step
-            commands.append(WriteCheckpoint(job.step, ask=False))
+            commands.append(interface.WriteCheckpoint(job.step, ask=False))
         if job.evaluate_if_due():
-            commands.append(Evaluate(job.step))
+            commands.append(interface.Evaluate(job.step))
         if last:
             job.phase = DriverPhase.SAVING
         return [*commands, *self.feeding.proceed()]
@@ -283,7 +265,7 @@ class Checkpointing:
             return self._name_best()
         return job.ask_checkpoint()
 
-    def on_checkpoint(self, event: CheckpointWritten) -> list[DriverCommand]:
+    def on_checkpoint(self, event: interface.CheckpointWritten) -> list[DriverCommand]:
         job = self.job
         if event.step > job.official:
             return []  # belongs to a state that was taken back
@@ -300,7 +282,7 @@ class Checkpointing:
             case _:
                 return named
 
-    def on_evaluated(self, event: EvaluationDone) -> list[DriverCommand]:
+    def on_evaluated(self, event: interface.EvaluationDone) -> list[DriverCommand]:
         job = self.job
         if event.step != job.saves.evaluating:
             return []
@@ -318,4 +300,4 @@ class Checkpointing:
         if not job.shape.keep_best or best is None or best.step != job.saved or best.step == job.saves.named:
             return []
         job.saves.named = best.step
-        return [NameBest(best)]
+        return [interface.NameBest(best)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from fusionai.coordination.broker import events, requests, state
 from fusionai.coordination.broker.decisions import MAX_VOUCHED, handle
@@ -395,7 +396,7 @@ def test_a_plan_with_a_member_that_is_not_free_reserves_nobody(drive: Drive, pre
 
 
 def test_standbys_are_reserved_and_no_other_job_takes_them(drive: Drive):
-    has_standby = replace(want(A), members=(MemberPlacement(A, (0,)), MemberPlacement(B, (), (0,))))
+    has_standby = structs.replace(want(A), members=(MemberPlacement(A, (0,)), MemberPlacement(B, (), (0,))))
     drive.ask(has_standby)
     assert (drive.phase(B), drive.desk.pool.members[B].standbys) == ("active", (0,))
     drive.refused(want(B, job=JobId("other")), "busy")
@@ -405,7 +406,7 @@ def test_standbys_are_reserved_and_no_other_job_takes_them(drive: Drive):
         ("b", "active", (), (0,)),
         ("c", "idle", (), ()),
     ]
-    drive.ask(replace(want(B), members=(MemberPlacement(B, (0,)), MemberPlacement(C, (), (0,)))))
+    drive.ask(structs.replace(want(B), members=(MemberPlacement(B, (0,)), MemberPlacement(C, (), (0,)))))
     assert (drive.phase(A), drive.phase(B), drive.phase(C)) == ("idle", "active", "active")
     drive.ask(report("done"))
     assert (drive.phase(B), drive.phase(C)) == ("idle", "idle")
@@ -413,7 +414,9 @@ def test_standbys_are_reserved_and_no_other_job_takes_them(drive: Drive):
 
 def test_a_standby_that_is_gone_is_refused_like_any_member(drive: Drive):
     drive.ask(requests.AskLeave(B, 98, drain=False))
-    drive.refused(replace(want(A), members=(MemberPlacement(A, (0,)), MemberPlacement(B, (), (0,)))), "unknown_peer")
+    drive.refused(
+        structs.replace(want(A), members=(MemberPlacement(A, (0,)), MemberPlacement(B, (), (0,)))), "unknown_peer"
+    )
 
 
 def test_an_incumbent_that_drains_may_stay_and_leaves_when_a_plan_leaves_it_out(drive: Drive):
@@ -447,7 +450,7 @@ def test_fresh_tickets_for_the_same_plan_mint_nothing(drive: Drive):
     decision = drive.ask(want(A, B, version=1))
     assert (decision.facts, decision.commands) == ((), (IssueTickets(JOB, 1),))
     drive.refused(want(A, B, version=2), "stale_fence")
-    drive.refused(replace(want(A, B, version=1), plan=b"another"), "stale_fence")
+    drive.refused(structs.replace(want(A, B, version=1), plan=b"another"), "stale_fence")
     drive.refused(want(A, job=JobId("none"), version=1), "unknown_job")
 
 
@@ -472,7 +475,7 @@ def test_reports_move_the_job_and_repeat_harmlessly(drive: Drive):
 def test_only_its_owner_reports_a_job(drive: Drive):
     drive.ask(want(A))
     drive.refused(report("done", sender=A), "not_authorised")
-    drive.refused(replace(report("done"), job=JobId("none")), "unknown_job")
+    drive.refused(structs.replace(report("done"), job=JobId("none")), "unknown_job")
 
 
 def test_a_stop_reaches_the_driver_from_those_entitled_only(drive: Drive):
@@ -490,7 +493,7 @@ def test_a_driver_that_comes_back_learns_of_the_stop_it_missed(drive: Drive):
     assert drive.ask(requests.StopJob(OWNER, JOB)).commands == (Answer(Done()),)
     decision = drive.ask(report("running", connection=600))
     assert decision.commands == (Answer(Done()), Notify(600, StopNotice(job=JOB)))
-    decision = drive.ask(replace(want(A, version=1), connection=700))
+    decision = drive.ask(structs.replace(want(A, version=1), connection=700))
     assert decision.commands == (IssueTickets(JOB, 1), Notify(700, StopNotice(job=JOB)))
 
 

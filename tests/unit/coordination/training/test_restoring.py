@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.coordination.training.interface import Roles
-from fusionai.coordination.training.restoring import Restoration, StagePosition, decide, is_fine
+from fusionai.coordination.training.interface import Roles, StageReported
+from fusionai.coordination.training.restoring import Restoration, decide, is_fine
 from harness.examples import examples
 
 HELD = dict[str, set[tuple[int, int]]]
@@ -39,18 +39,18 @@ def roles(
     )
 
 
-def positions(stages: int = 4, *, retained_from: int = 4, **changed: StagePosition) -> dict[int, StagePosition]:
+def positions(stages: int = 4, *, retained_from: int = 4, **changed: StageReported) -> dict[int, StageReported]:
     """Everybody at C; `s2=LOST` and the like change that."""
-    found = {stage: StagePosition(C, C - 1, retained_from) for stage in range(stages)}
+    found = {stage: StageReported(0, C, C - 1, retained_from) for stage in range(stages)}
     return found | {int(name[1:]): position for name, position in changed.items()}
 
 
-LOST = StagePosition(-1, -1, 0)
+LOST = StageReported(0, -1, -1, 0)
 
 
 def resolve(
     held: HELD,
-    at: Mapping[int, StagePosition],
+    at: Mapping[int, StageReported],
     plan: Roles | None = None,
     *,
     checkpoint: int | None = None,
@@ -65,24 +65,24 @@ def resolve(
 @pytest.mark.parametrize(
     ("position", "records_from", "fine"),
     [
-        (StagePosition(9, 8, 0), 0, True),
-        (StagePosition(9, 9, 0), 0, True),
-        (StagePosition(9, 9, 0), 9, True),
-        (StagePosition(8, 8, 0), 0, True),
-        (StagePosition(8, 8, 0), 8, True),
-        (StagePosition(8, 8, 0), 9, False),
-        (StagePosition(8, 7, 0), 0, False),
-        (StagePosition(7, 7, 0), 0, False),
-        (StagePosition(10, 9, 0), 0, False),
+        (StageReported(0, 9, 8, 0), 0, True),
+        (StageReported(0, 9, 9, 0), 0, True),
+        (StageReported(0, 9, 9, 0), 9, True),
+        (StageReported(0, 8, 8, 0), 0, True),
+        (StageReported(0, 8, 8, 0), 8, True),
+        (StageReported(0, 8, 8, 0), 9, False),
+        (StageReported(0, 8, 7, 0), 0, False),
+        (StageReported(0, 7, 7, 0), 0, False),
+        (StageReported(0, 10, 9, 0), 0, False),
         (LOST, 0, False),
     ],
 )
-def test_fine_is_at_the_official_step_or_one_record_away(position: StagePosition, records_from: int, fine: bool):
+def test_fine_is_at_the_official_step_or_one_record_away(position: StageReported, records_from: int, fine: bool):
     assert is_fine(position, C, records_from) is fine
 
 
 def test_when_nobody_is_lost_nothing_happens():
-    assert resolve({}, positions(s1=StagePosition(8, 8, 4))) == Restoration(base=C, sources={}, holders={})
+    assert resolve({}, positions(s1=StageReported(0, 8, 8, 4))) == Restoration(base=C, sources={}, holders={})
 
 
 # ----------------------------------------------------------------------------------------------------------- one lost
@@ -158,17 +158,17 @@ def test_two_lost_stages_start_from_a_common_step():
 
 
 def test_a_neighbour_that_has_forgotten_what_it_sent_joins_if_its_state_is_somewhere():
-    at = positions(s1=LOST, s2=StagePosition(C, C - 1, 7))
+    at = positions(s1=LOST, s2=StageReported(0, C, C - 1, 7))
     held: HELD = {"g1": {(1, 4)}, "g2": {(2, 4)}}
     assert resolve(held, at).sources == {1: "snapshot", 2: "snapshot"}
     found = resolve({"g1": {(1, 4)}, "g2": {(2, 6)}}, at)
     assert found.rollback, "nowhere"
-    at = positions(s1=LOST, s3=StagePosition(C, C - 1, 7))
+    at = positions(s1=LOST, s3=StageReported(0, C, C - 1, 7))
     assert resolve(held, at).sources == {1: "snapshot"}, "no neighbour of the lost one"
 
 
 def test_joining_goes_on_from_neighbour_to_neighbour():
-    at = positions(s1=LOST, s2=StagePosition(C, C - 1, 7), s3=StagePosition(C, C - 1, 7))
+    at = positions(s1=LOST, s2=StageReported(0, C, C - 1, 7), s3=StageReported(0, C, C - 1, 7))
     held: HELD = {f"g{stage}": {(stage, 4)} for stage in range(4)}
     assert set(resolve(held, at).sources) == {1, 2, 3}
     plan = roles(stateless=frozenset({2}))
@@ -206,7 +206,7 @@ def test_when_everybody_would_start_at_the_checkpoint_they_vote_again():
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Roles, dict[int, StagePosition], HELD, int | None, int]:
+def cases(draw: st.DrawFn) -> tuple[Roles, dict[int, StageReported], HELD, int | None, int]:
     stages = draw(st.integers(1, 4))
     pairs = [pair for pair in itertools.combinations(range(stages), 2) if pair[1] == pair[0] + 1 or draw(st.booleans())]
     neighbours = {stage: frozenset({a + b - stage for a, b in pairs if stage in (a, b)}) for stage in range(stages)}
@@ -217,7 +217,7 @@ def cases(draw: st.DrawFn) -> tuple[Roles, dict[int, StagePosition], HELD, int |
         standbys=dict.fromkeys(draw(st.sets(st.integers(0, stages - 1))), "g"),
     )
     position = st.builds(
-        StagePosition, st.sampled_from([-1, C - 2, C - 1, C, C]), st.just(C - 1), st.integers(3, C + 1)
+        StageReported, st.sampled_from([-1, C - 2, C - 1, C, C]), st.just(C - 1), st.integers(3, C + 1)
     )
     at = {stage: draw(position) for stage in range(stages)}
     snapshot = st.tuples(st.integers(0, stages - 1), st.integers(3, C + 1))
@@ -229,7 +229,7 @@ def cases(draw: st.DrawFn) -> tuple[Roles, dict[int, StagePosition], HELD, int |
 @settings(derandomize=True, max_examples=examples(200), deadline=None)
 @given(case=cases())
 def test_the_newest_step_and_the_fewest_stages_of_all_that_would_do(
-    case: tuple[Roles, dict[int, StagePosition], HELD, int | None, int],
+    case: tuple[Roles, dict[int, StageReported], HELD, int | None, int],
 ):
     plan, at, held, checkpoint, records_from = case
     found = decide(plan, at, held, committed=C, checkpoint=checkpoint, records_from=records_from)

@@ -1,7 +1,6 @@
-"""Counts the faults of a job's links and stages, and decides which peer of a broken link to remove.
+"""What the driver machines of training and serving jobs are made of: roles in force, rounds, lost peers, faults.
 
-The counts cover the time since the job last made progress: a link or stage that works is forgiven. The machines of
-training and serving own one `Faults` each and decide what a count means.
+`training.state` and `serving.state` add what only their kind of job has.
 """
 
 from __future__ import annotations
@@ -9,12 +8,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-from fusionai.coordination.round.interface import PlanRoles
+from fusionai.coordination.machine import C, P, StatefulMachine
+from fusionai.coordination.round.interface import DriverEvent, PlanRoles
+from fusionai.wire.base import Fence
+
+R = TypeVar("R", bound=PlanRoles)
 
 
 @dataclass(slots=True)
 class Faults:
+    """Faults of links and stages since the job last made progress: a link or stage that works is forgiven."""
+
     links: Counter[frozenset[str]] = field(default_factory=Counter[frozenset[str]])
     """Pair of peers -> breaks of their link."""
     stages: Counter[int] = field(default_factory=Counter[int])
@@ -49,3 +55,27 @@ class Faults:
             return (not stages, troubles, all(stage in has_standby for stage in stages), peer)
 
         return max((peer for peer in pair if peer != roles.owner), key=weight)
+
+
+@dataclass(slots=True, kw_only=True)
+class JobState(StatefulMachine[P, C], Generic[P, C, R]):
+    """State of a driver's machine that both kinds of job have. `incarnation`: number of the driver's process."""
+
+    roles: R
+    """Roles in force."""
+    incarnation: int
+    attempt: int = -1
+    """Number of the round, which is part of its fence."""
+    lost: set[str] = field(default_factory=set[str])
+    """Peers of the plan that were lost. A later plan must not contain them unless they are back."""
+    pending: R | None = None
+    """A newer plan that is not in force yet."""
+    faults: Faults = field(default_factory=Faults)
+
+    def next_fence(self) -> Fence:
+        """Return the fence of the roles and attempt that a round begins with."""
+        return Fence(self.roles.version, self.incarnation, self.attempt)
+
+    def counts(self, event: DriverEvent, fence: Fence) -> bool:
+        """Return whether the event belongs to the round of `fence`, or to no round in particular."""
+        return event.fence in (None, fence)
