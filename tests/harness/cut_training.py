@@ -17,8 +17,8 @@ import torch
 from fusionai.backends.interface import Backend, Call
 from fusionai.backends.semantics import DropoutKey
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.checking.comparison import SameDraws
-from fusionai.capture.checking.self_check import from_host, reference_module
+from fusionai.capture.checking.comparison import SameDraws, from_host
+from fusionai.capture.checking.self_check import reference_module
 from fusionai.capture.models.source import FactorySource
 from fusionai.capture.models.state import to_host
 from fusionai.execution.training.boundary import FEED, boundaries

@@ -12,7 +12,7 @@ import torch
 
 from fusionai.backends.interface import Backend, Call
 from fusionai.capture.capture import Captured
-from fusionai.capture.checking.self_check import from_host
+from fusionai.capture.checking.comparison import from_host
 from fusionai.capture.models.state import to_host
 from fusionai.ir.partition import Partition, cut, cut_blocks
 from fusionai.ir.schema import decode, encode

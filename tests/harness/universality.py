@@ -22,7 +22,8 @@ from torch import nn
 from fusionai.backends.interface import Backend, Call
 from fusionai.backends.registry import BACKENDS, TRAINING, lacking, open_backend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.checking.self_check import draw_inputs, reference_module, relative_difference
+from fusionai.capture.checking.comparison import relative_difference
+from fusionai.capture.checking.self_check import draw_inputs, reference_module
 from fusionai.capture.models.state import to_host
 from fusionai.capture.tasks import TaskModule
 from fusionai.ir.graph import prune

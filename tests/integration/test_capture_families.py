@@ -12,7 +12,8 @@ from torch import nn
 from fusionai.backends.interface import Call
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.checking.self_check import draw_inputs, from_host, reference_module, relative_difference
+from fusionai.capture.checking.comparison import from_host, relative_difference
+from fusionai.capture.checking.self_check import draw_inputs, reference_module
 from fusionai.capture.models.source import Architecture, ConfigSource, FactorySource
 from fusionai.capture.models.state import to_host
 from fusionai.capture.tasks import ExampleInput, TaskModule

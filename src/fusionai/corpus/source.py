@@ -139,7 +139,9 @@ def preview(recipe: Recipe, source: TokenSource | ChatSource, rows: int) -> list
     for number in range(rows):
         step, microbatch = divmod(number, recipe.train.microbatches)
         batch = source.microbatch(step, microbatch)
-        ids, labels = (_rows_of(batch[name]) for name in ("input_ids", "labels"))
+        ids, labels = (
+            np.frombuffer(batch[name].data, "<i8").reshape(batch[name].shape) for name in ("input_ids", "labels")
+        )
         lengths = [ids.shape[1]] * len(ids) if isinstance(source, TokenSource) else source.row_tokens(step, microbatch)
         for row, label, length in islice(zip(ids, labels, lengths, strict=True), rows - len(shown)):
             # In a causal model the label of a position is the token after it.
@@ -163,10 +165,6 @@ def _row(tokenizer: CorpusTokenizer, tokens: npt.NDArray[np.int64], is_label: np
         for trained, run in groupby(marked, key=lambda one: one[1])
     )
     return RowPreview(pieces, len(tokens), int(is_label.sum()))
-
-
-def _rows_of(tensor: HostTensor) -> npt.NDArray[np.int64]:
-    return np.frombuffer(tensor.data, "<i8").reshape(tensor.shape)
 
 
 _Arrays = dict[str, npt.NDArray[np.generic]]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Final
 
 import msgspec
@@ -162,7 +162,10 @@ def rewritten(whole: Graph, part: Graph, change: Rewritten) -> Graph:
     for node in part.nodes:
         while waiting and waiting[0][1][0].place < place_of[node.id]:
             nodes.append(_alias(*waiting.pop(0), next_id + len(nodes), block_of))
-        nodes.append(_reading(node, change.operands.get(place_of[node.id], {})))
+        if instead := change.operands.get(place_of[node.id]):
+            names = iter([instead.get(number, value) for number, value in enumerate(reads(node))])
+            node = rewired(node, lambda _value, names=names: next(names))
+        nodes.append(node)
     while waiting:
         nodes.append(_alias(*waiting.pop(0), next_id + len(nodes), block_of))
     repeated = change.aliases | {alias: value for alias, (_, value) in change.joins.items()}
@@ -178,9 +181,3 @@ def rewritten(whole: Graph, part: Graph, change: Rewritten) -> Graph:
 def _alias(name: str, joined: tuple[OperandUse, str], node_id: int, block_of: Mapping[str, int]) -> Node:
     _, value = joined
     return Node(id=node_id, op=ALIAS, args=(Ref(value),), outputs=(name,), block=block_of[value])
-
-
-def _reading(node: Node, instead: Mapping[int, str]) -> Node:
-    """Return `node` with some operands replaced, numbered in the order of `ir.graph.reads`."""
-    numbers = count()
-    return rewired(node, lambda value: instead.get(next(numbers), value)) if instead else node

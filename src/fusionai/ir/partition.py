@@ -185,7 +185,8 @@ class _Cut:
             value = value_of[one.key]
             found = uses.get(value, [])
             reason = ""
-            if self._passes_on(one):
+            at_one = self.hosts and len({self.hosts[stage] for stage in one.stages}) == 1
+            if at_one or is_passed_on(self.graph, one.key):
                 gradients += routing.passed_on(value, found, one.stages[0])
                 if routing.in_stage_order(found)[1]:
                     reason = "its uses in several stages interleave"
@@ -211,11 +212,6 @@ class _Cut:
             gradients=tuple(gradients),
             cut_dependent=tuple(dependent),
         )
-
-    def _passes_on(self, shared: SharedParam) -> bool:
-        """Whether this parameter's gradient travels with each microbatch."""
-        at_one = self.hosts and len({self.hosts[stage] for stage in shared.stages}) == 1
-        return bool(at_one) or is_passed_on(self.graph, shared.key)
 
     def _stage(self, stage: int, demanded: dict[str, list[int]]) -> Graph:
         """Return the stage's graph, given the values that later stages demand."""
@@ -346,7 +342,10 @@ def ends(graph: Graph, *, first_layers: int = 0, last_layers: int = 0, training:
     is left between, or if the blocks between read or compute what must stay."""
     count = len(nodes_by_block(graph))
     first = 1 + first_layers
-    last = count - _tail_start(graph, count, training) + last_layers
+    logits = producers(graph).get(graph.outputs.get(LOGITS, ""))
+    # Logits may be made under another name, or passed to the loss directly.
+    tail = min(count - 2 if training else count - 1, count if logits is None else logits.block)
+    last = count - tail + last_layers
     if first + last >= count:
         raise GraphError(
             f"the model has {count} blocks, and {first + last} of them would stay with the job owner: nothing is left "
@@ -355,14 +354,6 @@ def ends(graph: Graph, *, first_layers: int = 0, last_layers: int = 0, training:
         )
     _check(graph, first, count - last, count)
     return first, last
-
-
-def _tail_start(graph: Graph, count: int, training: bool) -> int:
-    maker = producers(graph)
-    logits = graph.outputs.get(LOGITS)
-    made = [] if logits is None or logits not in maker else [maker[logits].block]
-    # Logits may be made under another name, or passed to the loss directly.
-    return min([*made, count - 2 if training else count - 1])
 
 
 def _check(graph: Graph, first: int, end: int, count: int) -> None:

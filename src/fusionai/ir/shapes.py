@@ -12,8 +12,9 @@ names each operator's rule; `ir.validate` compares with its limits."""
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
@@ -191,43 +192,27 @@ def _interval(expression: Expression, symbols: Mapping[str, tuple[int, int]], te
         case Binary(op, left_expression, right_expression):
             left = _interval(left_expression, symbols, text)
             right = _interval(right_expression, symbols, text)
-            return _checked(combine(op, left, right, text), text)
+            made = combine(op, left, right, text)
+            if max(abs(made[0]), abs(made[1])) > MAX_NUMBER:
+                raise GraphError(f"dimension expression {text!r} reaches sizes above {MAX_NUMBER}.")
+            return made
+
+
+_APPLIED: Final[Mapping[BinaryName, Callable[[int, int], int]]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "//": lambda a, b: a // b, "%": operator.mod,
+    "min": min, "max": max,
+}  # fmt: skip
 
 
 def combine(op: BinaryName, left: tuple[int, int], right: tuple[int, int], text: str) -> tuple[int, int]:
     """Interval of `left op right`. Raises `GraphError` if a divisor may be zero or negative."""
-    match op:
-        case "+":
-            return left[0] + right[0], left[1] + right[1]
-        case "-":
-            return left[0] - right[1], left[1] - right[0]
-        case "*":
-            corners = [a * b for a in left for b in right]
-            return min(corners), max(corners)
-        case "//":
-            _positive(right, text)
-            corners = [a // b for a in left for b in right]
-            return min(corners), max(corners)
-        case "%":
-            _positive(right, text)
-            if left[0] == left[1] and right[0] == right[1]:
-                return left[0] % right[0], left[0] % right[0]
-            return 0, right[1] - 1
-        case "min":
-            return min(left[0], right[0]), min(left[1], right[1])
-        case "max":
-            return max(left[0], right[0]), max(left[1], right[1])
-
-
-def _positive(divisor: tuple[int, int], text: str) -> None:
-    if divisor[0] <= 0:
+    if op in ("//", "%") and right[0] <= 0:
         raise GraphError(f"dimension expression {text!r} may divide by zero or a negative size.")
-
-
-def _checked(interval: tuple[int, int], text: str) -> tuple[int, int]:
-    if max(abs(interval[0]), abs(interval[1])) > MAX_NUMBER:
-        raise GraphError(f"dimension expression {text!r} reaches sizes above {MAX_NUMBER}.")
-    return interval
+    if op == "%" and (left[0] != left[1] or right[0] != right[1]):
+        return 0, right[1] - 1
+    # All other operations are monotone in each operand, so their extremes are at the ends of the intervals.
+    corners = [_APPLIED[op](a, b) for a in left for b in right]
+    return min(corners), max(corners)
 
 
 Sizes = tuple[int, ...]

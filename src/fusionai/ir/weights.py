@@ -63,7 +63,9 @@ def initialise(
             case "add", (term,):
                 np.add(flat, np.float32(term), out=flat)
             case "erfinv", ():
-                _chunks(flat, _erfinv)
+                for start in range(0, flat.size, CHUNK):
+                    part = flat[start : start + CHUNK]
+                    part[:] = _erfinv(part.astype(np.float64))
             case "clamp", (low, high):
                 np.clip(flat, np.float32(low), np.float32(high), out=flat)
             case "fill_row", (row, value) if shape and 0 <= row < shape[0]:
@@ -90,12 +92,6 @@ def _draw(flat: npt.NDArray[np.float32], key: str, seed: int, step: int, sample:
     for start in range(0, flat.size, CHUNK):
         part = flat[start : start + CHUNK]
         part[:] = sample(words.random_raw(part.size))
-
-
-def _chunks(flat: npt.NDArray[np.float32], function: Callable[[Floats], Floats]) -> None:
-    for start in range(0, flat.size, CHUNK):
-        part = flat[start : start + CHUNK]
-        part[:] = function(part.astype(np.float64))
 
 
 def _uniform(words: Words) -> Floats:

@@ -275,7 +275,7 @@ def fitted(attacked: AttackedModel, seen: Tensor, known: Tensor, depth: int, bud
         optimizer = torch.optim.Adam([free], lr=budget.learning_rate * scale)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         for _ in range(steps):
-            made = attacked.boundary_of(torch.cat([fixed, free], dim=1), depth)
+            made = attacked.boundary_at(depth, inputs_embeds=torch.cat([fixed, free], dim=1))
             # Relative to each row's size, because the row of an attention sink would dominate all others.
             loss = ((made.float() - seen.float()).square() / size).mean()
             optimizer.zero_grad()
@@ -409,7 +409,7 @@ def _inputs(attacked: AttackedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
         for block in (0, 1)
     ]
     try:
-        attacked.run_to(ids, 2)
+        attacked.boundary_at(2, input_ids=ids)
     finally:
         for hook in hooks:
             hook.remove()

@@ -74,16 +74,11 @@ class AttackedModel:
             self.base(input_ids=ids, use_cache=False)
         return torch.stack(seen)
 
-    def boundary_of(self, embeddings: Tensor, depth: int) -> Tensor:
-        """Return the boundary at `depth` of input embeddings, both [texts, tokens, width]. Differentiable."""
+    def boundary_at(self, depth: int, **inputs: Tensor) -> Tensor:
+        """Return the boundary [texts, tokens, width] at `depth` of `input_ids` or `inputs_embeds`, differentiable,
+        without running later blocks."""
         with self.recorded(upto=depth) as seen, contextlib.suppress(_Reached):
-            self.base(inputs_embeds=embeddings, use_cache=False)
-        return seen[depth]
-
-    def run_to(self, ids: Tensor, depth: int) -> Tensor:
-        """Return the boundary at `depth` of `ids` [texts, tokens], [texts, tokens, width]; later blocks don't run."""
-        with self.recorded(upto=depth) as seen, contextlib.suppress(_Reached):
-            self.base(input_ids=ids, use_cache=False)
+            self.base(**inputs, use_cache=False)
         return seen[depth]
 
     @torch.no_grad()

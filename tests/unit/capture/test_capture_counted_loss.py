@@ -8,7 +8,8 @@ import torch
 from fusionai.backends.interface import Call
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import capture
-from fusionai.capture.checking.self_check import from_host, reference_module, relative_difference, self_check
+from fusionai.capture.checking.comparison import from_host, relative_difference
+from fusionai.capture.checking.self_check import reference_module, self_check
 from fusionai.capture.models.source import ConfigSource
 from fusionai.capture.models.state import to_host
 from fusionai.wire.messages import StageOptions

@@ -38,7 +38,7 @@ def test_a_tried_token_has_the_boundary_it_has_in_the_text(config: PreTrainedCon
     prefixes.advance(ids[:, :6])
     tried = prefixes.tried(torch.arange(40).expand(2, -1))
     assert torch.allclose(tried[:, torch.arange(2), ids[:, 6]], seen[:, :, 6], atol=1e-4)
-    assert torch.equal(attacked.run_to(ids, 1), seen[1])
+    assert torch.equal(attacked.boundary_at(1, input_ids=ids), seen[1])
 
 
 def test_a_changed_boundary_changes_the_loss_where_it_is_changed():

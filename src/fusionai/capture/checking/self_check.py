@@ -20,16 +20,7 @@ from fusionai.backends.interface import Call, StageProgram
 from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured
-from fusionai.capture.checking.comparison import (
-    WorstDifferences,
-    as_real,
-    expected_outputs,
-    from_host,
-    gradient_difference,
-    magnitude,
-    relative_difference,
-    without_checkpoints,
-)
+from fusionai.capture.checking import comparison
 from fusionai.capture.checking.shrinking import TooLarge, smaller, with_fewer_layers
 from fusionai.capture.checking.streamed_check import streamed_differences
 from fusionai.capture.models.build import construct_real
@@ -149,7 +140,7 @@ def _chosen(captured: Captured, memory_bytes: int | None, most_parameters: int) 
     return checked, not _held_whole(checked, memory_bytes)
 
 
-def _in_memory(checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int) -> WorstDifferences:
+def _in_memory(checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int) -> comparison.WorstDifferences:
     module = reference_module(checked, seed)
     task = TaskModule(module, checked.task, checked.input_names)
     notes: list[str] = []
@@ -157,7 +148,7 @@ def _in_memory(checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int)
     # Evaluation before training, because it does not change running statistics.
     evaluation_diff = run(training=False)[0] if checked.train and checked.evaluates else None
     forward_diff, gradient_diff = run(training=checked.train)
-    return WorstDifferences(forward_diff, gradient_diff, evaluation_diff, "", tuple(notes))
+    return comparison.WorstDifferences(forward_diff, gradient_diff, evaluation_diff, "", tuple(notes))
 
 
 def _difference(
@@ -174,11 +165,15 @@ def _difference(
     call = Call("train" if training else "eval", step=0, microbatch=0)
     with_gradients = training and "loss" in graph.outputs
     task.train(training)
-    with torch.set_grad_enabled(with_gradients), without_checkpoints():
-        expected, graph = expected_outputs(task, graph, inputs, DropoutKey(seed, 0, 0), notes, training=training)
+    with torch.set_grad_enabled(with_gradients), comparison.without_checkpoints():
+        expected, graph = comparison.expected_outputs(
+            task, graph, inputs, DropoutKey(seed, 0, 0), notes, training=training
+        )
     program = started(checked, graph, seed)
     got = program.forward(call, {name: to_host(tensor) for name, tensor in inputs.items()})
-    forward_diff = max(relative_difference(got[name], value) for name, value in expected.items() if name in got)
+    forward_diff = max(
+        comparison.relative_difference(got[name], value) for name, value in expected.items() if name in got
+    )
     if not with_gradients:
         return forward_diff, None
     if expected["loss"].requires_grad:
@@ -207,11 +202,11 @@ def _gradient_difference(parameters: Mapping[str, nn.Parameter], program: StageP
         for key, parameter in parameters.items()
         if parameter.requires_grad
     }
-    largest = max(map(magnitude, expected.values()), default=0.0)
+    largest = max(map(comparison.magnitude, expected.values()), default=0.0)
     worst = 0.0
     for key, wanted in expected.items():
-        got = from_host(exported[key], wanted.dtype) if key in exported else torch.zeros_like(wanted)
-        worst = max(worst, gradient_difference(got, wanted, largest))
+        got = comparison.from_host(exported[key], wanted.dtype) if key in exported else torch.zeros_like(wanted)
+        worst = max(worst, comparison.gradient_difference(got, wanted, largest))
     return worst
 
 
@@ -233,8 +228,8 @@ def reference_module(captured: Captured, seed: int) -> nn.Module:
         for entry, tensor in program.export_state(["model"]):
             key = entry.removeprefix("model/")
             if key in tensors:
-                held = as_real(tensors[key])
-                held.copy_(from_host(tensor, held.dtype))
+                held = comparison.as_real(tensors[key])
+                held.copy_(comparison.from_host(tensor, held.dtype))
     return module
 
 

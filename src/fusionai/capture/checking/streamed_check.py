@@ -24,16 +24,7 @@ from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.torch.interpreter import compile_graph
 from fusionai.backends.torch.operators import TorchContext
 from fusionai.capture.capture import Captured
-from fusionai.capture.checking.comparison import (
-    WorstDifferences,
-    as_real,
-    expected_outputs,
-    from_host,
-    gradient_difference,
-    magnitude,
-    relative_difference,
-    without_checkpoints,
-)
+from fusionai.capture.checking import comparison
 from fusionai.capture.checking.offloaded import OffloadedTensor, ParameterFile, SavedTensors
 from fusionai.capture.checking.shrinking import TooLarge
 from fusionai.capture.models.build import construct_empty
@@ -53,7 +44,7 @@ Progress = Callable[[str], None]
 
 def streamed_differences(
     checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int, progress: Progress
-) -> WorstDifferences:
+) -> comparison.WorstDifferences:
     """Run module and graph on `inputs`, in evaluation and in training with gradients, as far as the graph does either.
     Raises `TooLarge` with place and reason if the module can't be run this way."""
     with _as_too_large(checked.graph.name):
@@ -65,7 +56,7 @@ def streamed_differences(
         # Evaluation before training, because it does not change running statistics.
         evaluation = run(training=False)[0] if checked.train and checked.evaluates else None
         forward, gradient, worst = run(training=checked.train)
-    return WorstDifferences(forward, gradient, evaluation, worst, tuple(notes))
+    return comparison.WorstDifferences(forward, gradient, evaluation, worst, tuple(notes))
 
 
 def _differences(
@@ -87,13 +78,13 @@ def _differences(
 
     def keep(parameter: str, gradient: torch.Tensor) -> None:
         nonlocal largest
-        largest = max(largest, magnitude(gradient))
+        largest = max(largest, comparison.magnitude(gradient))
         weights.file.write_gradient(parameter, gradient)
 
-    with _as_too_large(graph.name), _saved(with_gradients) as saving, without_checkpoints():
+    with _as_too_large(graph.name), _saved(with_gradients) as saving, comparison.without_checkpoints():
         weights.begin(f"{mode} of the module")
         # If the draws differ in order, both sides are without draws.
-        expected, graph = expected_outputs(task, graph, inputs, key, notes, training=training, saving=saving)
+        expected, graph = comparison.expected_outputs(task, graph, inputs, key, notes, training=training, saving=saving)
         if with_gradients and expected["loss"].requires_grad:
             weights.begin("gradients of the module")
             with weights.watched(weights.of_module, keep):
@@ -116,9 +107,11 @@ def _differences(
             with weights.watched(weights.of_graph, compared):
                 got["loss"].backward()
     gradient, worst = compared.finish() if with_gradients else (None, "")
-    buffers = {name: as_real(buffer) for name, buffer in checked.source.built.buffers(weights.module).items()}
-    found = [relative_difference(got[name], value) for name, value in expected.items() if name in got]
-    found += [relative_difference(value, buffers[name]) for name, value in writes.items()]
+    buffers = {
+        name: comparison.as_real(buffer) for name, buffer in checked.source.built.buffers(weights.module).items()
+    }
+    found = [comparison.relative_difference(got[name], value) for name, value in expected.items() if name in got]
+    found += [comparison.relative_difference(value, buffers[name]) for name, value in writes.items()]
     return max(found), gradient, worst
 
 
@@ -147,15 +140,15 @@ class _Weights:
         wanted = owed | {key for key, spec in specs.items() if spec.kind != "parameter"}
         for key, tensor in checked.state(wanted):
             if key in parameters:
-                self.file.write(key, from_host(tensor, parameters[key].dtype))
+                self.file.write(key, comparison.from_host(tensor, parameters[key].dtype))
                 self._noted(key, parameters[key].nbytes)
             else:
-                self._state[key] = from_host(tensor, getattr(torch, tensor.dtype))
+                self._state[key] = comparison.from_host(tensor, getattr(torch, tensor.dtype))
         buffers = built.buffers(self.module)
         with torch.no_grad():
             for key, value in self._state.items():
                 if key in buffers:
-                    as_real(buffers[key]).copy_(value)
+                    comparison.as_real(buffers[key]).copy_(value)
         self.of_module = {
             key: self._leaf(key, parameter, trained=parameter.requires_grad) for key, parameter in parameters.items()
         }
@@ -284,7 +277,7 @@ class _Compared:
         return self._found
 
     def _take(self, key: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
-        self._found = max(self._found, (gradient_difference(got, wanted, self._largest), key))
+        self._found = max(self._found, (comparison.gradient_difference(got, wanted, self._largest), key))
 
 
 @contextmanager

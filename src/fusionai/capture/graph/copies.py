@@ -84,18 +84,13 @@ class LayerCopies:
             wanted.update(value for value in reads(node) if value not in given)
         kept.reverse()
         made = {value for node in kept for value in node.outputs}
-        own = {value: self._names_within(path, value) for value in wanted - made if value in self._state}
+        first_names = {value: name for name, value in self._tied.items()}
+        own: dict[str, tuple[str, ...]] = {}
+        for value in (wanted - made) & first_names.keys():
+            first = first_names[value]
+            names = (first, *(name for name, other in self._canonical.items() if other == first))
+            own[value] = tuple(sorted({name[len(path) + 1 :] for name in names if name.startswith(f"{path}.")}))
         return _Layer(path, inputs, outputs, tuple(kept), own)
-
-    @property
-    def _state(self) -> dict[str, str]:
-        """Value of a parameter, buffer or constant -> its first name."""
-        return {value: name for name, value in self._tied.items()}
-
-    def _names_within(self, path: str, value: str) -> tuple[str, ...]:
-        first = self._state[value]
-        names = (first, *(name for name, other in self._canonical.items() if other == first))
-        return tuple(sorted({name[len(path) + 1 :] for name in names if name.startswith(f"{path}.")}))
 
     def _copy(self, number: int, path: str, inputs: tuple[str, ...]) -> tuple[str, ...]:
         layer, twin = self._layers[number], self._layers[self._repetition.traced[number].twin]

@@ -244,7 +244,15 @@ def _by_numbers(
     layers: list[tuple[str, nn.Module]],
 ) -> Iterator[tuple[tuple[tuple[str, str], ...], list[tuple[str, nn.Module]]]]:
     """Split layers by the integers in which some of them differ. One that differs in every layer is an index."""
-    tables = [_numbers(layer) for _, layer in layers]
+    tables = [
+        {
+            (path, name): value
+            for path, part in layer.named_modules()
+            for name, value in part.__dict__.items()
+            if type(value) is int
+        }
+        for _, layer in layers
+    ]
     differing = [place for place in tables[0] if len({table[place] for table in tables}) > 1]
     indices = tuple(place for place in differing if len({table[place] for table in tables}) == len(tables))
     groups: dict[tuple[int, ...], list[tuple[str, nn.Module]]] = {}
@@ -252,15 +260,6 @@ def _by_numbers(
         groups.setdefault(tuple(table[place] for place in differing if place not in indices), []).append(layer)
     for alike in groups.values():
         yield indices, alike
-
-
-def _numbers(layer: nn.Module) -> dict[tuple[str, str], int]:
-    return {
-        (path, name): value
-        for path, part in layer.named_modules()
-        for name, value in part.__dict__.items()
-        if type(value) is int
-    }
 
 
 def _hooked(part: nn.Module) -> bool:

@@ -20,11 +20,12 @@ from typing import Final
 import torch
 from torch import nn
 
+from fusionai.backends.torch import host
 from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.build import Built, rebuild
 from fusionai.capture.models.conversion import Computed, loading, made_anew, saving
 from fusionai.primitives.errors import ModelError
-from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.assembly import Assembly, Extent, Shape, whole
 
 GROUP_BYTES: Final = 64 * 2**20
@@ -84,13 +85,10 @@ class CapturedState:
         if isinstance(self.built.adapter, AdapterSlots):
             own = wanted & self.built.adapter.keys
             wanted -= own
-            for key in sorted(own):
-                yield key, self.built.adapter.tensor(key)
-        for key in sorted(wanted & set(self.constants)):
-            yield key, to_host(self.constants[key])
+            yield from ((key, self.built.adapter.tensor(key)) for key in sorted(own))
+        yield from ((key, to_host(self.constants[key])) for key in sorted(wanted & set(self.constants)))
         # Buffers in the checkpoint (statistics of a trained BatchNorm) take precedence over newly made ones.
-        for key in sorted((wanted & set(buffers)) - stored):
-            yield key, to_host(buffers[key])
+        yield from ((key, to_host(buffers[key])) for key in sorted((wanted & set(buffers)) - stored))
         for key in sorted(wanted & stored):
             like = parameters[key] if key in parameters else buffers[key]
             yield key, to_host(checkpoint.tensor(key, like, self.built.module))
@@ -115,13 +113,9 @@ class CapturedState:
 
 
 def to_host(tensor: torch.Tensor) -> HostTensor:
-    """Copy a tensor to host bytes; bfloat16 as raw bits, a complex tensor as its parts in a last dimension of 2."""
-    tensor = tensor.detach()
-    plain = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).cpu().contiguous()
-    name = str(plain.dtype).removeprefix("torch.")
-    # A copy, because the tensor's memory may change or be freed; a flat byte view, because numpy has no bfloat16.
-    data = bytes(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else b""
-    return host_tensor(name, tuple(plain.shape), data)
+    """Copy a tensor to host bytes, a complex tensor as its parts in a last dimension of 2."""
+    plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+    return host.to_host(plain, own=True)
 
 
 def group(keys: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> tuple[frozenset[str], ...]:

@@ -24,7 +24,7 @@ _Frame = tuple[str, int, str]
 def of_error(error: BaseException) -> str:
     """Return the model's line that led to `error`, as ` at net.py:7 in forward (`...`)`; empty if there is none."""
     stack = traceback.extract_tb(error.__traceback__)
-    return _innermost([(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)])
+    return _innermost((frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack))
 
 
 def reason(error: BaseException) -> str:
@@ -33,19 +33,16 @@ def reason(error: BaseException) -> str:
     return (lines[0].strip() if lines else type(error).__name__).rstrip(".")
 
 
-def of_frame(frame: FrameType | None) -> str:
+def of_frame(frame: FrameType) -> str:
     """Return the model's line that led to `frame`."""
-    frames: list[_Frame] = []
-    while frame is not None:
-        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return _innermost(frames)
+    stack = traceback.walk_stack(frame)
+    return _innermost((one.f_code.co_filename, line, one.f_code.co_name) for one, line in stack)
 
 
 def of_recorded(stack: str | None) -> str:
     """Return the model's line in a stack that `torch.export` recorded with an operation."""
     found: list[tuple[str, str, str]] = _RECORDED.findall(stack or "")
-    return _innermost([(path, int(line), function) for path, line, function in reversed(found)])
+    return _innermost((path, int(line), function) for path, line, function in reversed(found))
 
 
 def is_of_model(path: str) -> bool:

@@ -44,7 +44,7 @@ def draws(draw: Draw) -> dict[Any, Callable[..., Any]]:
         aten.normal.Tensor_float: partial(_with_moments_of, draw),
         aten.normal.Tensor_Tensor: partial(_with_moments_of, draw),
         aten.normal.float_Tensor: partial(_with_moments_of, draw),
-        aten.normal.float_float: partial(_normal_of_sizes, draw),
+        aten.normal.float_float: lambda mean, std, size, **how: _normal(draw, _empty(size, how)) * std + mean,
         aten.bernoulli.p: partial(_bernoulli, draw),
         aten.bernoulli.default: lambda p, generator=None: _bernoulli(draw, p, p),  # noqa: ARG005
         aten.bernoulli.Tensor: lambda x, p, generator=None: _bernoulli(draw, x, p),  # noqa: ARG005
@@ -104,10 +104,6 @@ def _with_moments_of(draw: Draw, mean: torch.Tensor | float, std: torch.Tensor |
     """Draw normal numbers with these moments, to which no gradient flows."""
     means, stds = (one.detach() if isinstance(one, torch.Tensor) else one for one in (mean, std))
     return _normal(draw, torch.zeros_like(torch.as_tensor(means + stds))) * stds + means
-
-
-def _normal_of_sizes(draw: Draw, mean: float, std: float, size: Sequence[int], **how: Any) -> torch.Tensor:
-    return _normal(draw, _empty(size, how)) * std + mean
 
 
 def _bernoulli(draw: Draw, x: torch.Tensor, p: torch.Tensor | float = 0.5, **_: Any) -> torch.Tensor:

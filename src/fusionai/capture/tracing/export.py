@@ -29,7 +29,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusionai.capture.tasks import InputSpec, TaskModule
-from fusionai.capture.tracing import code_lines
+from fusionai.capture.tracing import code_lines, functions
 from fusionai.capture.tracing.attention import scaled_dot_product
 from fusionai.capture.tracing.by_mode import both_modes
 from fusionai.capture.tracing.complex_parts import real_parts
@@ -37,15 +37,6 @@ from fusionai.capture.tracing.complex_rules import RULES
 from fusionai.capture.tracing.custom_gradients import refuse_hooks, watched_gradients
 from fusionai.capture.tracing.decompositions import composed, rearranging, resizing
 from fusionai.capture.tracing.draws import draws, uniform
-from fusionai.capture.tracing.functions import (
-    Functions,
-    averaged_statistics,
-    losses_per_row,
-    recognised_causal_masks,
-    recurrent_layers,
-    refused_by_name,
-    unchecked_arguments,
-)
 from fusionai.capture.tracing.patching import patched
 from fusionai.primitives.errors import ModelError
 
@@ -73,12 +64,12 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
             with (
                 _quiet_export(),
                 watched_gradients() as gradients,
-                averaged_statistics(),  # before `both_modes`, which wraps the current forward
+                functions.averaged_statistics(),  # before `both_modes`, which wraps the current forward
                 both_modes(task.module),
-                recognised_causal_masks(),
-                unchecked_arguments(),
-                refused_by_name(),
-                Functions(),
+                functions.recognised_causal_masks(),
+                functions.unchecked_arguments(),
+                functions.refused_by_name(),
+                functions.Functions(),
             ):
                 program = torch.export.export(task, (example,), dynamic_shapes=(shapes,), strict=False)
             _keep_gradient_stops(program)
@@ -102,9 +93,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.scaled_dot_product_attention.default: scaled_dot_product,
         **rearranging(),
         **resizing(),
-        **losses_per_row(),
+        **functions.losses_per_row(),
         **draws(uniform),
-        **recurrent_layers(),
+        **functions.recurrent_layers(),
     }
     return {**composed(), **table}
 
@@ -143,7 +134,13 @@ def _output_shape(task: TaskModule, inputs: tuple[InputSpec, ...], sizes: Mappin
     # In training mode the running statistics would change.
     task.eval()
     try:
-        with _fake_parameters(task) as mode, watched_gradients(), unchecked_arguments(), mode, torch.no_grad():
+        with (
+            _fake_parameters(task) as mode,
+            watched_gradients(),
+            functions.unchecked_arguments(),
+            mode,
+            torch.no_grad(),
+        ):
             result = task({spec.name: torch.zeros(_shape(spec, sizes), dtype=spec.dtype) for spec in inputs})
         return tuple(next(iter(result.values())).shape)
     except ModelError:

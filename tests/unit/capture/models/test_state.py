@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.checking.self_check import from_host, self_check
+from fusionai.capture.checking.comparison import from_host
+from fusionai.capture.checking.self_check import self_check
 from fusionai.capture.models.source import ConfigSource, DirectorySource, FactorySource
 from fusionai.capture.models.state import to_host
 from fusionai.primitives.errors import ModelError

@@ -12,7 +12,8 @@ from torch import nn
 from fusionai.backends.interface import Call
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.checking.self_check import from_host, reference_module, self_check
+from fusionai.capture.checking.comparison import from_host
+from fusionai.capture.checking.self_check import reference_module, self_check
 from fusionai.capture.models.source import FactorySource
 from fusionai.capture.models.state import to_host
 from fusionai.wire.messages import StageOptions

@@ -11,7 +11,8 @@ import torch
 from fusionai.backends.interface import Call
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.checking.self_check import from_host, self_check
+from fusionai.capture.checking.comparison import from_host
+from fusionai.capture.checking.self_check import self_check
 from fusionai.capture.models.source import ConfigSource
 from fusionai.capture.models.state import to_host
 from fusionai.capture.tracing.layers import semantic_layers
