@@ -325,7 +325,8 @@ def held_in_front(graph: Graph) -> Graph:
 
 
 def sent_bytes(graph: Graph) -> int:
-    """Return the bytes of the copies that a graph of `held_in_front` sends per microbatch; as many return."""
+    """Return the bytes of the copies that a graph of `held_in_front` sends per microbatch; as many return as
+    gradients."""
     copied = [value for node in graph.nodes if node.op == COPY and node.block == 0 for value in reads(node)]
     specs = [graph.params[value] for value in copied if value in graph.params and graph.params[value].trainable]
     return sum(tensor_bytes(spec.dtype, spec.shape) for spec in specs if prod(spec.shape))

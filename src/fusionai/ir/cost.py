@@ -315,7 +315,8 @@ def _attended_flops(alone: float, long: float) -> float:
 
 
 def balance_tokens(graph: Graph) -> float:
-    """Return the positions at which attention to them doubles the operations of one; infinity if no cost grows."""
+    """Return how many positions attention must read until one position takes twice the operations; infinity if no cost
+    grows with the text."""
     symbols = dict.fromkeys(graph.symbols, 1)
     if SEQUENCE not in symbols:
         return inf

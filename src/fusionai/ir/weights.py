@@ -242,7 +242,8 @@ def pack_stored(values: npt.NDArray[Any], form: Stored) -> Bytes:
 
 
 def _pack_groups(rows: Float32s, group: int) -> Bytes:
-    """Pack in groups: a value is (level - 8) * scale + middle with level 0..15, rounded to stored numbers."""
+    """Pack in groups: a value is (level - 8) * scale + middle with level 0..15, rounded against the stored scale and
+    middle."""
     grouped = rows.reshape(-1, group)
     low, high = grouped.min(axis=1), grouped.max(axis=1)
     scales = bfloat16_bits(np.maximum((high - low) / np.float32(15), _TINY))

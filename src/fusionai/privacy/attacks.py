@@ -43,8 +43,8 @@ class DepthComparison:
 @dataclass(frozen=True, slots=True)
 class Matcher:
     """Scores candidates: the sum of squared distances over all parts, lower is better. With `expected`, the score is
-    half of that sum minus the log-probability that the model gives the candidate. Whitened: the most likely is
-    lowest."""
+    half of that sum minus the log-probability that the model gives the candidate. For whitened parts the lowest is the
+    most likely."""
 
     parts: tuple[DepthComparison, ...]
     expected: bool = False

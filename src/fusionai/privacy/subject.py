@@ -83,7 +83,7 @@ class AttackedModel:
 
     @torch.no_grad()
     def loss(self, ids: Tensor, depth: int = 0, change: Change | None = None) -> float:
-        """Return the mean loss on `ids` [texts, tokens] in nats per token, its boundary at `depth` changed."""
+        """Return the mean loss on `ids` [texts, tokens] in nats per token, with the boundary at `depth` changed."""
         with self._changed(depth, change):
             return float(text_loss(self.model, ids))
 

@@ -119,7 +119,7 @@ class LayerCopies:
         return tuple(names.get(value, value) for value in layer.outputs)
 
     def _form(self, layer: _Layer) -> Any:
-        """Return a key that is equal for layers that do the same. Without sizes, which layers may share."""
+        """Return a key that is equal for layers that do the same, without sizes, which all layers may share."""
         names: dict[str, str] = {}
         for place, value in enumerate(layer.inputs):
             names.setdefault(value, f"input {place}")

@@ -192,8 +192,9 @@ def _by_address(
     sources: Sequence[tuple[str, Shape]],
     full: Mapping[str, Shape],
 ) -> dict[int, _Parts]:
-    """Return the extents of each result, by the result's index. Those that move single elements are left out. Elements
-    are addresses. In large tensors only the first elements of each row have one; they show whether rows stay whole."""
+    """Return the extents of each result, by the result's index. Those that move single elements are left out. Each
+    element's value is its address. In large tensors only the first elements of each row have one; they show whether
+    rows stay whole."""
     # A row is the last dimension. With `row` 1, every element is a row.
     widths = {shape[-1] if shape else 1 for _, shape in sources}
     elements = sum(prod(shape) for _, shape in sources)
