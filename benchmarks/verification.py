@@ -43,13 +43,12 @@ from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
 from fusionai.coordination.round.verification import NEEDED, Check, Reputation, drawn, floor
-from fusionai.execution.compute import ComputeThread
-from fusionai.execution.sketches import step_key
-from fusionai.execution.state import headers
+from fusionai.execution.host import ComputeThread
+from fusionai.execution.tensors import step_key
 from fusionai.execution.training.boundary import boundaries
-from fusionai.execution.training.passes import StagePass
 from fusionai.execution.training.stages import LoadedStage
 from fusionai.execution.training.verifier import StepVerifier
+from fusionai.execution.training.work import StagePass
 from fusionai.ir.partition import cut_blocks
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.atomic import write_atomic
@@ -57,6 +56,7 @@ from fusionai.storage.commits import CommitJournal
 from fusionai.training import progress
 from fusionai.training.inspection import Inspection, WorkTolerance, limits
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import headers
 from fusionai.wire.messages import CommitRecord, Fence, OptimizerSpec, StageOptions
 
 ROOT: Final = Path(__file__).resolve().parents[1]

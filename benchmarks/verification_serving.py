@@ -31,7 +31,7 @@ from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
 from fusionai.coordination.round.verification import Reputation
-from fusionai.execution.compute import ComputeThread
+from fusionai.execution.host import ComputeThread
 from fusionai.execution.serving.boundary import ServingBoundary, serving_boundaries
 from fusionai.execution.serving.sketches import SketchBook, text_key
 from fusionai.execution.serving.verifier import TextVerifier

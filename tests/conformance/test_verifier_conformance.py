@@ -15,18 +15,18 @@ import pytest
 
 from fusionai.backends.interface import Call
 from fusionai.coordination.round.verification import Check, Opinion
-from fusionai.execution.compute import ComputeThread
-from fusionai.execution.sketches import step_key
-from fusionai.execution.state import headers
+from fusionai.execution.host import ComputeThread
+from fusionai.execution.tensors import step_key
 from fusionai.execution.training.boundary import boundaries
-from fusionai.execution.training.passes import StagePass
 from fusionai.execution.training.stages import LoadedStage
 from fusionai.execution.training.verifier import StepVerifier
+from fusionai.execution.training.work import StagePass
 from fusionai.ir.partition import cut_blocks
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.training.inspection import Inspection, limits
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import headers
 from fusionai.wire.messages import CommitRecord, Fence, OptimizerSpec, StageOptions
 from harness.backend_kinds import opened
 from harness.faulty_peers import LyingBackend
@@ -93,10 +93,10 @@ class Stretch:
         arrived: Any = {"y1": {2: back["y1"]}}
         returned = passed.backward(call, arrived)
         return [
-            *passed.sketches_got_forward(microbatch, got, key),
-            *passed.sketches_got_back(microbatch, arrived, key),
-            *passed.sketches_gave(microbatch, gave, key, forward=True),
-            *passed.sketches_gave(microbatch, returned, key, forward=False),
+            *passed.sketches(microbatch, passed.received(got), key, sent=False, forward=True),
+            *passed.sketches(microbatch, passed.returned(arrived), key, sent=False, forward=False),
+            *passed.sketches(microbatch, gave, key, sent=True, forward=True),
+            *passed.sketches(microbatch, returned, key, sent=True, forward=False),
         ]
 
     def told(self, **changes: Any) -> wire.Recheck:

@@ -22,7 +22,7 @@ from fusionai.capture.checking.self_check import reference_module
 from fusionai.capture.models.source import FactorySource
 from fusionai.capture.models.state import to_host
 from fusionai.execution.training.boundary import FEED, boundaries
-from fusionai.execution.training.passes import StagePass
+from fusionai.execution.training.work import StagePass
 from fusionai.ir.graph import cheap_nodes, reads
 from fusionai.ir.partition import Partition, cut, cut_blocks
 from fusionai.ir.schema import Graph, decode, encode

@@ -19,9 +19,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from fusionai.backends.interface import Backend
 from fusionai.coordination.round.interface import EndJob
-from fusionai.execution.compute import ComputeThread
-from fusionai.execution.deployment import Deployment
-from fusionai.execution.host import Host
+from fusionai.execution.connections import Deployment
+from fusionai.execution.host import ComputeThread, Host
 from fusionai.ir.schema import Graph
 from fusionai.peer.door import JobAcceptor
 from fusionai.primitives.clock import SystemClock

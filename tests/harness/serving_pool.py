@@ -17,7 +17,7 @@ import msgspec
 from fusionai.backends.interface import Backend
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured
-from fusionai.execution.deployment import Deployment
+from fusionai.execution.connections import Deployment
 from fusionai.execution.host import Host
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Certificate, Plan, StagePlacement, Standby

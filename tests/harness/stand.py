@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from fusionai.backends.interface import Backend
-from fusionai.execution.state import headers
 from fusionai.execution.training.boundary import boundaries
 from fusionai.execution.training.member import JobMember
 from fusionai.ir import schema
@@ -24,6 +23,7 @@ from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import headers
 from fusionai.wire.messages import CommitRecord, Fence, OptimizerSpec, StageOptions
 from harness.null_backend import NullBackend
 from harness.patience import CEILING_S

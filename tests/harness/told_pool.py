@@ -12,7 +12,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fusionai.client.pool.session import PoolMember
-from fusionai.execution.deployment import Deployment
+from fusionai.execution.connections import Deployment
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem, RolePlacement

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fusionai.capture.capture import Captured
-from fusionai.execution.compute import ComputeThread
+from fusionai.execution.host import ComputeThread
 from fusionai.ir.serving import serving_graph
 from fusionai.serving.draft import DraftProposer, load_draft
 from fusionai.serving.interface import Generation, Sampling

@@ -21,7 +21,7 @@ from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import DirectorySource
 from fusionai.execution.training.boundary import boundaries
-from fusionai.execution.training.passes import StagePass
+from fusionai.execution.training.work import StagePass
 from fusionai.ir.partition import cut_blocks
 from fusionai.primitives.errors import DataError, ModelError
 from fusionai.primitives.tensors import HostTensor, host_tensor

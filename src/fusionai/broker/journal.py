@@ -34,7 +34,7 @@ from fusionai.broker.mirror import Mirror, MirrorReading
 from fusionai.broker.table import Head, JournalDatabase, TableReading
 from fusionai.coordination.broker.events import Fact, decode, encode
 from fusionai.primitives.errors import StorageError, UsageError
-from fusionai.storage.lock import JobLock
+from fusionai.storage.atomic import JobLock
 
 COMPACT_ROWS: Final = 2_000
 COMPACT_BYTES: Final = 8 * 2**20

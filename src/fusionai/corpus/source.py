@@ -26,7 +26,7 @@ from fusionai.corpus.text import records_of
 from fusionai.corpus.tokens import CorpusTokenizer, Progress, TokenFile, open_tokens, require_rows
 from fusionai.primitives.errors import DataError
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.storage.lock import directory_lock
+from fusionai.storage.atomic import directory_lock
 
 
 def open_source(

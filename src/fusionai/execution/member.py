@@ -7,7 +7,7 @@ a later round first is checked against the signed placement it shows.
 
 It keeps the tensor links to other members. Stages belong to the subclasses: `execution.training.member` trains,
 `execution.serving.member` serves. `peer.door` opens members for drivers that show a ticket;
-`execution.links.connections` holds the driver's own."""
+`execution.connections` holds the driver's own."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ import asyncio
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from fusionai.coordination.round.liveness import PING_S
 from fusionai.execution.host import Host
-from fusionai.execution.links.outbox import Outbox
-from fusionai.execution.links.peer_links import Links, dials
+from fusionai.execution.links import Links, Outbox, dials
 from fusionai.ir.partition import FEED
 from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, TransportError, TrustError
 from fusionai.primitives.ids import PeerId, short
@@ -31,6 +30,7 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope
 from fusionai.transport.security.signed import SignedPlacement, verify_placement
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import by_name
 from fusionai.wire.messages import Fence
 
 log = logging.getLogger(__name__)
@@ -270,8 +270,24 @@ class RoundMember(ABC):
             return False
         return True
 
+    def to_stage(self, stage: int, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
+        """Send to a stage. One of this machine gets the message in the event loop's next turn."""
+        peer = self._placement.peer_of(stage)
+        if peer != self._host.peer:
+            self._post(peer, message, tensors)
+        else:
+            asyncio.get_running_loop().call_soon(self._deliver, stage, message, by_name(message, tensors))
+
+    @abstractmethod
+    def _deliver(self, number: int, message: wire.Message, tensors: Mapping[str, HostTensor]) -> None:
+        """Pass a message to a stage if it is of the stage's round."""
+
     def _post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
-        """Post a message to another member. A missing link is reported to the driver, not raised."""
+        """Post a message to another member. A missing link is reported to the driver, not raised. A message of an
+        earlier round is dropped, because its receiver may run elsewhere now."""
+        if getattr(message, "fence", None) != self._placement.fence:
+            self.stale_dropped += 1
+            return
         try:
             self._links.post(peer, message, tensors)
         except TransportError as error:

@@ -14,14 +14,13 @@ from contextlib import suppress
 from typing import Any, Final
 
 from fusionai.backends.registry import open_backend
-from fusionai.execution.compute import ComputeThread, return_code_pages, return_freed_memory
-from fusionai.execution.host import Host
+from fusionai.execution.host import ComputeThread, Host, return_code_pages, return_freed_memory
 from fusionai.peer.door import JobAcceptor
 from fusionai.peer.lending import Lending, PeerOptions, PeerReady
 from fusionai.peer.profile import UNMEASURED, NearLinks, make_profile, measured_device, measured_links
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import PoolClock, SystemClock
-from fusionai.storage.weight_memory import WeightsInFiles
+from fusionai.storage.weight_manifest import WeightsInFiles
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.channels.uplink import TransferLimits
 from fusionai.transport.enrolment import Membership, enrol, load_membership
@@ -97,7 +96,7 @@ async def run_peer(
         memory_limit_bytes=profile.memory_bytes,
         weights=WeightStore(
             options.home / "weights",
-            beside=None if options.weights_beside is None else WeightsInFiles(options.weights_beside),
+            beside=None if options.weights_beside is None else WeightsInFiles(options.weights_beside).find,
         ),
     )
     door = JobAcceptor(host, membership.credentials.authority_key)

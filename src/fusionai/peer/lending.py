@@ -228,7 +228,7 @@ class PeerOptions:
     relay: bool | None = None
     measure: bool = False
     weights_beside: Path | None = None
-    """Remembered hashes of files on this machine whose tensors are read in place (`storage.weight_memory`)."""
+    """Remembered hashes of files on this machine whose tensors are read in place (`storage.weight_manifest`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,14 +32,14 @@ from fusionai.execution.serving.loading import prepare_stage
 from fusionai.execution.serving.member import Evidence, ServingMember
 from fusionai.execution.serving.sketches import Sketches, text_key
 from fusionai.execution.serving.verifier import TextVerifier
-from fusionai.execution.sketches import KEY_BYTES, SIZE
-from fusionai.execution.state import headers
+from fusionai.execution.tensors import KEY_BYTES, SIZE
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.serving.inspection import Neighbours, SketchReport, SketchTolerance, limits, opinion, sketches_of
 from fusionai.serving.job import ServedCut, ServingJob
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import headers
 from fusionai.wire.messages import Fence, Segment
 
 log = logging.getLogger(__name__)
@@ -327,7 +327,7 @@ class Checking:
                 self._host,
                 load,
                 {"graph": graph},
-                postman=self._member,
+                member=self._member,
                 memory_limit_bytes=self._host.memory_limit_bytes or psutil.virtual_memory().available // 2,
             )
             for spec in load.weights:

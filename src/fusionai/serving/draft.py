@@ -21,7 +21,7 @@ import numpy as np
 from fusionai.backends.interface import Backend
 from fusionai.backends.serving.base import ServingProgram
 from fusionai.coordination.serving.pages import Match, Pages
-from fusionai.execution.compute import ComputeThread, Timed
+from fusionai.execution.host import ComputeThread, Timed
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import LOGITS
 from fusionai.primitives.errors import FusionError

@@ -5,7 +5,7 @@ Each event is handled in one turn of the event loop, without awaiting. The state
 A member may only report on stages that it runs, standbys or was asked to load (`event_of`).
 
 Neighbours: `serving.rounds` enlists and loads members, `serving.passes` sends passes, `serving.answers` samples their
-results, `serving.checking` has texts recomputed, `execution.links.connections` reaches the members, `execution` runs
+results, `serving.checking` has texts recomputed, `execution.connections` reaches the members, `execution` runs
 the stages, those of the job owner in this process included."""
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ from fusionai.coordination.round.interface import (
 from fusionai.coordination.serving import interface
 from fusionai.coordination.serving.driver import ServingMachine
 from fusionai.coordination.serving.interface import ServingCommand, ServingRoles
-from fusionai.execution.deployment import Deployment, PlanSource
+from fusionai.execution.connections import Connections, Deployment, JobTasks, PlanSource
 from fusionai.execution.host import Host
-from fusionai.execution.links.connections import Connections
 from fusionai.execution.serving.loading import OwnWeights
 from fusionai.execution.serving.member import ServingMember
-from fusionai.execution.tasks import JobTasks
 from fusionai.execution.weights.server import WeightServer
 from fusionai.ir.partition import FEED
 from fusionai.primitives.errors import ExecutionError, FusionError, PlanError

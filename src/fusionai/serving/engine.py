@@ -27,7 +27,7 @@ from fusionai.coordination.serving.interface import ServingRoles
 from fusionai.coordination.serving.sessions import SessionSpec
 from fusionai.coordination.serving.stage_times import StageTimes
 from fusionai.coordination.serving.state import ServingPhase
-from fusionai.execution.deployment import Deployment, PlanSource
+from fusionai.execution.connections import Deployment, PlanSource
 from fusionai.execution.host import Host
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId

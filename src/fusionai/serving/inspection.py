@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from fusionai.coordination.round.verification import Opinion
 from fusionai.execution.serving.sketches import Sketches
-from fusionai.execution.sketches import SIZE
+from fusionai.execution.tensors import SIZE
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import ServeOptions
 

@@ -1,7 +1,7 @@
 """The definition of a serving job, sufficient to start its engine; its cut for a plan; the engine's progress events.
 
 A cut follows from the plan's block ranges and is kept as long as they don't change: graphs, boundaries and weights of
-each stage. Neighbours: `client.serving.serve` builds the job from a model, `execution.deployment` is a plan with
+each stage. Neighbours: `client.serving.serve` builds the job from a model, `execution.connections` is a plan with
 tickets and addresses, `serving.engine` runs the job."""
 
 from __future__ import annotations

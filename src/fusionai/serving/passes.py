@@ -18,13 +18,14 @@ from fusionai.coordination.serving.driver import ServingMachine
 from fusionai.coordination.serving.interface import ProbeReturned, SendProbePass, SendRebuild
 from fusionai.coordination.serving.sessions import PassPlan
 from fusionai.execution.serving.boundary import packed
-from fusionai.execution.state import as_array, headers
+from fusionai.execution.tensors import as_array
 from fusionai.ir.partition import FEED
 from fusionai.ir.serving import LOGITS
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.serving.job import ServingJob
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import headers
 from fusionai.wire.messages import Fence, Segment, StageDelay
 
 TOLERANCE: Final[Mapping[str, float]] = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2, "int8": 5e-2, "int4": 5e-2}

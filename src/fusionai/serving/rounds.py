@@ -1,6 +1,6 @@
 """The plan versions of a serving job and its present round: messages by which members enlist and load stages.
 
-`serving.driver` says when; `execution.links.connections` reaches the members, `serving.job` cuts the model.
+`serving.driver` says when; `execution.connections` reaches the members, `serving.job` cuts the model.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from dataclasses import replace
 import msgspec
 
 from fusionai.coordination.serving.interface import SendLoad, ServingRoles
-from fusionai.execution.deployment import Deployment
-from fusionai.execution.links.connections import Connections
-from fusionai.execution.state import headers
-from fusionai.execution.tasks import JobTasks
+from fusionai.execution.connections import Connections, Deployment, JobTasks
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.problem.types import Plan, Standby
 from fusionai.serving.job import ServedCut, ServingJob, cut, ranges_of
 from fusionai.transport.security.signed import Seal
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import headers
 from fusionai.wire.messages import Fence
 
 

@@ -1,6 +1,9 @@
-"""Writes files that are complete or absent, and durable when the call returns. Decides how a full disk is reported.
+"""Writes files that are complete or absent, and durable when the call returns; locks files for one process at a time.
 
-Write under another name, fsync, rename, fsync the directory. All modules that keep state on the disk use this.
+Write under another name, fsync, rename, fsync the directory. This module also decides how a full disk is reported. All
+modules that keep state on the disk use it. Locks are held by the operating system, so that they are released if the
+process is killed: a second driver of a job directory is refused; a second process that changes the names in a directory
+waits.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -88,3 +92,80 @@ def whole_directory(place: Path) -> Iterator[Path]:
         with suppress(OSError):
             shutil.rmtree(partial)
         raise
+
+
+_LOCKED_BYTE: Final = 2**30
+"""Offset of the byte locked on Windows, which makes locked bytes unreadable. It lies far behind the process id."""
+
+
+class JobLock:
+    """Lock held from construction to `release` or the end of the process. The file stays on the disk."""
+
+    def __init__(self, path: Path) -> None:
+        """Take the lock. Raises `StorageError` naming the process that holds it."""
+        with storage_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            _lock(self._descriptor)
+        except OSError:
+            holder = os.pread(self._descriptor, 32, 0) if hasattr(os, "pread") else os.read(self._descriptor, 32)
+            os.close(self._descriptor)
+            raise StorageError(
+                f"{path.parent} is in use by process {holder.decode(errors='replace').strip() or 'unknown'}.",
+                hint="One job has one driver: wait for it, stop it, or give the other job its own directory.",
+            ) from None
+        with storage_errors(path):
+            os.ftruncate(self._descriptor, 0)
+            os.write(self._descriptor, f"{os.getpid()}\n".encode())
+
+    def release(self) -> None:
+        """Release the lock. Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> JobLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+LOCK_FILE: Final = ".lock"
+
+
+@contextmanager
+def directory_lock(directory: Path) -> Iterator[None]:
+    """Hold the lock. Not reentrant. Creates the directory. Raises `StorageError` if the lock file can't be written."""
+    path = directory / LOCK_FILE
+    with storage_errors(path):
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        with storage_errors(path, "locked"):
+            _lock(descriptor, wait=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *, wait: bool = False) -> None:
+    """Lock the file, or raise `OSError` if another process holds the lock and this one does not wait."""
+    if sys.platform != "win32":
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+    import msvcrt
+
+    os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
+    while True:
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+        except OSError as problem:  # Windows gives up waiting after ten seconds with a deadlock error
+            if not wait or problem.errno != errno.EDEADLK:
+                raise
+        else:
+            break
+    os.lseek(descriptor, 0, os.SEEK_SET)

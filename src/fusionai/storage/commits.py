@@ -23,8 +23,7 @@ import msgspec
 
 from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.primitives.errors import StorageError
-from fusionai.storage.atomic import storage_errors
-from fusionai.storage.lock import JobLock
+from fusionai.storage.atomic import JobLock, storage_errors
 from fusionai.wire.messages import CommitRecord
 
 _LAYOUT: Final = 2

@@ -20,7 +20,7 @@ from fusionai.backends.tolerance import TOLERANCES, difference, numbers
 from fusionai.coordination.training import interface
 from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.coordination.training.stage_interface import Source
-from fusionai.execution.state import chunks, headers
+from fusionai.execution.tensors import chunks
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.weights import initialise
 from fusionai.primitives.errors import ExecutionError, StorageError
@@ -32,18 +32,17 @@ from fusionai.storage.commits import CommitJournal
 from fusionai.storage.reader import (
     CheckpointReader,
     best_checkpoint,
-    complete_checkpoints,
     forget_after,
     name_best,
     prune,
     step_directory,
-    step_of,
 )
 from fusionai.training.deployment import TrainingJob
 from fusionai.training.progress import BestKept, CheckpointSaved, Progress
 from fusionai.training.rounds import JobRound
 from fusionai.transport.interface import Envelope
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import headers
 
 Chunk = tuple[dict[str, HostTensor], bool]
 """Entries, and whether they are the last."""
@@ -57,7 +56,7 @@ class Checkpoints:
         self.root = root
         self._header = header
         self._files = files
-        self._keep = keep
+        self.keep = keep
 
     def state_for(self, job: TrainingJob, graph: Graph, *, base: int, source: Source) -> Iterator[Chunk]:
         """Yield the state a stage starts from in chunks, the last one marked; nothing if the stage needs none."""
@@ -102,27 +101,6 @@ class Checkpoints:
         """Begin to write a checkpoint. Blocking. Raises `StorageError`."""
         header = msgspec.structs.replace(self._header, tolerant_takeovers=takeovers)
         return CheckpointWriter(self.root, step, header, files=self._files)
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Steps of the complete checkpoints."""
-        found = (step_of(path) for path in complete_checkpoints(self.root))
-        return tuple(step for step in found if step is not None)
-
-    def forget_after(self, step: int, best: Evaluation | None = None) -> None:
-        """Remove checkpoints of states after more than `step` steps. `best`: the best evaluation that remains.
-        Blocking."""
-        forget_after(self.root, step)
-        best_checkpoint(self.root, best)
-
-    def name_best(self, best: Evaluation) -> Path:
-        """Record which complete checkpoint holds the best state. Blocking."""
-        return name_best(self.root, best)
-
-    def prune(self, best: int | None) -> None:
-        """Remove old checkpoints, but never that of step `best`. Blocking. Call it only while no stage may still load
-        one (recovery rule 15)."""
-        prune(self.root, self._keep, best)
 
 
 class Collection:
@@ -317,11 +295,15 @@ class Saving:
             await self._collection.take(peer, envelope)
 
     def prune(self, best: Evaluation | None) -> None:
-        """Remove old checkpoints, but never that of `best`. Call it only while no stage may still load one."""
-        self._round.start_lasting(asyncio.to_thread(self._checkpoints.prune, None if best is None else best.step))
+        """Remove old checkpoints, but never that of `best`. Call it only while no stage may still load one
+        (recovery rule 15)."""
+        checkpoints = self._checkpoints
+        self._round.start_lasting(
+            asyncio.to_thread(prune, checkpoints.root, checkpoints.keep, None if best is None else best.step)
+        )
 
     async def name_best(self, best: Evaluation) -> None:
-        path = await asyncio.to_thread(self._checkpoints.name_best, best)
+        path = await asyncio.to_thread(name_best, self._checkpoints.root, best)
         self._on_progress(BestKept(best.step, best.loss, str(path)))
 
     async def rewind(self, step: int, journal: CommitJournal) -> None:
@@ -330,7 +312,8 @@ class Saving:
         if self._collected is not None:
             await asyncio.wait({self._collected})
         await asyncio.to_thread(journal.take_back, step)
-        await asyncio.to_thread(self._checkpoints.forget_after, step, self._round.machine.standing.best)
+        await asyncio.to_thread(forget_after, self._checkpoints.root, step)
+        await asyncio.to_thread(best_checkpoint, self._checkpoints.root, self._round.machine.standing.best)
 
 
 def _initial(spec: ParamSpec, seed: int) -> HostTensor:

@@ -3,8 +3,7 @@
 A `TrainingJob` is independent of the machines that run it: immutable, and sufficient to restart its driver. A `Cut`
 follows from a plan's block ranges and stays the same as long as the ranges do.
 
-`client` builds jobs from recipes, `execution.deployment` is the plan with addresses and tickets, `training.driver` runs
-it, and `coordination.training.interface.Roles` is the driver machine's view of a plan."""
+`client` builds jobs from recipes and `training.driver` runs them."""
 
 from __future__ import annotations
 

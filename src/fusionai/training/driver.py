@@ -31,10 +31,9 @@ from fusionai.coordination.training.driver import DriverMachine
 from fusionai.coordination.training.evaluations import Evaluation, standing
 from fusionai.coordination.training.interface import DriverCommand
 from fusionai.coordination.training.state import DriverPhase
-from fusionai.execution.deployment import Deployment, PlanSource
+from fusionai.execution.connections import Connections, Deployment, PlanSource
 from fusionai.execution.host import Host
-from fusionai.execution.links.connections import Connections
-from fusionai.execution.training.boundary import Sent, receiver
+from fusionai.execution.training.boundary import Sent, ends
 from fusionai.execution.training.member import JobMember
 from fusionai.primitives.errors import FusionError, PlanError, TransportError
 from fusionai.primitives.ids import PeerId, short
@@ -42,13 +41,13 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.problem.types import Plan
 from fusionai.scheduling.standby.assignment import without_standbys
 from fusionai.storage.commits import CommitJournal
+from fusionai.storage.reader import complete_checkpoints, step_of
 from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints, Saving
 from fusionai.training.deployment import Batch, Cut, TrainingJob, cut
 from fusionai.training.feed import Traffic
 from fusionai.training.inspection import Inspection, limits
-from fusionai.training.local_updates import LocalUpdates
-from fusionai.training.outer import Seat
+from fusionai.training.outer import LocalUpdates, Seat
 from fusionai.training.progress import FaultLog, Timeline
 from fusionai.training.rounds import JobRound
 from fusionai.transport.interface import Channel
@@ -383,9 +382,9 @@ class Driver:
     async def _pass_evidence(self, peer: PeerId, message: Sent, tensors: dict[str, HostTensor]) -> None:
         """Pass on a stage's sent tensors to a verifier, if the verifier or the stage is in this process. Raises
         `ExecutionError` if the peer does not run the stage it claims as the sender."""
-        stage, fence = receiver(message)
-        check = self._machine.spot_checks.open_check(stage)
-        if check is None or fence != self.fence:
+        _, stage = ends(message)
+        check = None if stage is None else self._machine.spot_checks.open_check(stage)
+        if check is None or message.fence != self.fence:
             return
         if check.verifier == self._job.owner:
             self._member.send_evidence(peer, message, tensors)
@@ -472,7 +471,7 @@ def _machine(
         official=journal.committed,
         records={record.step: record for record in journal.records(max(0, saved - 1))},
         saved=saved,
-        older=list(checkpoints.steps),
+        older=[step for path in complete_checkpoints(checkpoints.root) if (step := step_of(path)) is not None],
         inspector=Inspector(job.secret, job.owner, microbatches) if job.secret else None,
         evaluations=journal.evaluations,
     )

@@ -14,7 +14,6 @@ import numpy as np
 
 from fusionai.coordination.round.verification import Check
 from fusionai.coordination.training import interface
-from fusionai.execution.state import headers
 from fusionai.execution.training.boundary import FEED, LOSS
 from fusionai.execution.training.member import JobMember
 from fusionai.primitives.errors import DataError, ExecutionError
@@ -23,6 +22,7 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.training.deployment import Batch, Cut
 from fusionai.training.rounds import JobRound
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import headers
 from fusionai.wire.messages import Fence, Mode
 
 
@@ -42,8 +42,7 @@ def forwards(
         if not stage.boundary.crosses(microbatch) or (only is not None and number not in only):
             continue
         for port in stage.boundary.receives:
-            names = port.carried(mode)
-            if port.other != FEED or not names:
+            if port.other != FEED or not (names := port.carried(mode)):
                 continue
             missing = [name for name in names if name not in batch]
             if missing:
@@ -64,74 +63,6 @@ def forwards(
             yield message, tuple(tensors.values())
 
 
-class Feed:
-    """Sends the inputs of one round, in order. A stage reports ready when its end of the link is up; this end may take
-    longer."""
-
-    def __init__(self, member: JobMember) -> None:
-        self._member = member
-        self._queue: asyncio.Queue[tuple[wire.Forward, tuple[HostTensor, ...]]] = asyncio.Queue()
-
-    def put(self, message: wire.Forward, tensors: tuple[HostTensor, ...]) -> None:
-        self._queue.put_nowait((message, tensors))
-
-    async def run(self) -> None:
-        """Send until cancelled. Inputs without a link are dropped; the member has reported the missing link."""
-        linked: set[int] = set()
-        while True:
-            message, tensors = await self._queue.get()
-            stage = message.consumer
-            if stage not in linked and await self._member.linked((stage,)):
-                linked.add(stage)
-            if stage in linked:
-                self._member.to_stage(stage, message, tensors)
-
-
-_Key = tuple[Mode, int, int]
-
-
-class Outputs:
-    """Futures of awaited outputs. Call `expect` before feeding and `arrived` when an output comes; `drop` when a round
-    ends, `fail` when no output can come any more."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[_Key, asyncio.Future[dict[str, HostTensor]]] = {}
-        self._inferences = 0
-        self._failed: str | None = None
-
-    def next_inference(self) -> int:
-        self._inferences += 1
-        return self._inferences
-
-    def expect(self, mode: Mode, step: int, microbatch: int) -> asyncio.Future[dict[str, HostTensor]]:
-        """Return a future for an output. Raises `ExecutionError` after `fail`."""
-        if self._failed is not None:
-            raise ExecutionError(self._failed)
-        future: asyncio.Future[dict[str, HostTensor]] = asyncio.get_running_loop().create_future()
-        self._waiting[mode, step, microbatch] = future
-        return future
-
-    def arrived(self, mode: Mode, step: int, microbatch: int, tensors: dict[str, HostTensor]) -> bool:
-        """Deliver an output. Return False if it was not expected, unless `fail` was called."""
-        future = self._waiting.pop((mode, step, microbatch), None)
-        if future is not None and not future.done():
-            future.set_result(tensors)
-        return future is not None or self._failed is not None
-
-    def drop(self) -> None:
-        """Cancel all waits, because what was fed under an older fence never comes back."""
-        for future in self._waiting.values():
-            future.cancel()
-        self._waiting.clear()
-
-    def fail(self, reason: str) -> None:
-        self._failed = self._failed or reason
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(ExecutionError(reason))
-        self._waiting.clear()
-
-
 class Traffic:
     """Microbatches of a job's driver: feeds inputs to the stages of the present round and awaits their outputs."""
 
@@ -139,27 +70,56 @@ class Traffic:
         self._round = present
         self._job = present.job
         self._member = member
-        self._outputs = Outputs()
-        self._fed = Feed(member)
+        self._fed: asyncio.Queue[tuple[wire.Forward, tuple[HostTensor, ...]]] = asyncio.Queue()
+        """Inputs of this round that wait to be sent."""
+        self._waiting: dict[tuple[Mode, int, int], asyncio.Future[dict[str, HostTensor]]] = {}
+        """(mode, step, microbatch) -> an awaited output."""
+        self._inferences = 0
+        self._failed: str | None = None
 
     def begin_round(self) -> None:
-        self._outputs.drop()
-        self._fed = Feed(self._member)
-        self._round.start(self._fed.run())
+        """Give up all awaited outputs, because what was fed under an older fence never comes back."""
+        for future in self._waiting.values():
+            future.cancel()
+        self._waiting.clear()
+        self._fed = asyncio.Queue()
+        self._round.start(self._send(self._fed))
+
+    async def _send(self, fed: asyncio.Queue[tuple[wire.Forward, tuple[HostTensor, ...]]]) -> None:
+        """Send a round's inputs in order. A stage reports ready when its end of the link is up; this end may take
+        longer. Inputs without a link are dropped; the member has reported the missing link."""
+        linked: set[int] = set()
+        while True:
+            message, tensors = await fed.get()
+            stage = message.consumer
+            if stage not in linked and await self._member.linked((stage,)):
+                linked.add(stage)
+            if stage in linked:
+                self._member.to_stage(stage, message, tensors)
 
     def fail(self, reason: str) -> None:
         """Fail all awaited outputs: no more can come."""
-        self._outputs.fail(reason)
+        self._failed = self._failed or reason
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(ExecutionError(reason))
+        self._waiting.clear()
 
     def feed(self, mode: Mode, step: int, microbatch: int, batch: Batch, only: frozenset[int] | None = None) -> None:
         present = self._round
-        for message, tensors in forwards(present.cut, present.fence, mode, step, microbatch, batch, only=only):
-            self._fed.put(message, tensors)
+        for fed in forwards(present.cut, present.fence, mode, step, microbatch, batch, only=only):
+            self._fed.put_nowait(fed)
+
+    async def _output(self, mode: Mode, step: int, index: int, batch: Batch) -> dict[str, HostTensor]:
+        """Feed one batch and return its outputs. Raises `ExecutionError` after `fail`."""
+        if self._failed is not None:
+            raise ExecutionError(self._failed)
+        future = self._waiting[mode, step, index] = asyncio.get_running_loop().create_future()
+        self.feed(mode, step, index, batch)
+        return await future
 
     async def _loss(self, step: int, index: int, batch: Batch) -> float:
-        waiting = self._outputs.expect("eval", step, index)
-        self.feed("eval", step, index, batch)
-        return _scalar((await waiting)[LOSS])
+        return _scalar((await self._output("eval", step, index, batch))[LOSS])
 
     async def evaluate(self, step: int) -> float:
         """Return the mean loss over the evaluation set. At most twice as many microbatches are in flight as there are
@@ -185,10 +145,8 @@ class Traffic:
 
     async def infer(self, step: int, batch: Batch) -> dict[str, HostTensor]:
         """Return the job outputs other than the loss for one batch. Raises `ExecutionError` after `fail`."""
-        index = self._outputs.next_inference()
-        waiting = self._outputs.expect("infer", step, index)
-        self.feed("infer", step, index, batch)
-        return await waiting
+        self._inferences += 1
+        return await self._output("infer", step, self._inferences, batch)
 
     async def bring(self, check: Check) -> None:
         """Have all inputs of the checked stage sent to the verifier. The owner's machine also needs its snapshots."""
@@ -236,7 +194,10 @@ class Traffic:
         if loss is not None and (loss.dtype, loss.shape) != ("float32", ()):
             return f"expected a loss as a float32 scalar, got {loss.dtype}{list(loss.shape)}"
         if message.mode != "train":
-            if not self._outputs.arrived(message.mode, message.step, message.microbatch, tensors):
+            future = self._waiting.pop((message.mode, message.step, message.microbatch), None)
+            if future is not None and not future.done():
+                future.set_result(tensors)
+            if future is None and self._failed is None:
                 return (
                     f"it sent an output of {message.mode} microbatch {message.microbatch} of step {message.step}, "
                     "which was not fed"

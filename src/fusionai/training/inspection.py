@@ -4,7 +4,7 @@ It keeps sketches and gradient norms of all steps that may still be checked, and
 machines with equal fingerprints only by the rounding of the sketches themselves, others as far as `backends.tolerance`
 allows for a chain of operators, with a margin. `coordination.round.verification` decides which peer is at fault.
 
-`training.driver` brings what arrives; `execution.sketches` makes the sketches.
+`training.driver` brings what arrives; `execution.tensors` makes the sketches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 
 from fusionai.backends.tolerance import TOLERANCES
 from fusionai.coordination.round.verification import Check, Opinion
-from fusionai.execution.sketches import KEY_BYTES, step_key
+from fusionai.execution.tensors import KEY_BYTES, step_key
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import StageOptions
 

@@ -1,10 +1,11 @@
 """Outer updates between several jobs that train one model (DiLoCo: A. Douillard et al. 2023, arXiv 2311.08105).
 
-Every job trains a fixed number of steps on its own. The mean of the jobs' parameter differences then acts as a gradient
-for an outer step: SGD with Nesterov momentum in torch's order of operations, applied to the last outer update. The
-gradient is sent packed, its packing error is added to the next one, and every job takes the step with the packed
-gradient, so all jobs have the same bits again. With two jobs, each receives the other's difference as it was packed,
-which takes no more bytes and loses nothing. Differences are summed in the order of the jobs' names.
+Every job trains a fixed number of steps on its own (local updates). Its stages send their parameter differences
+(`execution.training.exchange`), whose mean over the jobs then acts as a gradient for an outer step: SGD with Nesterov
+momentum in torch's order of operations, applied to the last outer update. The gradient is sent packed, its packing
+error is added to the next one, and every job takes the step with the packed gradient, so all jobs have the same bits
+again. With two jobs, each receives the other's difference as it was packed, which takes no more bytes and loses
+nothing. Differences are summed in the order of the jobs' names.
 
 A round takes all jobs that have sent differences when the last expected one arrives, or `deadline_s` after the first. A
 later job receives the whole agreed state and continues from it at once; its difference counts in the next round, so a
@@ -12,7 +13,7 @@ slow job's work is delayed but not lost. (The paper waits for all.) Until that j
 not wait for it. After `hold`, no round is decided without all jobs, so that stopping and restarting all jobs gives the
 same result as never stopping. Everything is on disk before any job is answered, so a restart gives the same answers.
 
-`training.local_updates` is a driver's view of this module; `outer_disk` stores it.
+`LocalUpdates` is the part of one job's driver (`training.driver`); `outer_disk` stores the outer state.
 """
 
 from __future__ import annotations
@@ -21,20 +22,28 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM
-from fusionai.execution.state import as_array
-from fusionai.execution.training.codecs import Carried, pack, unpack
-from fusionai.execution.training.exchange import OuterOptimizer
+from fusionai.execution.tensors import as_array, chunks
+from fusionai.execution.training.codecs import Carried, joined, pack, split, unpack
+from fusionai.execution.training.exchange import OuterOptimizer, carried_shapes, check_values
 from fusionai.ir.schema import Graph
 from fusionai.ir.weights import initialise
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.training.deployment import StateSource
+from fusionai.training.rounds import JobRound
+from fusionai.wire import messages as wire
 from fusionai.wire.codecs import Exchanged, ParameterForm
+from fusionai.wire.frame import headers
+
+if TYPE_CHECKING:
+    from fusionai.training.outer_disk import OuterFiles
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +60,6 @@ class OuterUpdate:
     `execution.exchange.carried_shapes`."""
 
     step: int
-    form: ParameterForm
-    values: Mapping[str, Carried]
-
-
-class ReportedUpdate(NamedTuple):
-    """The answer to one participant of a round."""
-
     form: ParameterForm
     values: Mapping[str, Carried]
 
@@ -95,8 +97,10 @@ class OuterState:
             residual={key: np.zeros_like(value) for key, value in anchor.items()},
         )
 
-    def step(self, pseudo_gradients: Sequence[Mapping[str, Carried]], rules: OuterRules) -> list[ReportedUpdate]:
-        """Take one outer step from the participants' differences. Return the answer to each, in the same order."""
+    def step(
+        self, pseudo_gradients: Sequence[Mapping[str, Carried]], rules: OuterRules
+    ) -> list[tuple[ParameterForm, Mapping[str, Carried]]]:
+        """Take one outer step from the participants' differences. Return (form, values) for each, in the same order."""
         share = np.float32(1 / len(pseudo_gradients))
         outer = OuterOptimizer(learning_rate=rules.learning_rate, momentum=rules.momentum)
         relayed = len(pseudo_gradients) == RELAYED
@@ -114,8 +118,8 @@ class OuterState:
             self.anchor[key], self.momentum[key] = outer.take(self.anchor[key], self.momentum[key], gradient)
         self.round += 1
         if relayed:
-            return [ReportedUpdate("other", other) for other in reversed(pseudo_gradients)]
-        return [ReportedUpdate("mean", means)] * len(pseudo_gradients)
+            return [("other", other) for other in reversed(pseudo_gradients)]
+        return [("mean", means)] * len(pseudo_gradients)
 
     def agreed(self) -> dict[str, HostTensor]:
         """Return agreed values and momentum, named as in `execution.exchange.carried_shapes`."""
@@ -137,18 +141,6 @@ def beginning(graph: Graph, seed: int, state: StateSource) -> dict[str, HostTens
             made = np.asarray(initialise(key, spec.shape, spec.dtype, spec.init, seed))
             given[key] = host_tensor(spec.dtype, spec.shape, made.tobytes())
     return given
-
-
-class OuterDisk(Protocol):
-    """Stores the outer state and the answers. Blocking; raises `StorageError`."""
-
-    def save(self, state: OuterState, updates: Mapping[str, OuterUpdate], rounds: Mapping[str, int]) -> None:
-        """Save durably before returning. `rounds`: for each job, the number of rounds that its state includes."""
-        ...
-
-    def updates(self, job: str, since: int) -> Iterable[OuterUpdate]: ...
-
-    def forget(self, job: str, below: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +179,7 @@ class Outer:
         self,
         state: OuterState,
         rules: OuterRules,
-        disk: OuterDisk,
+        disk: OuterFiles,
         rounds: Mapping[str, int],
         *,
         on_round: Callable[[RoundDone], None] = _ignored,
@@ -374,3 +366,113 @@ class Seat:
     def forget(self, below: int) -> None:
         """Drop outer updates of steps below `below`, which no stage runs again. Blocking."""
         self.outer.forget(self.job, below)
+
+
+class PseudoGradients:
+    """Collects the differences of one round of a job's driver. `shapes`: stage -> parameter -> shape."""
+
+    def __init__(self, shapes: Mapping[int, Mapping[str, tuple[int, ...]]], codec: Exchanged) -> None:
+        self._shapes = {stage: carried_shapes(known, "mean") for stage, known in shapes.items()}
+        self._codec: Exchanged = codec
+        self._step = -1
+        self._come: dict[int, dict[str, Carried]] = {}
+        self._whole: set[int] = set()
+
+    def take(self, message: wire.PseudoGradient, tensors: Mapping[str, HostTensor]) -> dict[str, Carried] | None:
+        """Take part of a stage's differences. Return every parameter's difference once all stages have sent theirs,
+        None before. A parameter of several stages takes the first stage's difference. Raises `ExecutionError` for
+        invalid ones."""
+        if message.step > self._step:
+            self._step = message.step
+            self._come.clear()
+            self._whole.clear()
+        if message.step < self._step or message.stage in self._whole:
+            return None
+        shapes, values = self._shapes.get(message.stage, {}), joined(tensors, message.packed)
+        check_values(values, shapes, self._codec, f"the difference of step {message.step}")
+        come = self._come.setdefault(message.stage, {})
+        come.update(values)
+        if not message.last:
+            return None
+        if missing := sorted(shapes.keys() - come):
+            raise ExecutionError(f"stage {message.stage} sent no difference of {', '.join(missing[:3])}.")
+        self._whole.add(message.stage)
+        if self._whole != self._shapes.keys():
+            return None
+        merged: dict[str, Carried] = {}
+        for stage in sorted(self._come, reverse=True):
+            merged |= self._come[stage]
+        return merged
+
+
+class LocalUpdates:
+    """A driver's part in local updates: collects differences in the present round and sends outer updates to stages.
+    `exchange` is None in a job that exchanges nothing."""
+
+    def __init__(self, present: JobRound, exchange: Seat | None) -> None:
+        self._round = present
+        self._exchange = exchange
+        self._pseudo_gradients = self._collector()
+        self._agreed_from = 0
+        """Outer updates of earlier steps were forgotten."""
+
+    def _collector(self) -> PseudoGradients:
+        """Return a collector for the stages with trainable parameters; others take no part in exchanges."""
+        shapes = {stage: one.trainable for stage, one in enumerate(self._round.cut.stages)}
+        return PseudoGradients(
+            {stage: known for stage, known in shapes.items() if known}, self._round.job.options.sync_codec
+        )
+
+    def begin_round(self) -> None:
+        self._pseudo_gradients = self._collector()
+
+    def forget(self, below: int) -> None:
+        """Forget outer updates that no stage will need again."""
+        below -= self._round.job.options.sync_lag
+        if self._exchange is not None and below > self._agreed_from:
+            self._agreed_from = below
+            self._round.start_lasting(asyncio.to_thread(self._exchange.forget, below))
+
+    def resume(self, stage: int, since: int) -> None:
+        """Send a stage the outer updates it needs because it runs steps again or was waiting for one."""
+        if self._exchange is not None and self._round.cut.stages[stage].trainable:
+            self._round.start(self._push(self._exchange, stage, since - self._round.job.options.sync_lag))
+
+    async def _push(self, exchange: Seat, stage: int, since: int) -> None:
+        for outer_update in await asyncio.to_thread(exchange.known, since):
+            await self._send(stage, outer_update)
+
+    async def _agree(self, exchange: Seat, step: int, pseudo_gradients: dict[str, Carried]) -> None:
+        outer_update = await exchange.agree(step, pseudo_gradients)
+        for stage in self._round.machine.roles.stages:
+            if self._round.cut.stages[stage].trainable:
+                await self._send(stage, outer_update)
+
+    async def _send(self, stage: int, outer_update: OuterUpdate) -> None:
+        names = carried_shapes(self._round.cut.stages[stage].trainable, outer_update.form)
+        pending = chunks((name, outer_update.values[name]) for name in sorted(names))
+        while True:
+            chunk = next(pending, None)
+            body, packed = split(dict(chunk or ()))
+            message = wire.OuterUpdateChunk(
+                fence=self._round.fence,
+                stage=stage,
+                step=outer_update.step,
+                last=chunk is None,
+                form=outer_update.form,
+                packed=packed,
+                tensors=headers(body),
+            )
+            await self._round.send_state(stage, message, tuple(body.values()))
+            if chunk is None:
+                return
+
+    def take(self, peer: PeerId, message: wire.PseudoGradient, tensors: Mapping[str, HostTensor]) -> None:
+        """Take part of a stage's differences. Raises `ExecutionError` for one that is not expected from this peer."""
+        exchange = self._exchange
+        if exchange is None or message.stage not in self._round.machine.roles.stages_of(peer):
+            raise ExecutionError(
+                f"got a difference of stage {message.stage} from peer {short(peer)}, which does not send any."
+            )
+        if message.fence == self._round.fence and (whole := self._pseudo_gradients.take(message, tensors)) is not None:
+            self._round.start(self._agree(exchange, message.step, whole))

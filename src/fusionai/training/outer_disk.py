@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fusionai.execution.state import as_array
+from fusionai.execution.tensors import as_array
 from fusionai.execution.training.codecs import Carried, joined, split
 from fusionai.primitives.errors import ExecutionError, StorageError
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -55,7 +55,7 @@ class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class OuterFiles:
-    """Stores an outer state in a directory (an `OuterDisk`). Only one process may use it at a time."""
+    """Stores an outer state and the answers in a directory. Blocking. Only one process may use it at a time."""
 
     def __init__(self, directory: Path) -> None:
         """Open the directory, creating it if necessary. Raises `StorageError`."""
@@ -88,6 +88,7 @@ class OuterFiles:
         return OuterState(round=index.round, shapes=shapes, **found), dict(index.rounds)
 
     def save(self, state: OuterState, updates: Mapping[str, OuterUpdate], rounds: Mapping[str, int]) -> None:
+        """Save durably before returning. `rounds`: for each job, the number of rounds that its state includes."""
         with self._turn:
             before = () if self._index is None else self._index.updates
             written = self._write_updates(state.round, updates)

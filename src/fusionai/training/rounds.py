@@ -1,7 +1,7 @@
 """The present round of a training job, as the parts of its driver share it: fence, plan, members and tasks.
 
 `JobRound` connects the members of a plan, sends each its whole part in the round, turns their messages into events, and
-ends the round's tasks when the next one begins. `training.driver` says when; `execution.links.connections` reaches the
+ends the round's tasks when the next one begins. `training.driver` says when; `execution.connections` reaches the
 members."""
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ from fusionai.coordination.round.interface import CommandFailed, DriverEvent, Li
 from fusionai.coordination.round.verification import Check
 from fusionai.coordination.training import interface
 from fusionai.coordination.training.driver import DriverMachine
-from fusionai.execution.deployment import Deployment
+from fusionai.execution.connections import Connections, Deployment, JobTasks
 from fusionai.execution.host import Host
-from fusionai.execution.links.connections import Connections
-from fusionai.execution.state import headers
-from fusionai.execution.tasks import JobTasks
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
@@ -28,6 +25,7 @@ from fusionai.training.deployment import Cut, TrainingJob, cut, stage_options
 from fusionai.training.inspection import Inspection
 from fusionai.transport.security.signed import Seal
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import headers
 from fusionai.wire.messages import Fence, StageOptions
 
 Post = Callable[[DriverEvent], None]

@@ -173,6 +173,16 @@ def describe(name: str, tensor: HostTensor) -> TensorHeader:
     return TensorHeader(name, tensor.dtype, tensor.shape, tensor.layout)
 
 
+def headers(tensors: Mapping[str, HostTensor]) -> tuple[TensorHeader, ...]:
+    """Return the headers that announce a message's tensors, in order."""
+    return tuple(describe(name, tensor) for name, tensor in tensors.items())
+
+
+def by_name(message: Message, tensors: Sequence[HostTensor]) -> dict[str, HostTensor]:
+    """Return a message's tensors by the names in its headers."""
+    return {header.name: tensor for header, tensor in zip(getattr(message, "tensors", ()), tensors, strict=True)}
+
+
 def _tag(message: Message) -> str:
     return str(message.__struct_config__.tag)
 

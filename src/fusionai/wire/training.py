@@ -310,7 +310,7 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
 
 
 class Sketch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Random projections of the content of one message between stages (`execution.sketches`). `sent`: the stage that
+    """Random projections of the content of one message between stages (`execution.tensors`). `sent`: the stage that
     computed the sketch sent the message; false: it received it. `other`: the stage at the other end, -1 for the data
     feed."""
 

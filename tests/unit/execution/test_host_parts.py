@@ -11,12 +11,11 @@ from collections.abc import Sequence
 import pytest
 
 from fusionai.backends.interface import WorksIn
-from fusionai.execution import compute
-from fusionai.execution.compute import ComputeThread
-from fusionai.execution.links.connections import LocalChannel
-from fusionai.execution.links.outbox import Outbox
-from fusionai.execution.links.peer_links import Links, dials
-from fusionai.execution.state import CHUNK_BYTES, chunks
+from fusionai.execution import host as compute
+from fusionai.execution.connections import LocalChannel
+from fusionai.execution.host import ComputeThread
+from fusionai.execution.links import Links, Outbox, dials
+from fusionai.execution.tensors import CHUNK_BYTES, chunks
 from fusionai.primitives.errors import ChannelClosed, ExecutionError, TransportError, WireError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.transport.interface import Envelope
@@ -265,7 +264,7 @@ def test_what_can_not_be_sent_is_reported_once_and_ends_the_channel(error: Excep
         await outbox.flush()
         assert lost == [str(error)]
         assert channel.closed, "the other side must not wait for what will never come"
-        assert outbox.lost
+        assert outbox.ended
         outbox.post(ping(2))
         await outbox.close()
         assert lost == [str(error)]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from fusionai.execution import member as driven_part
-from fusionai.execution.state import headers
 from fusionai.execution.training import stages as stages_module
 from fusionai.execution.training.boundary import GradientPort, Port, boundaries
 from fusionai.ir import schema
@@ -20,6 +19,7 @@ from fusionai.ir.schema import Graph, Node, Ref
 from fusionai.primitives.errors import TransportError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import headers
 from fusionai.wire.messages import Fence, OptimizerSpec, StageOptions
 from harness.pool import OWNER, tensor
 from harness.stand import (
@@ -592,7 +592,7 @@ def test_a_driver_that_never_reads_is_shown_out(monkeypatch: pytest.MonkeyPatch)
 
         stand.pool.network.delay = delay
         monkeypatch.setattr("harness.memory_transport.HIGH_WATER_BYTES", 100)
-        monkeypatch.setattr("fusionai.execution.links.outbox.FLUSH_TIMEOUT_S", 0.05)
+        monkeypatch.setattr("fusionai.execution.links.FLUSH_TIMEOUT_S", 0.05)
 
         async def flood() -> None:
             for sequence in range(1000):

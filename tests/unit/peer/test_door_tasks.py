@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from fusionai.execution.links.peer_links import open_job
+from fusionai.execution.links import open_job
 from fusionai.primitives.errors import RefusedError
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.interface import Channel

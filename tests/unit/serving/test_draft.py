@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import pytest
 
-from fusionai.execution.compute import ComputeThread
+from fusionai.execution.host import ComputeThread
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.serving.draft import DraftProposer, LoadedDraft

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fusionai.coordination.round.verification import Opinion
-from fusionai.execution.sketches import SIZE
+from fusionai.execution.tensors import SIZE
 from fusionai.primitives.tensors import host_tensor
 from fusionai.serving.inspection import (
     Neighbours,

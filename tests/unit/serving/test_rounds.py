@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 
 from fusionai.coordination.serving.interface import ServingRoles
-from fusionai.execution.deployment import Deployment
+from fusionai.execution.connections import Deployment
 from fusionai.scheduling.planner import plan as planned
 from fusionai.serving.rounds import ServingRound
 from fusionai.wire.messages import Fence

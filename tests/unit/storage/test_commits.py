@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.primitives.errors import StorageError
+from fusionai.storage.atomic import JobLock
 from fusionai.storage.commits import _ROOT_HASH, AdoptedPlan, CommitJournal, _chained, read_commits
-from fusionai.storage.lock import JobLock
 from fusionai.storage.rundir import RunDirectory
 from fusionai.wire.messages import CommitRecord, Fence
 from harness.examples import examples

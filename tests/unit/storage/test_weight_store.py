@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from fusionai.primitives.errors import StorageError
 from fusionai.storage import weight_store
-from fusionai.storage.weight_pieces import WeightPart, good_pieces, make_spec, piece_bytes, spec_bytes
-from fusionai.storage.weight_store import WeightStore
+from fusionai.storage.weight_store import WeightPart, WeightStore, good_pieces, make_spec, piece_bytes, spec_bytes
 from fusionai.wire.job import PIECE_BYTES, WeightSpec
 
 MIB = 2**20

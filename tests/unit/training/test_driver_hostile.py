@@ -11,14 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from fusionai.execution.links import connections
-from fusionai.execution.state import headers
+from fusionai.execution import connections
 from fusionai.execution.training.member import JobMember
 from fusionai.primitives.errors import DataError, ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.training import progress
 from fusionai.training.driver import Driver
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import headers
 from fusionai.wire.messages import Fence
 from harness.null_backend import NullBackend
 from harness.pool import OWNER, Data, Job, MemoryPool, Run, peer_id, tensor
@@ -31,7 +31,7 @@ LIAR = peer_id(1)
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between peers within this process nobody is late."""
-    monkeypatch.setattr("fusionai.execution.links.connections.LINK_GRACE_S", 0.02)
+    monkeypatch.setattr("fusionai.execution.connections.LINK_GRACE_S", 0.02)
 
 
 def zeros(step: int, microbatch: int) -> dict[str, np.ndarray]:

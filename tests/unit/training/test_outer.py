@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from fusionai.execution.state import as_array
+from fusionai.execution.tensors import as_array
 from fusionai.execution.training.codecs import Carried, pack, unpack
 from fusionai.execution.training.exchange import OuterOptimizer
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -29,7 +29,7 @@ def moved(*values: float) -> dict[str, Carried]:
 
 @dataclass
 class Memory:
-    """An `OuterDisk` that forgets nothing."""
+    """`OuterFiles` that forgets nothing."""
 
     answers: dict[str, list[OuterUpdate]] = field(default_factory=dict)
 
@@ -161,7 +161,7 @@ def test_everybody_comes_to_the_same_bits_from_what_it_is_told(jobs: int, codec:
         come = [host_tensor("float32", (600,), rng.standard_normal(600, np.float32).tobytes()) for _ in range(jobs)]
         sent = [pack("w", one, codec) for one in come]
         answers = state.step([{"w": one} for one in sent], rules)
-        assert [one.form for one in answers] == ["other" if jobs == 2 else "mean"] * jobs
+        assert [form for form, _ in answers] == ["other" if jobs == 2 else "mean"] * jobs
         for job, (form, values) in enumerate(answers):
             gradient = as_array(unpack(values["w"]))
             if form == "other":

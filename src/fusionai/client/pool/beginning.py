@@ -19,7 +19,7 @@ from fusionai.client.pool.job_files import kept_deployment
 from fusionai.client.pool.replanning import PoolReplanner, TrainingReplanner
 from fusionai.client.pool.session import PoolMember
 from fusionai.client.training.preparation import PreparedJob, problem_for
-from fusionai.execution.deployment import Deployment
+from fusionai.execution.connections import Deployment
 from fusionai.primitives.errors import PlanError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_stay

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fusionai.execution.deployment import Deployment
+from fusionai.execution.connections import Deployment
 from fusionai.primitives.errors import StorageError, TrustError
 from fusionai.scheduling.problem.types import Plan
 from fusionai.storage.atomic import storage_errors, write_atomic

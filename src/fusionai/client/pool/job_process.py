@@ -13,8 +13,7 @@ from fusionai.backends.interface import Backend, DeviceReport
 from fusionai.backends.registry import open_backend
 from fusionai.client.pool.job_trust import JobTrust
 from fusionai.client.pool.session import PoolMember, PoolSession
-from fusionai.execution.compute import ComputeThread
-from fusionai.execution.host import Host
+from fusionai.execution.host import ComputeThread, Host
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import PeerProfile

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from fusionai.execution.deployment import Deployment
+from fusionai.execution.connections import Deployment
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId, short

@@ -30,7 +30,7 @@ from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.primitives.environment import inherited
 from fusionai.primitives.errors import FusionError, StorageError
 from fusionai.primitives.process import ORDINARY, YIELDING, weigh_session
-from fusionai.storage.lock import JobLock
+from fusionai.storage.atomic import JobLock
 
 FIRST_S: Final = 1.0
 """Delay before the first restart, in seconds (chosen); doubled with each further one within `WINDOW_S`."""

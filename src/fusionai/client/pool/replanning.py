@@ -24,7 +24,7 @@ import msgspec
 from fusionai.client.pool.background import in_background
 from fusionai.client.pool.job_files import distrust, keep_deployment
 from fusionai.client.pool.session import PoolMember, near_links
-from fusionai.execution.deployment import Deployment
+from fusionai.execution.connections import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import ExecutionError, RefusedError, TransportError, TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
@@ -125,7 +125,7 @@ class PoolReplanner:
     async def replacement(
         self, present: Deployment, lost: frozenset[str], waiting: Callable[[str], None]
     ) -> Deployment:
-        """Return a deployment without the peers `lost`; wait until there is one (see `execution.deployment`). `waiting`
+        """Return a deployment without the peers `lost`, waiting until there is one (`execution.connections`). `waiting`
         receives the reasons for waiting. Raises `ExecutionError` if the recipe refuses the available machines."""
         for peer in lost - self._missing:
             self.note_lost(peer)

@@ -14,7 +14,7 @@ from typing import Final, Literal
 from fusionai.client.pool.session import PoolSession
 from fusionai.primitives.errors import FusionError, RefusedError, StorageError
 from fusionai.primitives.ids import JobId
-from fusionai.storage.lock import JobLock
+from fusionai.storage.atomic import JobLock
 from fusionai.training import progress
 from fusionai.wire import messages as wire
 

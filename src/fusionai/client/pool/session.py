@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from fusionai.client.pool.job_trust import JobTrust
-from fusionai.execution.deployment import Deployment
+from fusionai.execution.connections import Deployment
 from fusionai.primitives.clock import PoolClock, SystemClock
 from fusionai.primitives.errors import RefusedError, TransportError, TrustError, UsageError, WireError
 from fusionai.primitives.ids import JobId, PeerId

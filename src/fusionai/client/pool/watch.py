@@ -19,7 +19,7 @@ import msgspec
 from fusionai.client.pool.background import in_background
 from fusionai.client.pool.replanning import RETRIED, PoolReplanner
 from fusionai.client.pool.session import PoolMember, near_links
-from fusionai.execution.deployment import Deployment
+from fusionai.execution.connections import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short

@@ -25,7 +25,7 @@ from fusionai.capture.checking.check import require_causal
 from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.huggingface import model_directory
 from fusionai.capture.models.source import DirectorySource, HubSource, parse_source
-from fusionai.execution.compute import ComputeThread
+from fusionai.execution.host import ComputeThread
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import LOGITS, SEQUENCE, require_servable, serving_graph
 from fusionai.primitives.errors import GraphError, ModelError, UsageError

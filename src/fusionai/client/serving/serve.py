@@ -45,7 +45,7 @@ from fusionai.client.serving.model import (
 )
 from fusionai.client.serving.planning import checking_sentence, serving_problem
 from fusionai.client.serving.watch import ServingReplanner, ServingWatch
-from fusionai.execution.deployment import Deployment
+from fusionai.execution.connections import Deployment
 from fusionai.ir.cost import balance_tokens
 from fusionai.ir.serving import SEQUENCE
 from fusionai.primitives.clock import SystemClock

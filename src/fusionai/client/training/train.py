@@ -47,7 +47,7 @@ from fusionai.client.training.replica_crews import ReplicaPart
 from fusionai.coordination.training.evaluations import Evaluation, standing
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.schedule import early_rounds, learning_rate
-from fusionai.execution.deployment import Deployment
+from fusionai.execution.connections import Deployment
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import ExecutionError, FusionError, TransportError
 from fusionai.primitives.ids import JobId, PeerId, short

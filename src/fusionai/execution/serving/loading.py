@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -21,7 +21,7 @@ from fusionai.backends.serving.base import ServingProgram
 from fusionai.backends.serving.cacheless import WholeServing
 from fusionai.execution.host import Host
 from fusionai.execution.serving.boundary import ServingBoundary
-from fusionai.execution.serving.stage import ServingPostman, ServingStage, StageIdentity, retained_bytes
+from fusionai.execution.serving.stage import ServingStage, StageIdentity, retained_bytes
 from fusionai.execution.weights.fetching import WeightInlet, dialled, fetch
 from fusionai.execution.weights.server import WeightServer
 from fusionai.ir.schema import Graph, content_hash
@@ -34,6 +34,9 @@ from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import WeightSource, WeightSpec
+
+if TYPE_CHECKING:
+    from fusionai.execution.serving.member import ServingMember
 
 
 def identity_of(load: wire.Load) -> StageIdentity:
@@ -52,7 +55,7 @@ async def prepare_stage(
     load: wire.Load,
     tensors: Mapping[str, HostTensor],
     *,
-    postman: ServingPostman,
+    member: ServingMember,
     memory_limit_bytes: int | None,
 ) -> tuple[ServingStage, ServingProgram]:
     """Validate and prepare one stage in the compute thread. `memory_limit_bytes`: memory left for this stage. Raises
@@ -99,42 +102,9 @@ async def prepare_stage(
         )
     )
     stage = ServingStage(
-        identity=identity, boundary=boundary, graph=graph, program=program, compute=host.compute, postman=postman
+        identity=identity, boundary=boundary, graph=graph, program=program, compute=host.compute, member=member
     )
     return stage, program
-
-
-class StageWeights(Protocol):
-    """Source of one job's weights at one member."""
-
-    async def fetch(
-        self,
-        load: wire.Load,
-        opening: wire.OpenJob,
-        on_progress: Callable[[int, int], None],
-        on_refused: Callable[[PeerId, str], None],
-    ) -> Mapping[PeerId, int]:
-        """Make all weights of `load` available and return the bytes fetched, by source. `opening` is shown to other
-        members. Raises `ExecutionError`, `StorageError`."""
-        ...
-
-    def holding(self, specs: Sequence[WeightSpec]) -> AbstractContextManager[None]:
-        """Keep these weights available inside the context."""
-        ...
-
-    def read(self, spec: WeightSpec) -> HostTensor:
-        """Return the weight, memory-mapped. Raises `StorageError`."""
-        ...
-
-    async def from_owner(self, channel: Channel) -> None:
-        """Fetch from the driver on this connection, which the driver made, until it ends."""
-        ...
-
-    async def to_other(self, peer: PeerId, channel: Channel) -> None:
-        """Serve weights to another member until its connection ends."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class OwnWeights:
@@ -187,10 +157,12 @@ class FetchedWeights:
         on_progress: Callable[[int, int], None],
         on_refused: Callable[[PeerId, str], None],
     ) -> Mapping[PeerId, int]:
+        """Make all weights of `load` available and return the bytes fetched, by source. `opening` is shown to other
+        members. Raises `ExecutionError`, `StorageError`."""
         self._desk.allow(spec.digest for spec in load.weights)
 
         @asynccontextmanager
-        async def reach(source: WeightSource) -> AsyncIterator[Channel]:
+        async def reach(source: WeightSource) -> AsyncIterator[Channel | WeightInlet]:
             if source.peer == self._owner:
                 yield await self._from_owner()
             else:
@@ -208,7 +180,7 @@ class FetchedWeights:
             on_refused=on_refused,
         )
 
-    async def _from_owner(self) -> Channel:
+    async def _from_owner(self) -> WeightInlet:
         """Return the newest connection that the owner made. Waits 3 s, because the owner may be reconnecting."""
         try:
             async with asyncio.timeout(3.0):
@@ -222,18 +194,26 @@ class FetchedWeights:
         return self._inlet
 
     def holding(self, specs: Sequence[WeightSpec]) -> AbstractContextManager[None]:
+        """Keep these weights available inside the context."""
         return self._store.holding([spec.digest for spec in specs])
 
     def read(self, spec: WeightSpec) -> HostTensor:
+        """Return the weight, memory-mapped. Raises `StorageError`."""
         return self._store.read(spec)
 
     async def from_owner(self, channel: Channel) -> None:
+        """Fetch from the driver on this connection, which the driver made, until it ends."""
         inlet = self._inlet = WeightInlet(channel)
         self._inlet_came.set()
         await inlet.serve()
 
     async def to_other(self, peer: PeerId, channel: Channel) -> None:
+        """Serve weights to another member until its connection ends."""
         await self._desk.answer(peer, channel)
 
     def close(self) -> None:
         self._desk.close()
+
+
+StageWeights = OwnWeights | FetchedWeights
+"""Source of one job's weights at one member."""

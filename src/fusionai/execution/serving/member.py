@@ -4,7 +4,7 @@ The member checks every message's fence, validates what it is asked to run befor
 stages. It outlives its driver's connection. All decisions about the job are the driver's. The peer's daemon uses it,
 and the engine's process uses it for the job owner's own stages.
 
-`execution.serving.stage` runs each stage, `execution.serving.loading` fetches weights, `execution.links.peer_links`
+`execution.serving.stage` runs each stage, `execution.serving.loading` fetches weights, `execution.links`
 moves tensors. `execution.training.member` is the counterpart for training."""
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from fusionai.execution.compute import return_code_pages, return_freed_memory
-from fusionai.execution.host import Host
+from fusionai.execution.host import Host, return_code_pages, return_freed_memory
 from fusionai.execution.member import LinkLostSink, RoundMember
 from fusionai.execution.serving.loading import StageWeights, identity_of, prepare_stage
 from fusionai.execution.serving.stage import ServingStage
 from fusionai.execution.serving.verifier import TextVerifier
-from fusionai.execution.state import by_name, headers
 from fusionai.primitives.errors import (
     ExecutionError,
     FusionError,
@@ -31,9 +29,10 @@ from fusionai.primitives.errors import (
 )
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
-from fusionai.storage.weight_pieces import spec_bytes
+from fusionai.storage.weight_store import spec_bytes
 from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import by_name, headers
 from fusionai.wire.messages import Fence
 
 log = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ class ServingMember(RoundMember):
             case wire.Load() as load:
                 self._start(self._load(load, envelope.tensors))
             case wire.Rebuild() as order:
-                self._deliver(order, {})
+                self._deliver(order.stage, order, {})
             case wire.RequestSketches() | wire.ShowRows() | wire.ReadAgain() as order:
                 self._answer_evidence(order)
             case _:
@@ -149,7 +148,7 @@ class ServingMember(RoundMember):
             return
         match message:
             case wire.Pass():
-                self._deliver(message, envelope.tensors)
+                self._deliver(message.consumer, message, envelope.tensors)
             case wire.ShownRows():
                 self._read_on(peer, message, envelope.tensors)
             case wire.PassResult():
@@ -161,9 +160,8 @@ class ServingMember(RoundMember):
                     raise ExecutionError(f"data for a check of {self.job} arrived at a member without a driver.")
                 self._on_evidence(peer, message, envelope.tensors)
 
-    def _deliver(self, message: wire.Pass | wire.Rebuild, tensors: Mapping[str, HostTensor]) -> None:
-        """Pass a message to the stage it addresses if the fence is exactly that of the round."""
-        number = message.consumer if isinstance(message, wire.Pass) else message.stage
+    def _deliver(self, number: int, message: wire.Message, tensors: Mapping[str, HostTensor]) -> None:
+        assert isinstance(message, wire.Pass | wire.Rebuild)
         stage = self._stages.get(number)
         here = self._placement.places.get(number) == self._host.peer
         if stage is None or not here or message.fence != self._placement.fence:
@@ -284,7 +282,7 @@ class ServingMember(RoundMember):
             fence=load.fence, stage=load.stage, done_bytes=0, total_bytes=total_bytes
         )
         stage, program = await prepare_stage(
-            self._host, load, tensors, postman=self, memory_limit_bytes=self._unused_bytes()
+            self._host, load, tensors, member=self, memory_limit_bytes=self._unused_bytes()
         )
         # Compilation is done and no large tensor is allocated yet.
         return_freed_memory()
@@ -444,14 +442,8 @@ class ServingMember(RoundMember):
 
     # -------------------------------------------------------------------------------------------- what stages send
 
-    def to_stage(self, stage: int, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
-        peer = self._placement.peer_of(stage)
-        if peer != self._host.peer:
-            self._post(peer, message, tensors)
-        elif isinstance(message, wire.Pass):
-            asyncio.get_running_loop().call_soon(self._deliver, message, by_name(message, tensors))
-
     def result(self, message: wire.PassResult, tensors: Sequence[HostTensor]) -> None:
+        """Send to the driver, on the tensor link."""
         if self._on_result is None:
             self._post(self.owner, message, tensors)
         else:

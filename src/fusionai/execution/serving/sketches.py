@@ -16,7 +16,7 @@ Texts are kept in the order of their last addition; the oldest is dropped when t
 that is computed again replaces everything known from there on.
 
 Source: activation fingerprints of DiFR (arXiv 2511.20621). `execution.serving.stage` adds rows,
-`execution.serving.verifier` sketches recomputed rows, `serving.checking` compares. `execution.sketches` makes the
+`execution.serving.verifier` sketches recomputed rows, `serving.checking` compares. `execution.tensors` makes the
 sketches of training, which cover whole microbatches."""
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionai.execution.serving.boundary import RowSpec
-from fusionai.execution.sketches import SIZE, signs, step_key
-from fusionai.execution.state import as_array
+from fusionai.execution.tensors import SIZE, as_array, signs, step_key
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor
 from fusionai.scheduling.kernels.compiled import available, compiled
 from fusionai.wire.messages import Segment

@@ -16,23 +16,26 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 
 from fusionai.backends.serving.base import ServingProgram
-from fusionai.execution.compute import ComputeThread, Outcome, Timed
+from fusionai.execution.host import ComputeThread, Outcome, Timed
 from fusionai.execution.serving.boundary import RetainedRows, RowSpec, ServingBoundary, packed
 from fusionai.execution.serving.sketches import SketchBook
 from fusionai.execution.serving.verifier import TextVerifier
-from fusionai.execution.state import headers
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import FROM_SEGMENTS, HIDDEN
 from fusionai.primitives.errors import ExecutionError, FusionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire
-from fusionai.wire.messages import Fence, Segment, ServeOptions, StageDelay
+from fusionai.wire.frame import headers
+from fusionai.wire.messages import Segment, ServeOptions, StageDelay
+
+if TYPE_CHECKING:
+    from fusionai.execution.serving.member import ServingMember
 
 log = logging.getLogger(__name__)
 
@@ -42,27 +45,6 @@ MAX_WAITING: Final = 1024
 """Passes that may wait at a stage (chosen)."""
 MAX_WAITING_BYTES: Final = 2**29
 """Bytes of tensors that waiting passes may hold at a stage (chosen)."""
-
-
-class ServingPostman(Protocol):
-    """Sends a stage's messages; `execution.serving.member` implements it. No method raises for a lost link."""
-
-    def to_stage(self, stage: int, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None: ...
-
-    def to_driver(self, message: wire.Message) -> None:
-        """Send on the control connection."""
-        ...
-
-    def result(self, message: wire.PassResult, tensors: Sequence[HostTensor]) -> None:
-        """Send to the driver, on the tensor link."""
-        ...
-
-    def failed(self, stage: int, fence: Fence, code: wire.RefusalCode, reason: str) -> None: ...
-
-    @property
-    def present(self) -> Fence:
-        """Fence of the present round."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +84,7 @@ class ServingStage:
         graph: Graph,
         program: ServingProgram,
         compute: ComputeThread,
-        postman: ServingPostman,
+        member: ServingMember,
     ) -> None:
         self.stage = boundary.stage
         self.identity = identity
@@ -112,7 +94,7 @@ class ServingStage:
         self._options = identity.options
         self._program = program
         self._compute = compute
-        self._postman = postman
+        self._member = member
         self._caches = keeps_positions(graph, identity.options)
         self._inputs = frozenset(graph.inputs) - FROM_SEGMENTS
         self._placed = self._caches or not FROM_SEGMENTS.isdisjoint(graph.inputs)
@@ -195,7 +177,7 @@ class ServingStage:
 
     def _run(self, order: _Order) -> dict[str, HostTensor] | None:
         """Compute the pass, in the compute thread. Returns None for a pass of a round that is over."""
-        if order.message.fence != self._postman.present:
+        if order.message.fence != self._member.present:
             return None
         self._computing = order.message.number, time.monotonic()
         try:
@@ -219,15 +201,15 @@ class ServingStage:
         match outcome:
             case FusionError():
                 reason = str(outcome)[:4000]
-                self._postman.to_driver(
+                self._member.to_driver(
                     wire.PassFailed(fence=message.fence, stage=self.stage, number=message.number, reason=reason)
                 )
             case Exception():
                 log.error("stage %d failed", self.stage, exc_info=outcome)
                 code: wire.RefusalCode = "out_of_memory" if isinstance(outcome, MemoryError) else "failed"
-                self._postman.failed(self.stage, message.fence, code, f"{type(outcome).__name__}: {outcome}")
+                self._member.failed(self.stage, message.fence, code, f"{type(outcome).__name__}: {outcome}")
             case made, timed:
-                if made is not None and message.fence == self._postman.present:
+                if made is not None and message.fence == self._member.present:
                     self._send_on(order, made, timed)
 
     def _send_on(self, order: _Order, made: dict[str, HostTensor], timed: Timed) -> None:
@@ -249,19 +231,19 @@ class ServingStage:
                     session=done.session,
                     length=done.start + done.length,
                 )
-                self._postman.to_driver(rebuilt)
+                self._member.to_driver(rebuilt)
         elif answers:
             # After row selection, a pass without wanted rows has nothing left to compute.
             result = {} if not message.wanted else {message.output: made[message.output]}
             answer = wire.PassResult(
                 fence=message.fence, number=message.number, stage=self.stage, hops=hops, tensors=headers(result)
             )
-            self._postman.result(answer, tuple(result.values()))
+            self._member.result(answer, tuple(result.values()))
         else:
             following = msgspec.structs.replace(
                 message, producer=self.stage, consumer=self.stage + 1, hops=hops, tensors=headers(sent)
             )
-            self._postman.to_stage(self.stage + 1, following, tuple(sent.values()))
+            self._member.to_stage(self.stage + 1, following, tuple(sent.values()))
         if self._retained is not None or self._book is not None:
             # In a later turn of the event loop, so that the messages leave first.
             asyncio.get_running_loop().call_soon(self._keep, order, sent)
@@ -274,7 +256,7 @@ class ServingStage:
                 self._retained.keep(message.segments, sent)
             except ExecutionError as error:
                 reason = f"what was sent on can't be kept: {error}"
-                self._postman.failed(self.stage, message.fence, "bad_message", reason)
+                self._member.failed(self.stage, message.fence, "bad_message", reason)
         if self._book is not None and message.rebuild < 0:
             self._book.add(message.segments, message.wanted, order.tensors, sent)
 
@@ -335,7 +317,7 @@ class ServingStage:
         try:
             self._send_again(order)
         except ExecutionError as error:
-            self._postman.to_driver(
+            self._member.to_driver(
                 wire.PassFailed(fence=order.fence, stage=self.stage, number=order.number, reason=str(error)[:4000])
             )
 
@@ -355,7 +337,7 @@ class ServingStage:
                 rebuild=order.through,
                 tensors=headers(tensors),
             )
-            self._postman.to_stage(self.stage + 1, again, tuple(tensors.values()))
+            self._member.to_stage(self.stage + 1, again, tuple(tensors.values()))
 
     # ------------------------------------------------------------------------------------------------- spot checks
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from fusionai.backends.serving.base import ServingProgram
 from fusionai.backends.tolerance import numbers
-from fusionai.execution.compute import ComputeThread
+from fusionai.execution.host import ComputeThread
 from fusionai.execution.serving.boundary import ServingBoundary
 from fusionai.execution.serving.sketches import Projection, Sketches
 from fusionai.ir.schema import Graph

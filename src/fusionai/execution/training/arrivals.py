@@ -26,6 +26,8 @@ from fusionai.wire import messages as wire
 from fusionai.wire.codecs import Codec, PackedTensor, Packing, ParameterForm, codec_between, follows, packing, packs
 from fusionai.wire.messages import Mode
 
+Tensors = Mapping[str, Carried]
+
 
 class Arrivals:
     """Checks tensor messages for one stage. Each method raises `ExecutionError` for a message the stage must not
@@ -34,11 +36,12 @@ class Arrivals:
     def __init__(self, graph: Graph, boundary: Boundary, codecs: Sequence[Codec] = ()) -> None:
         self._stage = boundary.stage
         self._codecs = codecs
-        self._inputs = {port.other: port for port in boundary.receives}
+        modes = get_args(Mode)
+        self._inputs = {(mode, port.other): port.carried(mode) for mode in modes for port in boundary.receives}
         self._returns = {port.other: frozenset(port.values) for port in boundary.returned}
         own = boundary.stage
         self._replica = boundary.replica
-        self._crosses = boundary.crosses
+        self._replicas = boundary.replicas
         self._partials = {other: boundary.summed_keys(own, other) for other in boundary.sums_of}
         self._totals = {home: boundary.shared_keys(home, own) for home in boundary.summed_by}
         known = {*graph.inputs, *graph.params}
@@ -50,32 +53,37 @@ class Arrivals:
         for spec in graph.params.values():
             self._limits_bytes[f"parameter {spec.key}"] = math.prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype]
 
+    def check(self, message: wire.Forward | wire.Backward | wire.SharedGradient, tensors: Tensors) -> None:
+        if not isinstance(message, wire.SharedGradient) and (
+            message.replica != self._replica or message.microbatch % self._replicas != self._replica
+        ):
+            raise ExecutionError(
+                f"stage {self._stage} belongs to replica {self._replica}, "
+                f"got microbatch {message.microbatch} of replica {message.replica}."
+            )
+        match message:
+            case wire.Forward():
+                self.forward(message, tensors)
+            case wire.Backward():
+                self.backward(message, tensors)
+            case wire.SharedGradient():
+                self.shared(message, tensors)
+
     def forward(self, message: wire.Forward, tensors: Mapping[str, Carried]) -> None:
-        self._of_here(message)
-        port = self._inputs.get(message.producer)
-        expected = port.carried(message.mode) if port is not None else ()
+        expected = self._inputs.get((message.mode, message.producer), ())
         if set(tensors) != set(expected):
             raise ExecutionError(
                 f"stage {self._stage} expected {list(expected)} from {_place(message.producer)}, got {list(tensors)}."
             )
+        way = packing(codec_between(self._codecs, message.producer, self._stage), forward=True)
         for name, carried in tensors.items():
-            codec = codec_between(self._codecs, message.producer, self._stage)
-            was = self._as_agreed(name, carried, packing(codec, forward=True), following=True)
-            declared = "int64" if self._dtypes[name] == "symint" else self._dtypes[name]
-            half = declared == "float32" and was.dtype == "bfloat16"
-            if was.dtype != declared and not half:
-                raise ExecutionError(f"stage {self._stage} expected {name!r} as {declared}, got {was.dtype}.")
-            self._size(name, name, was)
+            self._tensor(name, carried, way, self._limits_bytes[name], declared=self._dtypes[name])
 
     def backward(self, message: wire.Backward, tensors: Mapping[str, Carried]) -> None:
-        self._of_here(message)
         self._named(message.consumer, "gradients", self._returns.get(message.consumer, frozenset()), tensors)
+        way = packing(codec_between(self._codecs, self._stage, message.consumer), forward=False)
         for name, carried in tensors.items():
-            codec = codec_between(self._codecs, self._stage, message.consumer)
-            way = "none" if name in self._parameters else packing(codec, forward=False)
-            was = self._as_agreed(name, carried, way)
-            self._float(name, was)
-            self._size(name, name, was)
+            self._tensor(name, carried, "none" if name in self._parameters else way, self._limits_bytes[name])
 
     def shared(self, message: wire.SharedGradient, tensors: Mapping[str, Carried]) -> None:
         known = self._partials if message.phase == "partial" else self._totals
@@ -85,33 +93,29 @@ class Arrivals:
             )
         self._named(message.sender, "shared gradients", known.get(message.sender, frozenset()), tensors)
         for key, carried in tensors.items():
-            was = self._as_agreed(key, carried, "none")
-            self._float(key, was)
-            self._size(key, f"parameter {key}", was)
+            self._tensor(key, carried, "none", self._limits_bytes[f"parameter {key}"])
 
-    def _as_agreed(
-        self, name: str, carried: Carried, codec: Packing, *, following: bool = False
-    ) -> HostTensor | PackedTensor:
-        """Return the tensor as it was before packing, after checking its packing. Packing other than agreed is refused,
-        because stages would then compute with different numbers."""
+    def _tensor(self, name: str, carried: Carried, codec: Packing, most_bytes: int, *, declared: str = "") -> None:
+        """Check packing, dtype and size of a tensor: of an activation with its `declared` dtype, or of a gradient.
+        Packing other than agreed is refused, because stages would then compute with different numbers. The size is that
+        after unpacking, because that is what will be allocated."""
         was, found = (carried.was, carried.was.codec) if isinstance(carried, Packed) else (carried, "none")
         expected = codec if packs(codec, was.dtype, was.shape) else "none"
         if found != expected:
             raise ExecutionError(f"stage {self._stage} expected {name!r} packed as {expected}, got {found}.")
-        follow = following and follows(expected, was.shape)
+        follow = bool(declared) and follows(expected, was.shape)
         if isinstance(was, PackedTensor) and was.following != follow:
             raise ExecutionError(
                 f"stage {self._stage} expected rows of {name!r} "
                 f"{'predicted from earlier rows' if follow else 'packed independently'}."
             )
-        return was
-
-    def _of_here(self, message: wire.Forward | wire.Backward) -> None:
-        if message.replica != self._replica or not self._crosses(message.microbatch):
-            raise ExecutionError(
-                f"stage {self._stage} belongs to replica {self._replica}, "
-                f"got microbatch {message.microbatch} of replica {message.replica}."
-            )
+        declared = "int64" if declared == "symint" else declared
+        if not declared and was.dtype not in FLOAT_DTYPES:
+            raise ExecutionError(f"stage {self._stage} expected a float gradient of {name!r}, got {was.dtype}.")
+        if declared and was.dtype != declared and (declared, was.dtype) != ("float32", "bfloat16"):
+            raise ExecutionError(f"stage {self._stage} expected {name!r} as {declared}, got {was.dtype}.")
+        if (nbytes := tensor_bytes(was.dtype, was.shape)) > most_bytes:
+            raise ExecutionError(f"stage {self._stage} expected at most {most_bytes} bytes of {name!r}, got {nbytes}.")
 
     def _named(self, other: int, what: str, known: frozenset[str], tensors: Mapping[str, Carried]) -> None:
         """Refuse unknown names. Missing names are correct: a value that nothing depended on has no gradient."""
@@ -119,16 +123,6 @@ class Arrivals:
             raise ExecutionError(
                 f"stage {self._stage} expected {what} of {sorted(known)} from {_place(other)}, got {sorted(unknown)}."
             )
-
-    def _float(self, name: str, tensor: HostTensor | PackedTensor) -> None:
-        if tensor.dtype not in FLOAT_DTYPES:
-            raise ExecutionError(f"stage {self._stage} expected a float gradient of {name!r}, got {tensor.dtype}.")
-
-    def _size(self, name: str, limit: str, tensor: HostTensor | PackedTensor) -> None:
-        """Limit the size after unpacking, because that is what will be allocated."""
-        most, nbytes = self._limits_bytes[limit], tensor_bytes(tensor.dtype, tensor.shape)
-        if nbytes > most:
-            raise ExecutionError(f"stage {self._stage} expected at most {most} bytes of {name!r}, got {nbytes}.")
 
 
 def _largest_bytes(graph: Graph, spec: ValueSpec) -> int:
@@ -141,7 +135,6 @@ def _place(stage: int) -> str:
     return "the data feed" if stage == FEED else f"stage {stage}"
 
 
-Tensors = Mapping[str, Carried]
 Some = TypeVar("Some", HostTensor, HostTensor | Packed)
 Entries = list[tuple[str, HostTensor]]
 ByConsumer = dict[str, dict[int, Carried]]
@@ -157,12 +150,11 @@ class _Shared:
 
 
 class WaitingTensors:
-    """Waiting tensors of one stage. `check` raises `ExecutionError` for wrong tensors, `keep` if the limit is
-    exceeded."""
+    """Waiting tensors of one stage. `arrivals` checks them; `keep` raises `ExecutionError` if the limit is exceeded."""
 
     def __init__(self, stage: int, arrivals: Arrivals, limit_bytes: int) -> None:
         self._stage = stage
-        self._arrivals = arrivals
+        self.arrivals = arrivals
         self._limit_bytes = limit_bytes
         self._inputs: defaultdict[tuple[Mode, int, int], dict[str, Carried]] = defaultdict(dict)
         self._gradients: defaultdict[tuple[int, int], ByConsumer] = defaultdict(lambda: defaultdict(dict))
@@ -184,15 +176,6 @@ class WaitingTensors:
     def microbatches(self) -> int:
         """Number of microbatches whose inputs wait."""
         return len(self._inputs)
-
-    def check(self, message: wire.Forward | wire.Backward | wire.SharedGradient, tensors: Tensors) -> None:
-        match message:
-            case wire.Forward():
-                self._arrivals.forward(message, tensors)
-            case wire.Backward():
-                self._arrivals.backward(message, tensors)
-            case wire.SharedGradient():
-                self._arrivals.shared(message, tensors)
 
     def keep(self, message: wire.Forward | wire.Backward | wire.SharedGradient, tensors: Tensors) -> bool:
         """Store tensors that the stage machine needs, each at most once. Return whether the message is now complete."""

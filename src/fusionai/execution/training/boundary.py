@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -24,7 +24,7 @@ from fusionai.coordination.training.exchanges import NO_EXCHANGES, Exchanges
 from fusionai.coordination.training.step import StageShape
 from fusionai.ir.partition import Partition, SharedParam
 from fusionai.ir.schema import Graph, ListArg, Ref
-from fusionai.primitives.errors import ExecutionError, GraphError, PlanError
+from fusionai.primitives.errors import GraphError, PlanError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, Mode
@@ -52,6 +52,9 @@ class GradientPort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     other: int
     values: tuple[str, ...]
+
+
+AnyPort = TypeVar("AnyPort", Port, GradientPort)
 
 
 class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -299,8 +302,8 @@ def replicated(partitions: Sequence[Partition]) -> tuple[Boundary, ...]:
                     stage=stage,
                     receives=tuple(_numbered_on(port, first) for port in boundary.receives),
                     sends=tuple(_numbered_on(port, first) for port in boundary.sends),
-                    returns=tuple(_returned_on(port, first) for port in boundary.returns),
-                    returned=tuple(_returned_on(port, first) for port in boundary.returned),
+                    returns=tuple(_numbered_on(port, first) for port in boundary.returns),
+                    returned=tuple(_numbered_on(port, first) for port in boundary.returned),
                     shared=tuple(one for one in shared if stage in one.stages),
                     replica=replica,
                     replicas=len(partitions),
@@ -309,12 +312,8 @@ def replicated(partitions: Sequence[Partition]) -> tuple[Boundary, ...]:
     return tuple(made)
 
 
-def _numbered_on(port: Port, first: int) -> Port:
+def _numbered_on(port: AnyPort, first: int) -> AnyPort:
     return port if port.other == FEED else msgspec.structs.replace(port, other=first + port.other)
-
-
-def _returned_on(port: GradientPort, first: int) -> GradientPort:
-    return msgspec.structs.replace(port, other=first + port.other)
 
 
 def _job_outputs(partition: Partition, stage: int, graph: Graph) -> tuple[str, ...]:
@@ -419,27 +418,15 @@ def _key(message: Sent) -> _Key:
             return message.step, AFTER_ALL_MICROBATCHES, what, message.receiver, message.part
 
 
-def receiver(message: wire.Message) -> tuple[int, Fence]:
-    """Return the receiving stage and the fence. Raises `ExecutionError` for a message that addresses no stage."""
+def ends(message: wire.Message) -> tuple[int | None, int | None]:
+    """Return the stages that a tensor message claims to come from and is for; None for the driver, and for all other
+    messages."""
     match message:
-        case wire.Forward(consumer=stage, fence=fence) | wire.Backward(producer=stage, fence=fence):
-            return stage, fence
-        case wire.SharedGradient(receiver=stage, fence=fence):
-            return stage, fence
-        case wire.Commit(stage=stage, fence=fence) | wire.Resume(stage=stage, fence=fence):
-            return stage, fence
-        case wire.Export(stage=stage, fence=fence):
-            return stage, fence
+        case wire.Forward(producer=sender, consumer=receiver) | wire.Backward(consumer=sender, producer=receiver):
+            return sender, receiver
+        case wire.SharedGradient(sender=sender, receiver=receiver):
+            return sender, receiver
+        case wire.Output(stage=sender):
+            return sender, None
         case _:
-            raise ExecutionError(f"a {type(message).__name__} has no place on a connection between members of a job.")
-
-
-def sender(message: wire.Message) -> int | None:
-    """Return the stage that a tensor message claims to come from, None for other messages."""
-    match message:
-        case wire.Forward(producer=stage) | wire.Backward(consumer=stage) | wire.SharedGradient(sender=stage):
-            return stage
-        case wire.Output(stage=stage):
-            return stage
-        case _:
-            return None
+            return None, None

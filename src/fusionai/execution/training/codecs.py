@@ -29,7 +29,7 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.execution.state import as_array, as_bytes
+from fusionai.execution.tensors import as_array, as_bytes
 from fusionai.execution.training import codec_kernels as kernels
 from fusionai.execution.training.codec_kernels import starts_of, turned, turned_back
 from fusionai.primitives.errors import ExecutionError
@@ -134,7 +134,7 @@ def unpack(carried: Carried) -> HostTensor:
 
 
 def unpack_all(carried: Mapping[Name, Carried]) -> dict[Name, HostTensor]:
-    return {name: unpack(one) for name, one in carried.items()}
+    return {name: one if isinstance(one, HostTensor) else unpack(one) for name, one in carried.items()}
 
 
 def split(carried: Mapping[str, Carried]) -> tuple[dict[str, HostTensor], tuple[PackedTensor, ...]]:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from fusionai.backends.interface import StageProgram
 from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM, REPORTED, RESIDUAL
-from fusionai.execution.state import as_array, as_bytes
+from fusionai.execution.tensors import as_array, as_bytes
 from fusionai.execution.training.codecs import Carried, pack, unpack
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -48,25 +48,19 @@ class OuterOptimizer:
         return np.subtract(anchor, rate * (gradient + momentum * held), dtype=np.float32), held
 
 
-def keep_anchor(program: StageProgram, keys: Iterable[str]) -> None:
-    """Store the present parameters as the last outer update."""
+def keep(program: StageProgram, keys: Iterable[str], slot: str) -> None:
+    """Store the present parameters: as the last outer update (`ANCHOR`), or as the ones the next difference is computed
+    from, whatever they become meanwhile (`REPORTED`)."""
     for key in keys:
         ((_, present),) = program.export_entries([f"model/{key}"])
-        program.import_state([(f"optimizer/{key}/{ANCHOR}", present)])
-
-
-def keep_reported(program: StageProgram, keys: Iterable[str]) -> None:
-    """Store the present parameters as the ones the next difference is computed from, whatever they become meanwhile."""
-    for key in keys:
-        ((_, present),) = program.export_entries([f"model/{key}"])
-        program.import_state([(f"optimizer/{key}/{REPORTED}", present)])
+        program.import_state([(f"optimizer/{key}/{slot}", present)])
 
 
 def pseudo_gradients(
     program: StageProgram, keys: Iterable[str], codec: Exchanged, *, overlapped: bool
 ) -> Iterator[tuple[str, Carried]]:
-    """Yield each parameter's difference, packed, float32 and flat. `overlapped`: from the parameters stored by
-    `keep_reported` instead of the present ones."""
+    """Yield each parameter's difference, packed, float32 and flat. `overlapped`: from the stored
+    parameters (`REPORTED`) instead of the present ones."""
     for key in keys:
         yield key, pack(key, _pseudo_gradient(program, key, overlapped=overlapped)[0], codec)
 

@@ -4,7 +4,7 @@ The member checks every message's fence, validates what it is asked to run befor
 stages. It outlives a driver's connection: the driver's next connection takes it over. All decisions about the job are
 the driver's. The peer's daemon uses it, and the driver's process uses it for the job owner's own stages.
 
-`execution.training.runtime` runs each stage, `execution.links.peer_links` moves tensors,
+`execution.training.runtime` runs each stage, `execution.links` moves tensors,
 `execution.training.snapshots` handles snapshots."""
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from functools import partial
 
 from fusionai.execution.host import Host
 from fusionai.execution.member import LinkLostSink, RoundMember
-from fusionai.execution.state import by_name
-from fusionai.execution.training import boundary as envelopes
-from fusionai.execution.training.boundary import Sent
+from fusionai.execution.training.boundary import Sent, ends
 from fusionai.execution.training.runtime import StageRuntime
 from fusionai.execution.training.snapshots import MemberSnapshots
 from fusionai.execution.training.stages import HELD_WITHOUT_LIMIT_BYTES, Stages
@@ -33,6 +31,7 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import by_name
 from fusionai.wire.messages import Fence
 
 log = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class JobMember(RoundMember):
         self._on_output = on_output
         self._stages = Stages(host, job, self)
         self._attaching = asyncio.Lock()
-        self._snapshots = MemberSnapshots(
+        self.kept = MemberSnapshots(
             host.transport,
             self._placement,
             room_bytes=lambda: self._stages.snapshot_room_bytes,
@@ -81,7 +80,7 @@ class JobMember(RoundMember):
     @property
     def snapshots(self) -> tuple[wire.SnapshotAt, ...]:
         """Complete snapshots kept here."""
-        return self._snapshots.store.held
+        return self.kept.store.held
 
     # ------------------------------------------------------------------------------------------ reading channels
 
@@ -99,8 +98,8 @@ class JobMember(RoundMember):
                 self._start(self._answer_evidence(asked))
             case wire.Resume() | wire.Commit() | wire.Export() as message:
                 if isinstance(message, wire.Commit) and message.fence == self._placement.fence:
-                    self._snapshots.store.drop_below(message.watermark)
-                self._deliver(message, envelope.tensors)
+                    self.kept.store.drop_below(message.watermark)
+                self._deliver(message.stage, message, envelope.tensors)
             case _:
                 return False
         return True
@@ -149,24 +148,22 @@ class JobMember(RoundMember):
     async def serve_snapshots(self, peer: PeerId, channel: Channel) -> None:
         """Serve a state connection on which another member sends snapshots."""
         with self._served():
-            await self._snapshots.serve(peer, channel)
+            await self.kept.serve(peer, channel)
 
     async def _from_link(self, peer: PeerId, envelope: Envelope) -> None:
         message = envelope.message
-        sender = envelopes.sender(message)
+        sender, receiver = ends(message)
         if sender is None:
             raise self._only_the_driver(peer, message)
         if not self._is_of_round(peer, message, sender):
             return
         if isinstance(message, wire.Output):
             self._take_output(message, envelope.tensors)
-        else:
-            self._deliver(message, envelope.tensors)
+        elif receiver is not None:
+            self._deliver(receiver, message, envelope.tensors)
 
-    def _deliver(self, message: wire.Message, tensors: Mapping[str, HostTensor]) -> None:
-        """Pass a message to the stage it addresses if the fence is exactly that stage's."""
-        stage, fence = envelopes.receiver(message)
-        runtime = self._runtime(stage, fence)
+    def _deliver(self, number: int, message: wire.Message, tensors: Mapping[str, HostTensor]) -> None:
+        runtime = self._runtime(number, getattr(message, "fence", None))
         if runtime is None:
             return
         try:
@@ -174,13 +171,16 @@ class JobMember(RoundMember):
         except FusionError as error:
             self._report(error, runtime)
         except Exception as error:
-            log.exception("stage %d of %s could not take a %s", stage, self.job, type(message).__name__)
+            log.exception("stage %d of %s could not take a %s", number, self.job, type(message).__name__)
             self._report(ExecutionError(f"{type(error).__name__}: {error}"), runtime)
 
-    def _runtime(self, stage: int, fence: Fence) -> StageRuntime | None:
-        runtime = self._stages.accepting(stage, fence)
-        self.stale_dropped += runtime is None
-        return runtime
+    def _runtime(self, stage: int | None, fence: Fence | None) -> StageRuntime | None:
+        """Return the stage if it is here and at exactly this fence."""
+        runtime = None if stage is None else self._stages.runtimes.get(stage)
+        if runtime is not None and fence is not None and runtime.accepts(fence):
+            return runtime
+        self.stale_dropped += 1
+        return None
 
     # ------------------------------------------------------------------------------------- enlisting and attaching
 
@@ -195,21 +195,17 @@ class JobMember(RoundMember):
         own = self._own
         # A stage that now runs elsewhere and has its standby here stays loaded until its snapshot is complete (recovery
         # rule 22).
-        left = (
-            self._placement.standbys - own if enlist.partition == self._snapshots.store.partition else frozenset[int]()
-        )
+        left = self._placement.standbys - own if enlist.partition == self.kept.store.partition else frozenset[int]()
         self._start(self._stages.keep_only(own, aside=left, standby_of=self._placement.standbys))
         # A member without stages exchanges no tensors. The others drop their ends too, which is not a loss to report.
         linked = bool(own) or self.owner == self._host.peer
         self._links.begin_round(self._placement.peers if linked else frozenset())
-        self._snapshots.begin_round(self._placement, enlist.partition)
+        self.kept.begin_round(self._placement, enlist.partition)
         if self.owner == self._host.peer:
             # The driver's machine feeds every member and hears from it, whatever stages it has itself.
             for neighbour in enlist.neighbours:
                 self._dial(neighbour)
-        return wire.Enlisted(
-            fence=enlist.fence, fingerprint=self._host.fingerprint, snapshots=self._snapshots.store.held
-        )
+        return wire.Enlisted(fence=enlist.fence, fingerprint=self._host.fingerprint, snapshots=self.kept.store.held)
 
     async def _attach(self, attach: wire.Attach, tensors: Mapping[str, HostTensor]) -> None:
         """Load the stage if necessary, one stage at a time. Later rounds may begin meanwhile."""
@@ -236,7 +232,7 @@ class JobMember(RoundMember):
             if request.fence != self._placement.fence or request.stage not in self._placement.standbys:
                 self.stale_dropped += 1
                 return
-            kept_bytes = self._snapshots.store.nbytes_beside(request.stage)
+            kept_bytes = self.kept.store.nbytes_beside(request.stage)
             try:
                 await self._stages.prepare(request, tensors, self._placement.places, kept_bytes)
             except FusionError as error:
@@ -257,23 +253,9 @@ class JobMember(RoundMember):
         return runtime
 
     def _on_beat(self, beat: int) -> None:  # noqa: ARG002
-        self._snapshots.beat()
+        self.kept.beat()
 
     # ------------------------------------------------------------------------------- what runtimes and driver send
-
-    def to_stage(self, stage: int, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
-        peer = self._placement.peer_of(stage)
-        if peer == self._host.peer:
-            asyncio.get_running_loop().call_soon(self._deliver, message, by_name(message, tensors))
-            return
-        self._post(peer, message, tensors)
-
-    def _post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
-        """Drop messages of an earlier fence, because their receiver may run elsewhere now."""
-        if _fence(message) == self._placement.fence:
-            super()._post(peer, message, tensors)
-        else:
-            self.stale_dropped += 1
 
     def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None:
         if self._on_output is not None:
@@ -284,36 +266,31 @@ class JobMember(RoundMember):
     async def state(
         self, message: wire.StateChunk | wire.PseudoGradient | wire.Snapshot | Sent, tensors: Sequence[HostTensor]
     ) -> None:
+        """Send on the driver's state connection. Raises `TransportError`."""
         await (await asyncio.shield(self._state_channel)).send(message, tensors)
 
     async def linked(self, stages: Sequence[int]) -> bool:
+        """Wait for the links to these stages and the driver; return whether all are up. A missing one is reported."""
         peers = {self._placement.peer_of(stage) for stage in stages} | {self.owner}
         return all([await self._is_linked(peer, self._placement.fence) for peer in sorted(peers - {self._host.peer})])
 
-    async def to_standby(
-        self, standby: PeerId, addresses: Sequence[str], message: wire.Snapshot, tensors: Sequence[HostTensor]
-    ) -> None:
-        await self._snapshots.send(standby, addresses, message, tensors)
-
     def without_standby(self, standby: PeerId, reason: str) -> None:
+        """Report that consecutive snapshots did not reach the standby."""
         self.to_driver(wire.LinkLost(fence=self._placement.fence, peer=standby, reason=reason[:4000]))
-
-    async def snapshot(self, stage: int, step: int) -> Mapping[str, HostTensor]:
-        return await self._snapshots.whole(stage, step)
 
     async def _hand_on(self, order: wire.PassSnapshot) -> None:
         if order.fence != self._placement.fence:
             self.stale_dropped += 1
             return
         to_owner = order.peer == self.owner  # the owner rechecks from there
-        if to_owner and self._snapshots.store.whole(order.stage, order.step) is None:
+        if to_owner and self.kept.store.whole(order.stage, order.step) is None:
             return
 
         async def send(message: wire.Snapshot, tensors: Sequence[HostTensor]) -> None:
             await self._give(PeerId(order.peer), order.addresses, message, tensors)
 
         try:
-            await self._snapshots.hand_on(order, send)
+            await self.kept.hand_on(order, send)
         except FusionError as error:
             self._link_lost(PeerId(order.peer), f"the snapshot of stage {order.stage} could not be sent: {error}")
 
@@ -327,7 +304,7 @@ class JobMember(RoundMember):
             return
         if self._placement.peer_of(stage) == self._host.peer:
             raise ExecutionError(f"the driver asked this peer to recheck stage {stage}, which it runs itself.")
-        kept_bytes = self._snapshots.store.nbytes
+        kept_bytes = self.kept.store.nbytes
         try:
             async with self._attaching:
                 loaded = await self._stages.lent(request, tensors, self._placement.places, kept_bytes)
@@ -335,7 +312,7 @@ class JobMember(RoundMember):
             verifier = StepVerifier(request, loaded, self._host.compute, held_limit_bytes=limit_bytes)
             self._verifiers[stage] = verifier
             if not has_standby:
-                self._snapshots.judged.add(stage)
+                self.kept.judged.add(stage)
             self.to_driver(wire.Rechecking(fence=request.fence, stage=stage, first=request.first, below=request.below))
             begin, end = [
                 await self._snapshot_for_check(stage, step, has_standby) for step in (request.first, request.below)
@@ -349,15 +326,15 @@ class JobMember(RoundMember):
         finally:
             self._verifiers.pop(stage, None)
             if not has_standby:
-                self._snapshots.judged.discard(stage)
-                self._snapshots.store.drop(stage)
+                self.kept.judged.discard(stage)
+                self.kept.store.drop(stage)
         self.to_driver(answer)
 
     async def _snapshot_for_check(self, stage: int, step: int, has_standby: bool) -> Mapping[str, HostTensor]:
         """Return a snapshot for a recheck. A standby must have it already; for other members it is sent."""
         if not has_standby:
-            return await self._snapshots.whole(stage, step)
-        entries = self._snapshots.store.whole(stage, step)
+            return await self.kept.whole(stage, step)
+        entries = self.kept.store.whole(stage, step)
         if entries is None:
             raise ExecutionError(f"the snapshot of step {step} of stage {stage} is not kept here any more.")
         return entries
@@ -365,10 +342,9 @@ class JobMember(RoundMember):
     def send_evidence(self, peer: PeerId, message: Sent, tensors: Mapping[str, HostTensor]) -> None:
         """Take tensors that a stage received from `peer`, for the verifier that reruns the stage. Raises
         `ExecutionError` if `peer` does not run the stage it claims as the sender."""
-        stage, fence = envelopes.receiver(message)
-        sender = envelopes.sender(message)
-        verifier = self._verifiers.get(stage)
-        if fence != self._placement.fence or verifier is None or sender is None:
+        sender, stage = ends(message)
+        verifier = None if stage is None else self._verifiers.get(stage)
+        if message.fence != self._placement.fence or verifier is None or sender is None:
             self.stale_dropped += 1
             return
         if self._placement.peer_of(sender) != peer:
@@ -410,12 +386,12 @@ class JobMember(RoundMember):
             if not isinstance(message, wire.Snapshot):
                 self.send_evidence(peer, message, by_name(message, tensors))
         else:
-            await self._snapshots.send(peer, addresses, message, tensors)
+            await self.kept.send(peer, addresses, message, tensors)
 
     def take_snapshot(self, peer: PeerId, message: wire.Snapshot, tensors: Mapping[str, HostTensor]) -> None:
         """Take a snapshot that the driver received, on the owner's machine. Raises `ExecutionError` if it is not
         needed."""
-        self._snapshots.take(peer, message, tensors)
+        self.kept.take(peer, message, tensors)
 
     def _take_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> None:
         if self._on_output is None:
@@ -437,7 +413,7 @@ class JobMember(RoundMember):
     def _snapshot_refused(self, stage: int, code: wire.RefusalCode, reason: str) -> None:
         """Report a snapshot that failed. The driver takes a failure of a stage that runs elsewhere as one of its
         snapshots."""
-        if (verifier := self._verifiers.get(stage)) is not None and stage in self._snapshots.judged:
+        if (verifier := self._verifiers.get(stage)) is not None and stage in self.kept.judged:
             verifier.fail(reason)
             return
         fence = self._placement.fence
@@ -449,7 +425,7 @@ class JobMember(RoundMember):
             self.failed(failed.stage, failed.fence, "bad_message", str(error))
 
     async def _detach(self) -> None:
-        self._snapshots.store.clear()
+        self.kept.store.clear()
         await self._stages.keep_only(frozenset())
 
     async def close(self) -> None:
@@ -457,7 +433,7 @@ class JobMember(RoundMember):
         self._closed = True
         await self._detach()
         await self._links.close()
-        await self._snapshots.close()
+        await self.kept.close()
         await self._end_tasks()
         await self._detach()  # what an attach under way had loaded meanwhile
 
@@ -470,7 +446,3 @@ def _no_opinion(request: wire.Recheck, reason: str) -> wire.Rechecked:
         below=request.below,
         reason=reason[:4000] or "it failed",
     )
-
-
-def _fence(message: wire.Message) -> Fence | None:
-    return getattr(message, "fence", None)

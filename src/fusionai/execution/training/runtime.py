@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from fusionai.backends.interface import StageProgram
 from fusionai.backends.state import saved_entries, state_entries
@@ -22,7 +22,7 @@ from fusionai.coordination.training.exchanges import NO_EXCHANGES, exchanges_of
 from fusionai.coordination.training.stage import StageMachine
 from fusionai.coordination.training.stage_interface import StageCommand, StageEvent, StageWork
 from fusionai.execution.host import Host
-from fusionai.execution.state import chunks, headers
+from fusionai.execution.tensors import chunks
 from fusionai.execution.training.arrivals import Arrivals, WaitingTensors
 from fusionai.execution.training.boundary import Boundary, RetainedMessages, Sent
 from fusionai.execution.training.codecs import joined
@@ -34,7 +34,11 @@ from fusionai.primitives.errors import ExecutionError, FusionError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import headers
 from fusionai.wire.messages import Fence, StageOptions
+
+if TYPE_CHECKING:
+    from fusionai.execution.training.member import JobMember
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +59,7 @@ class StageRuntime:
         options: StageOptions,
         program: StageProgram,
         host: Host,
-        postman: Postman,
+        member: JobMember,
         held_limit_bytes: int,
     ) -> None:
         self.job = job
@@ -66,7 +70,7 @@ class StageRuntime:
         self.retained = RetainedMessages()
         self.held = WaitingTensors(boundary.stage, Arrivals(graph, boundary, options.codecs), held_limit_bytes)
         self._host = host
-        self._postman = postman
+        self.member = member
         self._entries = frozenset(state_entries(graph, options.optimizer))
         self._trainable = {spec.key: spec.shape for spec in graph.params.values() if spec.trainable}
         """Key -> shape of trainable parameters."""
@@ -84,11 +88,7 @@ class StageRuntime:
         self._standby: tuple[PeerId, tuple[str, ...]] | None = None
         self._bench = StageExecutor(
             self,
-            boundary=boundary,
-            options=options,
-            program=program,
             compute=host.compute,
-            held=self.held,
             copies=self._copies,
             trainable=sorted(self._trainable),
             saved=tuple(saved_entries(graph, options)),
@@ -151,15 +151,14 @@ class StageRuntime:
     def receive(self, message: wire.Message, tensors: Mapping[str, HostTensor]) -> None:
         """Handle a message whose fence is this stage's own."""
         match message:
-            case wire.Forward():
-                event = machine.ForwardArrived(message.mode, message.step, message.microbatch, message.producer)
-                self._arrived(message, tensors, event)
-            case wire.Backward():
-                self._arrived(
-                    message, tensors, machine.BackwardArrived(message.step, message.microbatch, message.consumer)
-                )
-            case wire.SharedGradient():
-                self._arrived(message, tensors, machine.SharedArrived(message.step, message.sender, message.phase))
+            case wire.Forward() | wire.Backward() | wire.SharedGradient():
+                event = _event_of(message)
+                packed = () if isinstance(message, wire.SharedGradient) else message.packed
+                carried = joined(tensors, packed) if packed else tensors
+                self.held.arrivals.check(message, carried)
+                if self._machine.wants(event) and not self.held.keep(message, carried):
+                    return  # more parts follow
+                self._handle(event)
             case wire.Commit():
                 self._handle(machine.Committed(message.record, message.watermark, message.save))
             case wire.Resume():
@@ -180,18 +179,6 @@ class StageRuntime:
                 self._handle(machine.ExportAsked(message.step))
             case _:
                 raise ExecutionError(f"stage {self.stage} of {self.job} can't take a {type(message).__name__}.")
-
-    def _arrived(
-        self,
-        message: Sent,
-        tensors: Mapping[str, HostTensor],
-        event: machine.ForwardArrived | machine.BackwardArrived | machine.SharedArrived,
-    ) -> None:
-        carried = joined(tensors, () if isinstance(message, wire.SharedGradient) else message.packed)
-        self.held.check(message, carried)
-        if self._machine.wants(event) and not self.held.keep(message, carried):
-            return  # more parts follow
-        self._handle(event)
 
     async def receive_state(self, message: wire.StateChunk, tensors: Mapping[str, HostTensor]) -> None:
         """Take part of a state to start from; the last chunk names its step. It may arrive on another connection before
@@ -246,7 +233,7 @@ class StageRuntime:
         self._happened = asyncio.Event()
 
     def _perform(self, command: StageCommand) -> None:
-        post = self._postman.to_driver
+        post = self.member.to_driver
         match command:
             case machine.Compute(work):
                 self.start(partial(self._work, work))
@@ -323,19 +310,19 @@ class StageRuntime:
         return self.retained.is_whole(self.boundary, microbatches, to, first, below)
 
     async def _report_ready(self, fence: Fence, applied: int) -> None:
-        if await self._postman.linked(self.linked_stages) and self.accepts(fence):
-            self._postman.to_driver(wire.Ready(fence=fence, stage=self.stage, applied=applied))
+        if await self.member.linked(self.linked_stages) and self.accepts(fence):
+            self.member.to_driver(wire.Ready(fence=fence, stage=self.stage, applied=applied))
 
     # ------------------------------------------------------------------------------------- recovery of others and self
 
     async def _send_retained(self, fence: Fence, to: frozenset[int], first: int, below: int) -> None:
         """Resend all at once: these tensors are in memory anyway, and receivers order them by step."""
-        if await self._postman.linked(sorted(to)) and self.accepts(fence):
+        if await self.member.linked(sorted(to)) and self.accepts(fence):
             for receiver, message, tensors in self.retained.again(fence, to, first, below):
-                self._postman.to_stage(receiver, message, tensors)
+                self.member.to_stage(receiver, message, tensors)
 
     async def _load_snapshot(self, fence: Fence, step: int) -> None:
-        entries = await self._postman.snapshot(self.stage, step)
+        entries = await self.member.kept.whole(self.stage, step)
         if not self.accepts(fence):
             return
         if entries.keys() != self._entries:
@@ -361,24 +348,19 @@ class StageRuntime:
             rest_of=copy.rest_of,
             tensors=headers(named),
         )
-        await self._postman.to_standby(*self._standby, message, tuple(named.values()))
+        await self.member.kept.send(*self._standby, message, tuple(named.values()))
 
     def _standby_lost(self, reason: str) -> None:
         if self._standby is not None:
-            self._postman.without_standby(self._standby[0], reason)
+            self.member.without_standby(self._standby[0], reason)
 
     # --------------------------------------------------------------------------------------------- pieces of work
 
     async def _work(self, work: StageWork) -> None:
-        missing: list[bool] = []
-
-        async def do() -> None:
-            missing.append(await self._bench.do(work))
-
-        if await self._reported(do):
-            if work.kind == "initialise":
+        if await self._reported(partial(self._bench.do, work)):
+            if initialised := work.kind == "initialise":
                 self._awaited = self._bench.missing
-            self._handle(machine.WorkDone(work, missing=missing[0]))
+            self._handle(machine.WorkDone(work, missing=initialised and bool(self._awaited)))
         else:
             self._handle(machine.WorkFailed(work))
 
@@ -388,16 +370,20 @@ class StageRuntime:
         if self._machine.retained.is_wanted and not (isinstance(message, wire.Forward) and message.mode != "train"):
             self.retained.keep(message, tensors)
         if self._machine.sends_to(receiver, message.step):
-            self._postman.to_stage(receiver, message, tensors)
-
-    def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None:
-        self._postman.output(message, tensors)
-
-    async def state(self, message: wire.StateChunk | wire.PseudoGradient, tensors: Sequence[HostTensor]) -> None:
-        await self._postman.state(message, tensors)
+            self.member.to_stage(receiver, message, tensors)
 
     def _failed(self, code: wire.RefusalCode, reason: str) -> None:
-        self._postman.failed(self.stage, self.fence, code, reason)
+        self.member.failed(self.stage, self.fence, code, reason)
+
+
+def _event_of(message: Sent) -> machine.ForwardArrived | machine.BackwardArrived | machine.SharedArrived:
+    match message:
+        case wire.Forward():
+            return machine.ForwardArrived(message.mode, message.step, message.microbatch, message.producer)
+        case wire.Backward():
+            return machine.BackwardArrived(message.step, message.microbatch, message.consumer)
+        case wire.SharedGradient():
+            return machine.SharedArrived(message.step, message.sender, message.phase)
 
 
 def _entries(graph: Graph, options: StageOptions) -> Entries:
@@ -413,38 +399,3 @@ def _entries(graph: Graph, options: StageOptions) -> Entries:
 
 async def _finish(work: Awaitable[object]) -> None:
     await work
-
-
-class Postman(Protocol):
-    """Sends a runtime's messages. Methods report lost links instead of raising, except where they say otherwise."""
-
-    def to_stage(self, stage: int, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None: ...
-
-    def to_driver(self, message: wire.Message) -> None: ...
-
-    def failed(self, stage: int, fence: Fence, code: wire.RefusalCode, reason: str) -> None: ...
-
-    def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None: ...
-
-    async def state(self, message: wire.StateChunk | wire.PseudoGradient, tensors: Sequence[HostTensor]) -> None:
-        """Send on the driver's state connection. Raises `TransportError`."""
-        ...
-
-    async def linked(self, stages: Sequence[int]) -> bool:
-        """Wait for the links to these stages and the driver; return whether all are up. Reports a missing one
-        itself."""
-        ...
-
-    async def to_standby(
-        self, standby: PeerId, addresses: Sequence[str], message: wire.Snapshot, tensors: Sequence[HostTensor]
-    ) -> None:
-        """Send part of a snapshot to a standby. Raises `TransportError`, `RefusedError`, `TrustError`."""
-        ...
-
-    def without_standby(self, standby: PeerId, reason: str) -> None:
-        """Report that consecutive snapshots did not reach the standby."""
-        ...
-
-    async def snapshot(self, stage: int, step: int) -> Mapping[str, HostTensor]:
-        """Wait until the snapshot is complete here and return its entries, which the caller must not change."""
-        ...

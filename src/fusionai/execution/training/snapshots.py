@@ -17,7 +17,7 @@ it, and any named member, if the stage runs (or is rechecked) here. It also pass
 needs. A problem with snapshots never counts as a stage's failure.
 
 `execution.training.member` owns it and answers the driver; `execution.training.runtime` says when to copy and loads;
-`execution.links.peer_links` sends.
+`execution.links` sends.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fusionai.backends.interface import StageProgram
-from fusionai.execution.compute import ComputeThread
-from fusionai.execution.links.outbox import KeepaliveConnection
-from fusionai.execution.links.peer_links import StateConnections
+from fusionai.execution.host import ComputeThread
+from fusionai.execution.links import KeepaliveConnection, StateConnections
 from fusionai.execution.member import RoundPlacement
-from fusionai.execution.state import chunks, headers
+from fusionai.execution.tensors import chunks
 from fusionai.execution.training.boundary import Sent
 from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Transport
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import headers
 from fusionai.wire.messages import Fence, SnapshotAt
 
 log = logging.getLogger(__name__)

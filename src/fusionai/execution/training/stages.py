@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from fusionai.backends.binding import largest
 from fusionai.backends.interface import Call, StageProgram
 from fusionai.backends.state import state_entries
-from fusionai.execution.compute import keep_freed_memory, return_freed_memory, spare_memory
-from fusionai.execution.host import Host
+from fusionai.execution.host import Host, keep_freed_memory, return_freed_memory, spare_memory
 from fusionai.execution.training.boundary import LOSS, Boundary
-from fusionai.execution.training.runtime import Identity, Postman, StageRuntime
+from fusionai.execution.training.runtime import Identity, StageRuntime
 from fusionai.ir.schema import Dim, Graph, content_hash
 from fusionai.ir.shapes import evaluate
 from fusionai.ir.validate import parse
@@ -29,7 +28,10 @@ from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
 from fusionai.scheduling.standby.assignment import ARRIVING
 from fusionai.wire import messages as wire
-from fusionai.wire.messages import Fence, StageOptions
+from fusionai.wire.messages import StageOptions
+
+if TYPE_CHECKING:
+    from fusionai.execution.training.member import JobMember
 
 HELD_WITHOUT_LIMIT_BYTES: Final = 8 * 2**30
 """Bytes of tensors a stage may hold for later work, and of snapshots, if the provider set no limit (chosen)."""
@@ -38,22 +40,22 @@ HELD_WITHOUT_LIMIT_BYTES: Final = 8 * 2**30
 class Stages:
     """Loaded stages of one job. At most one runtime per stage number."""
 
-    def __init__(self, host: Host, job: str, postman: Postman) -> None:
+    def __init__(self, host: Host, job: str, member: JobMember) -> None:
         self._host = host
         self._job = job
-        self._postman = postman
-        self._runtimes: dict[int, StageRuntime] = {}
+        self._member = member
+        self.runtimes: dict[int, StageRuntime] = {}
         self._ahead: dict[int, tuple[Identity, LoadedStage]] = {}
         """Stages with a standby here whose programs are loaded and rehearsed. They have no state."""
         self._standby_of: frozenset[int] = frozenset()
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        return tuple(sorted(self._runtimes))
+        return tuple(sorted(self.runtimes))
 
     @property
     def all(self) -> tuple[StageRuntime, ...]:
-        return tuple(self._runtimes.values())
+        return tuple(self.runtimes.values())
 
     @property
     def ready(self) -> frozenset[int]:
@@ -61,12 +63,7 @@ class Stages:
         return frozenset(self._ahead)
 
     def __getitem__(self, stage: int) -> StageRuntime:
-        return self._runtimes[stage]
-
-    def accepting(self, stage: int, fence: Fence) -> StageRuntime | None:
-        """Return the stage if it is here and at exactly this fence."""
-        runtime = self._runtimes.get(stage)
-        return runtime if runtime is not None and runtime.accepts(fence) else None
+        return self.runtimes[stage]
 
     async def made(
         self, attach: wire.Attach, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId]
@@ -76,7 +73,7 @@ class Stages:
         if places.get(attach.stage) != self._host.peer:
             raise ExecutionError(f"the plan does not place stage {attach.stage} on this peer.")
         identity = _identity(attach)
-        present = self._runtimes.get(attach.stage)
+        present = self.runtimes.get(attach.stage)
         if present is not None and present.identity == identity:
             return present
         ahead = self._ahead.pop(attach.stage, None)
@@ -97,7 +94,7 @@ class Stages:
             options=attach.options,
             program=loaded.program,
             host=self._host,
-            postman=self._postman,
+            member=self._member,
         )
 
     async def prepare(
@@ -107,7 +104,7 @@ class Stages:
         not fit in memory beside the snapshots: `kept_bytes` of other stages, and the most that a standby may hold of
         this one. Raises what an attach would raise."""
         identity = _identity(request)
-        runtime, ahead = self._runtimes.get(request.stage), self._ahead.get(request.stage)
+        runtime, ahead = self.runtimes.get(request.stage), self._ahead.get(request.stage)
         if (runtime is not None and runtime.identity == identity) or (ahead is not None and ahead[0] == identity):
             return
         self._ahead.pop(request.stage, None)
@@ -140,9 +137,9 @@ class Stages:
         return await load_stage(self._host, request, tensors, places=places, memory_limit_bytes=limit_bytes)
 
     async def adopt(self, runtime: StageRuntime) -> None:
-        former = self._runtimes.get(runtime.stage)
+        former = self.runtimes.get(runtime.stage)
         if former is not runtime:
-            self._runtimes[runtime.stage] = runtime
+            self.runtimes[runtime.stage] = runtime
             if former is not None:
                 gone = [former]
                 del former
@@ -158,7 +155,7 @@ class Stages:
         """Drop all stages but these. The stages are removed now; await the result until their tasks have ended. Stages
         `aside` stay loaded but send nothing until another attach. Programs of `standby_of` stages that are ready for a
         takeover stay."""
-        gone = [self._runtimes.pop(stage) for stage in self.numbers if stage not in stages | aside]
+        gone = [self.runtimes.pop(stage) for stage in self.numbers if stage not in stages | aside]
         self._standby_of = standby_of
         self._ahead = {stage: one for stage, one in self._ahead.items() if stage in stages | standby_of}
         for runtime in self.all:
@@ -177,7 +174,7 @@ class Stages:
         memory for the stage it takes over, and no stage is given up for a snapshot."""
         if self._host.memory_limit_bytes is None:
             return None
-        return self._host.memory_limit_bytes - sum(runtime.resident_bytes for runtime in self._runtimes.values())
+        return self._host.memory_limit_bytes - sum(runtime.resident_bytes for runtime in self.runtimes.values())
 
 
 def _identity(request: wire.Attach | wire.Prepare | wire.Recheck) -> Identity:

@@ -5,7 +5,7 @@ summed, which gives the same bits. The results are reported as sketches under th
 the gradient norms and the distance of the resulting state from the next snapshot. The verdict is left to
 `training.inspection`.
 
-`execution.training.member` makes one verifier per check and passes on what arrives; `execution.training.passes` does
+`execution.training.member` makes one verifier per check and passes on what arrives; `execution.training.work` does
 the work."""
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 from fusionai.backends.interface import Call
 from fusionai.backends.state import StateEntry, state_entries
 from fusionai.backends.tolerance import numbers
-from fusionai.execution.compute import ComputeThread
-from fusionai.execution.state import chunks
+from fusionai.execution.host import ComputeThread
+from fusionai.execution.tensors import chunks
 from fusionai.execution.training.arrivals import Arrivals, WaitingTensors
 from fusionai.execution.training.boundary import Sent
 from fusionai.execution.training.codecs import joined, unpack_all
-from fusionai.execution.training.passes import StagePass
 from fusionai.execution.training.stages import LoadedStage
+from fusionai.execution.training.work import StagePass, sketch_at
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
@@ -75,7 +75,7 @@ class StepVerifier:
         if not self._request.first <= message.step < self._request.below:
             raise ExecutionError(f"expected nothing of step {message.step} in a check of stage {self._request.stage}.")
         carried = joined(tensors, () if isinstance(message, wire.SharedGradient) else message.packed)
-        self._held.check(message, carried)
+        self._held.arrivals.check(message, carried)
         key = _arrival(message)
         if key in self._arrived or not self._held.keep(message, carried):
             return
@@ -143,15 +143,20 @@ class StepVerifier:
             if self._request.options.weight_lag:
                 self._program.weight_gradients(call)
             if key:
-                sketches = self._sketches.setdefault((own, call.step), [])
-                sketches += passed.sketches_got_forward(call.microbatch, unpacked, key)
-                sketches += passed.sketches_got_back(call.microbatch, gradients, key)
-                sketches += passed.sketches_gave(call.microbatch, gave, key, forward=True)
-                sketches += passed.sketches_gave(call.microbatch, back, key, forward=False)
+                self._sketches.setdefault((own, call.step), []).extend(
+                    one
+                    for by_stage, sent, forward in (
+                        (passed.received(unpacked), False, True),
+                        (passed.returned(gradients), False, False),
+                        (gave, True, True),
+                        (back, True, False),
+                    )
+                    for one in passed.sketches(call.microbatch, by_stage, key, sent=sent, forward=forward)
+                )
             for forward, by_stage in ((True, gave), (False, back)):
                 for other, carried in by_stage.items():
                     if their := self._keys.get((other, call.step)):
-                        seen = passed.sketch_at(other, call.microbatch, carried, their, forward=forward)
+                        seen = sketch_at(other, own, call.microbatch, carried, their, sent=False, forward=forward)
                         self._sketches.setdefault((other, call.step), []).append(seen)
 
         await self._computed(work)

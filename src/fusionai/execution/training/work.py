@@ -1,54 +1,134 @@
 """The pieces of work of one stage: backend calls in the compute thread, and the messages that result from them.
 
-`coordination.training.stage` says which piece is next; the owner of the bench (`StageHooks`) knows where messages go.
-`execution.training.runtime` has one bench and reports its results; `execution.training.arrivals` keeps what arrived,
-`backends` compute."""
+`StagePass` runs one microbatch forward or backward, packs what travels, and sketches what went in and out. The verifier
+that repeats a stage's work uses it too, so their results are comparable. `StageExecutor` does one piece of work after
+the other; `coordination.training.stage` says which is next.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+
+import numpy as np
 
 from fusionai.backends.interface import Call, StageProgram
+from fusionai.backends.state import ANCHOR, REPORTED
 from fusionai.coordination.training.exchanges import exchanges_of
 from fusionai.coordination.training.stage_interface import StageWork
-from fusionai.execution.compute import ComputeThread, Timed
-from fusionai.execution.sketches import step_key
-from fusionai.execution.state import chunks, headers
-from fusionai.execution.training.arrivals import WaitingTensors
-from fusionai.execution.training.boundary import Boundary, Port, Sent
-from fusionai.execution.training.codecs import Carried, split, unpack_all
-from fusionai.execution.training.exchange import OuterOptimizer, adopt, keep_anchor, keep_reported, pseudo_gradients
-from fusionai.execution.training.passes import ByStage, StagePass
+from fusionai.execution.host import ComputeThread
+from fusionai.execution.tensors import chunks, sketch, step_key
+from fusionai.execution.training.arrivals import ByConsumer
+from fusionai.execution.training.boundary import FEED, LOSS, Boundary
+from fusionai.execution.training.codecs import Carried, pack, split, unpack_all
+from fusionai.execution.training.exchange import OuterOptimizer, adopt, keep, pseudo_gradients
 from fusionai.execution.training.snapshots import Chunk, SnapshotCopier
 from fusionai.primitives.errors import ExecutionError
-from fusionai.primitives.tensors import HostTensor
+from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire
-from fusionai.wire.codecs import PackedTensor
-from fusionai.wire.messages import CommitRecord, Fence, Span, StageOptions
+from fusionai.wire.codecs import codec_between, packing
+from fusionai.wire.frame import headers
+from fusionai.wire.messages import CommitRecord, Mode, Span, StageOptions
+
+if TYPE_CHECKING:
+    from fusionai.execution.training.runtime import StageRuntime
 
 T = TypeVar("T")
+ByStage = dict[int, dict[str, Carried]]
+"""Stage at the other end -> values that travel."""
 
 
-class StageHooks(Protocol):
-    """What the bench needs of the stage it works for."""
+class StagePass:
+    """How one stage computes and what it exchanges with which stages. Everything runs in the compute thread."""
 
-    @property
-    def fence(self) -> Fence: ...
+    def __init__(self, program: StageProgram, boundary: Boundary, options: StageOptions) -> None:
+        self.program = program
+        self.boundary = boundary
+        self._options = options
+        self._made_here = boundary.made
+        self._whole = boundary.parameters
+        modes = get_args(Mode)
+        self._sends = {mode: {p.other: names for p in boundary.sends if (names := p.carried(mode))} for mode in modes}
+        self._wanted = {mode: boundary.wanted(mode) for mode in modes}
+        self.outputs = {mode: boundary.job_outputs(mode) for mode in modes}
 
-    def accepts(self, fence: Fence) -> bool: ...
+    def forward(self, call: Call, inputs: Mapping[str, HostTensor]) -> tuple[dict[str, HostTensor], ByStage]:
+        """Return (values, what is sent to each stage)."""
+        boundary = self.boundary
+        repeated = {alias: inputs[value] for alias, value in boundary.aliases.items() if value in inputs}
+        values = self.program.forward(call, {**inputs, **repeated}, self._wanted[call.mode])
+        return values, {
+            other: self._packed(boundary.stage, other, {name: values[name] for name in names}, forward=True)
+            for other, names in self._sends[call.mode].items()
+        }
 
-    def send(self, receiver: int, message: Sent, tensors: Sequence[HostTensor]) -> None: ...
+    def backward(self, call: Call, arrived: ByConsumer) -> ByStage:
+        """Return what is sent back to each stage: gradients of its values, or sums that it continues."""
+        gradients: dict[str, HostTensor] = {}
+        begun: dict[str, HostTensor] = {}
+        for value, by_sender in arrived.items():
+            (gradient,) = unpack_all(by_sender).values()
+            (gradients if value in self._made_here else begun)[value] = gradient
+        if LOSS in self.outputs["train"]:
+            # d(mean over microbatches)/d(one loss), rounded once to float32 as `(loss / M).backward()` does.
+            seed = np.float32(1) / np.float32(self._options.microbatches)
+            gradients[LOSS] = host_tensor("float32", (), seed.tobytes())
+        made = self.program.backward(call, gradients, begun)
+        own = self.boundary.stage
+        # A value that no output of this microbatch depended on has no gradient, but the message must still arrive.
+        return {
+            port.other: self._packed(
+                port.other, own, {value: made[value] for value in port.values if value in made}, forward=False
+            )
+            for port in self.boundary.returns
+        }
 
-    def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None: ...
+    def _packed(
+        self, producer: int, consumer: int, values: Mapping[str, HostTensor], *, forward: bool
+    ) -> dict[str, Carried]:
+        way = packing(codec_between(self._options.codecs, producer, consumer), forward=forward)
+        # A parameter's gradient is never packed, because a codec's error would stay in the update.
+        return {
+            name: pack(name, value, "none" if name in self._whole else way, following=forward)
+            for name, value in values.items()
+        }
 
-    async def state(self, message: wire.StateChunk | wire.PseudoGradient, tensors: Sequence[HostTensor]) -> None: ...
+    # -------------------------------------------------------------------------------------------------------- sketches
 
-    def start(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work` in a task. A failure is reported as the stage's failure."""
-        ...
+    def received(self, inputs: Mapping[str, Carried]) -> ByStage:
+        """Return the inputs by sender, without the data feed's: a verifier gets those from the job's owner itself."""
+        ports = (port for port in self.boundary.receives if port.other != FEED)
+        return {port.other: {name: inputs[name] for name in port.values} for port in ports}
+
+    def returned(self, arrived: ByConsumer) -> ByStage:
+        """Return the gradients by sender."""
+        by_stage: ByStage = {port.other: {} for port in self.boundary.returned}
+        for value, gradients in arrived.items():
+            for consumer, gradient in gradients.items():
+                by_stage[consumer][value] = gradient
+        return by_stage
+
+    def sketches(
+        self, microbatch: int, by_stage: ByStage, key: bytes, *, sent: bool, forward: bool
+    ) -> list[wire.Sketch]:
+        """Sketch what this stage sent to, or received from, each stage."""
+        own = self.boundary.stage
+        return [
+            sketch_at(own, other, microbatch, carried, key, sent=sent, forward=forward)
+            for other, carried in by_stage.items()
+        ]
+
+
+def sketch_at(
+    stage: int, other: int, microbatch: int, carried: Mapping[str, Carried], key: bytes, *, sent: bool, forward: bool
+) -> wire.Sketch:
+    """Sketch, as stage `stage` makes it, activations (`forward`) or gradients that it sent to or received from
+    `other`."""
+    producer, consumer = (stage, other) if sent == forward else (other, stage)
+    what = f"{producer}{'>' if forward else '<'}{consumer}/{microbatch}"
+    return wire.Sketch(sent, forward, other, microbatch, sketch(unpack_all(carried), key, what=what))
 
 
 class StageExecutor:
@@ -56,13 +136,9 @@ class StageExecutor:
 
     def __init__(
         self,
-        stage: StageHooks,
+        stage: StageRuntime,
         *,
-        boundary: Boundary,
-        options: StageOptions,
-        program: StageProgram,
         compute: ComputeThread,
-        held: WaitingTensors,
         copies: SnapshotCopier,
         trainable: Sequence[str],
         saved: Sequence[str],
@@ -72,31 +148,31 @@ class StageExecutor:
         self.norms: dict[str, float] = {}
         """Gradient norms of the last step whose gradients are summed."""
         self.missing: frozenset[str] = frozenset()
-        """Entries that the last `initialise` could not make."""
-        self.resident_bytes = program.resident_bytes
+        """Entries that the last `initialise` could not make; the driver has to send them."""
+        self.resident_bytes = stage.program.resident_bytes
         """Memory as of the last piece of work: the program must not be accessed while one runs."""
         self.superseded = asyncio.Event()
         """Set when a later attach waits for the current work; what that work exports is not needed any more."""
+        self.secret = b""
+        """Secret from which the keys of sketches are derived; empty: no sketches are made."""
         self._stage = stage
-        self._boundary = boundary
-        self._options = options
-        self._program = program
+        self._boundary = stage.boundary
+        self._options = stage.options
+        self._program = stage.program
+        self._held = stage.held
         self._compute = compute
-        self._held = held
         self._copies = copies
         self._trainable = tuple(trainable)
         self._saved = tuple(saved)
         self._sending: set[asyncio.Task[None]] = set()
-        self._pass = StagePass(program, boundary, options)
-        self.secret = b""
-        """Secret from which the keys of sketches are derived; empty: no sketches are made."""
+        self._pass = StagePass(stage.program, stage.boundary, stage.options)
         self._sketches: dict[tuple[int, bool, bool, int, int], wire.Sketch] = {}
         """(step, sent, forward, other, microbatch) -> sketch."""
 
-    async def do(self, work: StageWork) -> bool:
-        """Do one piece of work and return whether entries are missing after `initialise`. Raises what the backend
-        raises; `TransportError` if the connection of an export is lost. Results of forward and backward are sent last,
-        with no await after it: a neighbour's answer must not arrive before the stage knows that the work is done."""
+    async def do(self, work: StageWork) -> None:
+        """Do one piece of work. Raises what the backend raises; `TransportError` if the connection of an export is
+        lost. Results of forward and backward are sent last, with no await after it: a neighbour's answer must not
+        arrive before the stage knows that the work is done."""
         call = Call(work.mode, work.step, work.microbatch, self._boundary.replica)
         match work.kind:
             case "forward":
@@ -105,13 +181,13 @@ class StageExecutor:
                 await self._backward(call)
             case "weights":
                 _, timed = await self._compute.run(lambda: self._program.weight_gradients(call))
-                self._span("weights", work.microbatch, timed)
+                self.spans.append(Span("weights", work.microbatch, timed.start_s, timed.end_s))
             case "norms":
                 await self._norms_of(work.step)
             case "apply":
                 await self._apply(work.record)
             case "initialise":
-                return await self._initialise()
+                await self._initialise()
             case "export":
                 await self._export(work.step)
             case "share":
@@ -126,96 +202,79 @@ class StageExecutor:
                 await self._send_pseudo_gradients(work.step)
             case "adopt":
                 await self._adopt(work.step)
-        return False
 
     async def _forward(self, call: Call) -> None:
-        mode = call.mode
-        inputs = self._held.take_inputs(mode, call.step, call.microbatch)
-        key = self._key(call)
+        inputs = self._held.take_inputs(call.mode, call.step, call.microbatch)
 
-        unpacked: dict[str, HostTensor] = {}
+        def work() -> tuple[dict[str, HostTensor], dict[str, HostTensor], ByStage]:
+            unpacked = unpack_all(inputs)
+            return unpacked, *self._pass.forward(call, unpacked)
 
-        def work() -> tuple[dict[str, HostTensor], ByStage]:
-            unpacked.update(unpack_all(inputs))
-            return self._pass.forward(call, unpacked)
-
-        def sketches() -> None:
-            self._note(call.step, self._pass.sketches_got_forward(call.microbatch, unpacked, key))
-            self._note(call.step, self._pass.sketches_gave(call.microbatch, carried, key, forward=True))
-
-        (values, carried), timed = await self._compute.run(work)
-        self._span("forward", call.microbatch, timed)
-        for port in self._boundary.sends:
-            if port.carried(mode):
-                body, packed = split(carried[port.other])
-                self._stage.send(port.other, self._forward_message(call, port, body, packed), tuple(body.values()))
-        outputs = {meaning: values[meaning] for meaning in self._boundary.job_outputs(mode)}
-        if outputs:
-            message = wire.Output(
-                fence=self._stage.fence,
-                mode=mode,
+        (unpacked, values, sent), timed = await self._compute.run(work)
+        self.spans.append(Span("forward", call.microbatch, timed.start_s, timed.end_s))
+        stage, fence = self._boundary.stage, self._stage.fence
+        for other, carried in sent.items():
+            body, packed = split(carried)
+            message = wire.Forward(
+                fence=fence,
+                mode=call.mode,
                 step=call.step,
                 replica=call.replica,
                 microbatch=call.microbatch,
-                stage=self._boundary.stage,
+                producer=stage,
+                consumer=other,
+                packed=packed,
+                tensors=headers(body),
+            )
+            self._stage.send(other, message, tuple(body.values()))
+        if outputs := {meaning: values[meaning] for meaning in self._pass.outputs[call.mode]}:
+            output = wire.Output(
+                fence=fence,
+                mode=call.mode,
+                step=call.step,
+                replica=call.replica,
+                microbatch=call.microbatch,
+                stage=stage,
                 tensors=headers(outputs),
             )
-            self._stage.output(message, tuple(outputs.values()))
-        if key:
-            self._after(sketches)
-
-    def _forward_message(
-        self, call: Call, port: Port, body: Mapping[str, HostTensor], packed: tuple[PackedTensor, ...]
-    ) -> wire.Forward:
-        return wire.Forward(
-            fence=self._stage.fence,
-            mode=call.mode,
-            step=call.step,
-            replica=call.replica,
-            microbatch=call.microbatch,
-            producer=self._boundary.stage,
-            consumer=port.other,
-            packed=packed,
-            tensors=headers(body),
-        )
+            self._stage.member.output(output, tuple(outputs.values()))
+        if self.secret:
+            self._sketch(call, lambda: self._pass.received(unpacked), sent, forward=True)
 
     async def _backward(self, call: Call) -> None:
         arrived = self._held.take_gradients(call.step, call.microbatch)
-        key = self._key(call)
-
-        def sketches() -> None:
-            self._note(call.step, self._pass.sketches_got_back(call.microbatch, arrived, key))
-            self._note(call.step, self._pass.sketches_gave(call.microbatch, returned, key, forward=False))
-
-        returned, timed = await self._compute.run(lambda: self._pass.backward(call, arrived))
-        self._span("backward", call.microbatch, timed)
-        for other, carried in returned.items():
+        sent, timed = await self._compute.run(lambda: self._pass.backward(call, arrived))
+        self.spans.append(Span("backward", call.microbatch, timed.start_s, timed.end_s))
+        stage, fence = self._boundary.stage, self._stage.fence
+        for other, carried in sent.items():
             body, packed = split(carried)
             message = wire.Backward(
-                fence=self._stage.fence,
+                fence=fence,
                 step=call.step,
                 replica=call.replica,
                 microbatch=call.microbatch,
-                consumer=self._boundary.stage,
+                consumer=stage,
                 producer=other,
                 packed=packed,
                 tensors=headers(body),
             )
             self._stage.send(other, message, tuple(body.values()))
-        if key:
-            self._after(sketches)
+        if self.secret:
+            self._sketch(call, lambda: self._pass.returned(arrived), sent, forward=False)
 
-    def _after(self, work: Callable[[], None]) -> None:
-        """Run `work` in the compute thread after the results are on their way; it is not awaited."""
+    def _sketch(self, call: Call, received: Callable[[], ByStage], sent: ByStage, *, forward: bool) -> None:
+        """Sketch a pass of training, in the compute thread after the results are on their way; it is not awaited. A
+        pass that is run again replaces its sketches."""
+        if call.mode != "train":
+            return
+        key = step_key(self.secret, call.step)
+
+        def work() -> None:
+            for by_stage, gave in ((received(), False), (sent, True)):
+                sketches = self._pass.sketches(call.microbatch, by_stage, key, sent=gave, forward=forward)
+                self._sketches |= {(call.step, gave, forward, one.other, one.microbatch): one for one in sketches}
+
         self._compute.run(work).add_done_callback(lambda done: done.cancelled() or done.exception())
-
-    def _key(self, call: Call) -> bytes:
-        """Return the key for sketches of this pass; empty if none are asked for."""
-        return step_key(self.secret, call.step) if self.secret and call.mode == "train" else b""
-
-    def _note(self, step: int, sketches: Sequence[wire.Sketch]) -> None:
-        """Store sketches. A pass that is run again replaces its sketches."""
-        self._sketches |= {(step, one.sent, one.forward, one.other, one.microbatch): one for one in sketches}
 
     def take_sketches(self, step: int) -> tuple[wire.Sketch, ...]:
         """Return the sketches of a prepared step and drop those of other steps."""
@@ -234,7 +293,7 @@ class StageExecutor:
         norms, timed = await self._compute.run(work)
         foreign = {shared.key for shared in self._boundary.shared if shared.stages[0] != self._boundary.stage}
         self.norms = {key: norm for key, norm in norms.items() if key not in foreign}
-        self._span("apply", 0, timed)
+        self.spans.append(Span("apply", 0, timed.start_s, timed.end_s))
 
     async def _apply(self, record: CommitRecord | None) -> None:
         if record is None:
@@ -247,16 +306,15 @@ class StageExecutor:
         def work() -> None:
             self._copies.complete()
             if first:
-                keep_anchor(self._program, self._trainable)
+                keep(self._program, self._trainable, ANCHOR)
             self._program.apply(scale=record.scale, learning_rate=record.learning_rate)
             if sends:
-                keep_reported(self._program, self._trainable)
+                keep(self._program, self._trainable, REPORTED)
 
         _, timed = await self._compute.run(work)
-        self._span("apply", 0, timed)
+        self.spans.append(Span("apply", 0, timed.start_s, timed.end_s))
 
-    async def _initialise(self) -> bool:
-        """Initialise; return True if the driver has to send entries that have no initialisation rule."""
+    async def _initialise(self) -> None:
 
         def work() -> tuple[str, ...]:
             missing = self._program.initialise()
@@ -265,7 +323,6 @@ class StageExecutor:
 
         missing, _ = await self._compute.run(work)
         self.missing = frozenset(missing)
-        return bool(missing)
 
     async def take_in(self, entries: Chunk) -> None:
         """Import part of a state."""
@@ -317,7 +374,7 @@ class StageExecutor:
             adopt(self._program, agreed, form, options.sync_codec, outer, overlapped=options.sync_lag > 0)
 
         _, timed = await self._compute.run(work)
-        self._span("apply", 0, timed)
+        self.spans.append(Span("apply", 0, timed.start_s, timed.end_s))
 
     async def _stream(
         self,
@@ -332,7 +389,7 @@ class StageExecutor:
                 chunk, _ = await self._compute.run(lambda: next(pending, None))
                 # A partly sent message must not stay on the connection, so a send that has begun finishes in a task of
                 # its own.
-                sending = asyncio.create_task(self._stage.state(*message(chunk)))
+                sending = asyncio.create_task(self._stage.member.state(*message(chunk)))
                 self._sending.add(sending)
                 sending.add_done_callback(self._sent)
                 await asyncio.wait({sending, superseded}, return_when=asyncio.FIRST_COMPLETED)
@@ -388,11 +445,6 @@ class StageExecutor:
         total, _ = await self._compute.run(work)
         for other, theirs in keys.items():
             self._send_shared(other, step, "total", [(key, tensor) for key, tensor in total if key in theirs])
-
-    # ---------------------------------------------------------------------------------------------------- details
-
-    def _span(self, kind: Literal["forward", "backward", "weights", "apply"], microbatch: int, timed: Timed) -> None:
-        self.spans.append(Span(kind, microbatch, timed.start_s, timed.end_s))
 
     def _sent(self, sending: asyncio.Task[None]) -> None:
         self._sending.discard(sending)

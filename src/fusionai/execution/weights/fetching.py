@@ -25,8 +25,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from fusionai.execution.links.outbox import KeepaliveConnection
-from fusionai.execution.links.peer_links import open_job
+from fusionai.execution.links import KeepaliveConnection, open_job
 from fusionai.execution.weights.board import LEAST_REST, Board, Share, ring, start
 from fusionai.primitives.errors import (
     ChannelClosed,
@@ -39,16 +38,14 @@ from fusionai.primitives.errors import (
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.primitives.units import format_bytes
-from fusionai.storage.weight_pieces import piece_bytes, pieces_of, spec_bytes
-from fusionai.storage.weight_store import WeightStore
+from fusionai.storage.weight_store import WeightStore, piece_bytes, pieces_of, spec_bytes
 from fusionai.transport.interface import Channel, Envelope, Transport
 from fusionai.wire import messages as wire
 from fusionai.wire.job import PIECE_BYTES, WeightSource, WeightSpec
-from fusionai.wire.messages import RouteKind, Stream
 
 log = logging.getLogger(__name__)
 
-Reach = Callable[[WeightSource], AbstractAsyncContextManager[Channel]]
+Reach = Callable[[WeightSource], AbstractAsyncContextManager["Channel | WeightInlet"]]
 """Opens a state connection to the source, admitted for this job, for the duration of the context. Raises
 `FusionError`."""
 
@@ -234,7 +231,7 @@ class _Fetch:
             self._tell_change()
             await asyncio.sleep(self._limits.redial_s * 2 ** (failures - 1))
 
-    async def _draw(self, number: int, channel: Channel) -> None:
+    async def _draw(self, number: int, channel: Channel | WeightInlet) -> None:
         asked: dict[tuple[bytes, int], Share] = {}
         while not self._board.done:
             while len(asked) < self._limits.asks and (share := self._board.take(number, self._now_s())) is not None:
@@ -247,14 +244,14 @@ class _Fetch:
             else:
                 await self._wait_for_change()
 
-    async def _send(self, channel: Channel, message: wire.WeightAsk | wire.Ping | wire.Pong) -> None:
+    async def _send(self, channel: Channel | WeightInlet, message: wire.WeightAsk | wire.Ping | wire.Pong) -> None:
         try:
             async with asyncio.timeout(self._limits.silence_s):
                 await channel.send(message)
         except TimeoutError:
             raise TransportError("it does not read the requests sent to it.") from None
 
-    async def _next(self, channel: Channel) -> Envelope:
+    async def _next(self, channel: Channel | WeightInlet) -> Envelope:
         """Return the next message. Raises `TransportError` if no byte arrives for `silence_s`."""
         quiet_from_s, arrived = self._now_s(), channel.stats.arrived_bytes
         while True:
@@ -356,12 +353,9 @@ MAX_UNREAD: Final = 64
 
 
 class WeightInlet:
-    """A `Channel` for one fetch after the other. Closing it ends the fetch, not the connection."""
+    """The connection that the job's owner made, for one fetch after the other."""
 
     def __init__(self, channel: Channel) -> None:
-        self.remote = channel.remote
-        self.stream: Stream = channel.stream
-        self.route: RouteKind = channel.route
         self.stats = channel.stats
         self._connection = KeepaliveConnection(channel)
         self._answers: asyncio.Queue[Envelope | None] = asyncio.Queue()
@@ -385,9 +379,6 @@ class WeightInlet:
     async def send(self, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
         await self._connection.channel.send(message, tensors)
 
-    def send_at_once(self, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> bool:
-        return self._connection.channel.send_at_once(message, tensors)
-
     async def receive(self) -> Envelope:
         envelope = await self._answers.get()
         if envelope is None:
@@ -395,16 +386,6 @@ class WeightInlet:
             raise ChannelClosed("the connection that the job's owner made has ended.")
         return envelope
 
-    async def close(self) -> None:
-        """Do nothing: the driver ends the connection."""
-
-    def abort(self) -> None:
-        """Like `close`."""
-
     @property
     def closed(self) -> bool:
         return self._connection.channel.closed
-
-    @property
-    def acknowledges(self) -> bool | None:
-        return self._connection.channel.acknowledges

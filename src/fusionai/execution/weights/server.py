@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final, Protocol
 
-from fusionai.execution.links.outbox import KeepaliveConnection
+from fusionai.execution.links import KeepaliveConnection
 from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, StorageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import host_tensor

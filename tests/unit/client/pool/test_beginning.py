@@ -15,7 +15,7 @@ from fusionai.client.pool import beginning
 from fusionai.client.pool.beginning import begin
 from fusionai.client.pool.job_files import keep_deployment
 from fusionai.client.pool.replanning import TrainingReplanner
-from fusionai.execution.deployment import Deployment
+from fusionai.execution.connections import Deployment
 from fusionai.primitives.errors import FusionError, PlanError, RefusedError, TransportError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import Plan

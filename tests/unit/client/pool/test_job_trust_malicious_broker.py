@@ -21,8 +21,8 @@ from fusionai.client.pool.job_trust import parts
 from fusionai.client.pool.replanning import PoolReplanner
 from fusionai.client.pool.session import PoolMember
 from fusionai.client.serving.watch import ServingReplanner
-from fusionai.execution.deployment import Deployment
-from fusionai.execution.links.peer_links import open_job
+from fusionai.execution.connections import Deployment
+from fusionai.execution.links import open_job
 from fusionai.primitives.errors import FusionError, PlanError, RefusedError, TransportError, TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.primitives.privacy import PrivacyLevel

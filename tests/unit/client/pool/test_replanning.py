@@ -17,7 +17,7 @@ from fusionai.client.pool import replanning
 from fusionai.client.pool.job_files import distrusted, kept_deployment
 from fusionai.client.pool.replanning import TrainingReplanner
 from fusionai.client.pool.session import PoolMember
-from fusionai.execution.deployment import Deployment
+from fusionai.execution.connections import Deployment
 from fusionai.primitives.errors import (
     ExecutionError,
     FusionError,

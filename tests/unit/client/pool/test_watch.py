@@ -16,7 +16,7 @@ from fusionai.client.pool import watch as pool_watch
 from fusionai.client.pool.replanning import FORGOTTEN_S, TrainingReplanner
 from fusionai.client.pool.session import PoolMember
 from fusionai.client.pool.watch import PoolWatch
-from fusionai.execution.deployment import Deployment
+from fusionai.execution.connections import Deployment
 from fusionai.primitives.errors import RefusedError, TransportError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.scheduling.planner import plan as planned

@@ -10,7 +10,7 @@ import msgspec
 
 from fusionai.client.pool.session import PoolMember
 from fusionai.client.serving.watch import ServingReplanner, ServingWatch
-from fusionai.execution.deployment import Deployment
+from fusionai.execution.connections import Deployment
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import PeerProfile, Plan, ServingNeeds

@@ -8,7 +8,7 @@ import msgspec
 
 from fusionai.client.pool.session import PoolMember
 from fusionai.client.serving.watch import ServingReplanner
-from fusionai.execution.deployment import Deployment
+from fusionai.execution.connections import Deployment
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import Plan
 from harness.patience import CEILING_S

@@ -9,10 +9,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from fusionai.execution.compute import ComputeThread
-from fusionai.execution.host import Host
-from fusionai.execution.links.connections import LocalChannel
-from fusionai.execution.links.peer_links import Links
+from fusionai.execution.connections import LocalChannel
+from fusionai.execution.host import ComputeThread, Host
+from fusionai.execution.links import Links
 from fusionai.execution.serving import member as serving_member
 from fusionai.execution.serving.loading import OwnWeights, identity_of
 from fusionai.execution.serving.member import ServingMember

@@ -10,7 +10,7 @@ import pytest
 from fusionai.execution.serving import sketches as serving_marks
 from fusionai.execution.serving.boundary import RowSpec
 from fusionai.execution.serving.sketches import TOGETHER, Projection, SketchBook, text_key
-from fusionai.execution.sketches import SIZE
+from fusionai.execution.tensors import SIZE
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import Segment
 

@@ -10,14 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from fusionai.execution.compute import ComputeThread
+from fusionai.execution.host import ComputeThread
 from fusionai.execution.serving.boundary import RowSpec, ServingBoundary
 from fusionai.execution.serving.stage import ServingStage, StageIdentity
-from fusionai.execution.state import headers
 from fusionai.ir.schema import Graph, Node, ValueSpec
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import headers
 from fusionai.wire.messages import Fence, Segment, ServeOptions
 from harness.pool import array, tensor
 
@@ -117,7 +117,7 @@ class Bench:
             graph=GRAPH,
             program=self.program,
             compute=self.compute,
-            postman=self.postman,
+            member=self.postman,
         )
         self.stage.allocated = True
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from fusionai.coordination.round.liveness import DEADLINE_S, PING_S, SHORTEST_S
-from fusionai.execution.links.peer_links import Links, StateConnections
-from fusionai.execution.state import headers
+from fusionai.execution.links import Links, StateConnections
 from fusionai.execution.training.boundary import boundaries
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph
@@ -21,7 +20,7 @@ from fusionai.primitives.errors import FusionError, TransportError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.interface import Channel, Envelope, Remote
 from fusionai.wire import messages as wire
-from fusionai.wire.frame import STREAM_LIMITS, encode_frame_head
+from fusionai.wire.frame import STREAM_LIMITS, encode_frame_head, headers
 from fusionai.wire.messages import Fence
 from harness.memory_transport import MemoryNetwork
 from harness.pool import OWNER, peer_id, tensor
@@ -141,7 +140,7 @@ def test_a_broken_link_is_dialled_again_in_the_next_round_and_a_good_one_kept():
 
 
 def test_without_its_links_a_stage_is_not_ready_and_each_missing_one_is_told_of(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusionai.execution.links.peer_links.LINK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("fusionai.execution.links.LINK_TIMEOUT_S", 0.05)
 
     async def body(stand: Stand) -> None:
         control, _ = await stand.attached()
@@ -156,7 +155,7 @@ def test_without_its_links_a_stage_is_not_ready_and_each_missing_one_is_told_of(
 
 
 def test_a_neighbour_that_never_answers_is_reported_in_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusionai.execution.links.peer_links.LINK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("fusionai.execution.links.LINK_TIMEOUT_S", 0.05)
 
     async def body(stand: Stand) -> None:
         never = asyncio.Event()
@@ -532,7 +531,7 @@ def test_a_snapshot_for_a_standby_that_falls_silent_fails_within_the_deadline():
 
 def test_commits_move_the_line_of_snapshots_that_are_kept_here():
     async def body(running: Running) -> None:
-        store = running.stand.member._snapshots.store
+        store = running.stand.member.kept.store
         entries = {"x": rows()}
         for stage, step in ((1, 0), (1, 5)):
             message = wire.Snapshot(
@@ -552,7 +551,7 @@ def test_detaching_forgets_snapshots_too():
         member = running.stand.member
         entries = {"x": rows()}
         message = wire.Snapshot(fence=FENCE, stage=1, step=2, part=0, watermark=0, last=True, tensors=headers(entries))
-        assert member._snapshots.store.take(NEIGHBOUR, message, entries)
+        assert member.kept.store.take(NEIGHBOUR, message, entries)
         await running.control.send(wire.Detach(fence=FENCE))
         await asyncio.wait_for(running.stand.pool.doors[0].idle.wait(), PATIENCE_S)
         assert (member.stages, member.snapshots) == ((), ())

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusionai.execution.state import headers
 from fusionai.execution.training.arrivals import WaitingTensors
 from fusionai.execution.training.boundary import RetainedMessages
 from fusionai.execution.training.snapshots import SnapshotStore
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import headers
 from fusionai.wire.messages import Fence, SnapshotAt
 from harness.pool import peer_id, tensor
 from harness.stand import backward, forward, rows

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from fusionai.backends.interface import StageProgram
-from fusionai.execution.compute import ComputeThread
+from fusionai.execution.host import ComputeThread
 from fusionai.execution.training.snapshots import FAILURES_TOLD, Chunk, Entries, SnapshotCopier, StateCopy
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor

@@ -17,12 +17,12 @@ import pytest
 from fusionai.backends.state import state_entries
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.program import TorchStageProgram
-from fusionai.execution.state import headers
 from fusionai.execution.training.snapshots import FAILURES_TOLD
 from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.standby.assignment import ARRIVING
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import headers
 from fusionai.wire.messages import CommitRecord, Fence, SnapshotAt
 from harness.pool import OWNER, peer_id, tensor
 from harness.stand import (
@@ -366,7 +366,7 @@ def test_the_state_sent_is_that_of_its_step_however_slow_the_standby_is(monkeypa
 
     async def body(stand: Stand) -> None:
         running, standby = await has_standby(stand)
-        keeper = stand.member._snapshots
+        keeper = stand.member.kept
         send = keeper.send
 
         async def later(*args: object) -> None:
@@ -380,7 +380,7 @@ def test_the_state_sent_is_that_of_its_step_however_slow_the_standby_is(monkeypa
             states[step + 1] = await exported(running.control, running.state, step + 1, FENCE)
         slow.set()
         assert [await kept(standby), await kept(standby)] == [(0, 2), (0, 4)]
-        store = stand.member_of(1)._snapshots.store
+        store = stand.member_of(1).kept.store
         for step in (2, 4):
             entries = store.whole(0, step)
             assert entries is not None
@@ -395,7 +395,7 @@ def test_a_third_snapshot_takes_the_place_of_the_one_not_begun(monkeypatch: pyte
 
     async def body(stand: Stand) -> None:
         running, standby = await has_standby(stand)
-        keeper = stand.member._snapshots
+        keeper = stand.member.kept
         send = keeper.send
 
         async def later(*args: object) -> None:
@@ -452,7 +452,7 @@ def test_a_recovered_stage_gives_its_standby_a_snapshot_at_once():
 def test_a_standby_without_room_says_so_and_does_not_acknowledge(monkeypatch: pytest.MonkeyPatch):
     async def body(stand: Stand) -> None:
         running, standby = await has_standby(stand)
-        monkeypatch.setattr(stand.member_of(1)._snapshots.store, "_room_bytes", lambda: 10)
+        monkeypatch.setattr(stand.member_of(1).kept.store, "_room_bytes", lambda: 10)
         for step in range(EVERY):
             await run_step(running, step, Course())
         message = (await receive(standby)).message
@@ -562,7 +562,7 @@ def test_with_a_snapshot_of_it_the_former_peer_forgets_the_stage():
         later = Fence(2, 1, 0)
         await changed_places(stand, running, later)
         tensors = {"model/weight": tensor(np.zeros(3, dtype=np.float32))}
-        stand.member._snapshots.take(
+        stand.member.kept.take(
             stand.pool.hosts[1].peer,
             wire.Snapshot(fence=later, stage=0, step=1, part=0, watermark=1, last=True, tensors=headers(tensors)),
             tensors,

@@ -1,31 +1,164 @@
-"""Connections of one job member to other members: tensor links, and state connections for snapshots.
+"""Connections of one job member to other members: tensor links, state connections, and what keeps a connection alive.
+
+`Outbox` lets computing and sending overlap. Messages are sent in the order of `post`. A lost channel is reported once,
+and later posts are dropped: the poster learns of the loss from that event instead of an exception in the middle of
+other work. A message that can't be sent at all (a frame that is too large) also ends the channel, because the other
+side must not wait for it.
+
+`KeepaliveConnection` adds pings and pongs. Part of a frame counts as a sign of life too, so a large tensor on a slow
+link is never mistaken for a dead peer.
 
 `Links` keeps one tensor connection per other peer, used in both directions. `StateConnections` dials one connection per
 receiver of snapshots or of a recheck's inputs, when it is first needed, and keeps it open. Sending on it waits for the
 network, so a snapshot never accumulates in memory.
 
 This module decides which side dials: always the job owner (its machine may be unreachable from outside), otherwise the
-peer with the smaller id. It decides when a link is lost: closed, refused, or silent for too long. It never inspects
-payloads and never redials a tensor link by itself; the next round does.
-
-The members post and receive, `execution.training.snapshots` sends snapshots, `transport` connects,
-`coordination.round.liveness` measures silence."""
+peer with the smaller id. It decides when a link is lost: closed, refused, or silent for too long
+(`coordination.round.liveness`). It never inspects payloads and never redials a tensor link by itself; the next round
+does.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 from fusionai.coordination.round.liveness import Silence
-from fusionai.execution.links.outbox import KeepaliveConnection
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope, Transport
 from fusionai.wire import messages as wire
+from fusionai.wire.messages import Message
+
+FLUSH_TIMEOUT_S: Final = 5.0
+"""Seconds that closing waits for a peer that does not read (chosen)."""
+
+
+class Outbox:
+    """Sends messages in order. `post` never blocks; the poster's credit bounds the queue."""
+
+    def __init__(self, channel: Channel, on_lost: Callable[[str], None]) -> None:
+        self.channel = channel
+        self.ended = False
+        """Whether nothing more will be sent."""
+        self.posted = False
+        """Whether anything but pings and pongs was posted since the flag was last cleared."""
+        self._on_lost = on_lost
+        self._queue: asyncio.Queue[tuple[Message, Sequence[HostTensor]] | None] = asyncio.Queue()
+        self._behind = 0
+        """Messages posted and not yet sent; the next message must wait for them."""
+        self._task = asyncio.create_task(self._run(), name="outbox")
+
+    @property
+    def waiting(self) -> int:
+        """Messages not yet handed to the channel."""
+        return self._queue.qsize()
+
+    def post(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
+        self.posted = self.posted or not isinstance(message, wire.Ping | wire.Pong)
+        if self.ended:
+            return
+        if not self._behind:
+            with suppress(FusionError):  # `_run` reports the failure
+                if self.channel.send_at_once(message, tensors):  # without a turn of the event loop
+                    return
+        self._behind += 1
+        self._queue.put_nowait((message, tensors))
+
+    async def _run(self) -> None:
+        try:
+            while (item := await self._queue.get()) is not None:
+                try:
+                    await self.channel.send(*item)
+                    self._behind -= 1
+                except FusionError as error:
+                    self._on_lost(str(error))
+                    with suppress(TransportError):
+                        await self.channel.close()
+                    return
+                finally:
+                    self._queue.task_done()
+            self._queue.task_done()
+        finally:
+            self.ended = True
+
+    async def flush(self) -> None:
+        """Wait until everything posted so far was handed to the channel, or the channel is lost."""
+        waiting = asyncio.create_task(self._queue.join())
+        await asyncio.wait({waiting, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+
+    async def close(self) -> None:
+        """Send what is queued, for at most `FLUSH_TIMEOUT_S`, then close the channel."""
+        if not self._task.done():
+            self._queue.put_nowait(None)
+            await asyncio.wait({self._task}, timeout=FLUSH_TIMEOUT_S)
+            self._task.cancel()
+        self.ended = True
+        with suppress(TransportError):
+            await self.channel.close()
+
+    def abandon(self) -> None:
+        """Drop what is queued. The caller closes the channel."""
+        self.ended = True
+        self._task.cancel()
+
+
+MAX_UNSENT_ANSWERS: Final = 16
+"""Pongs that may wait unsent. A peer that does not read gets no more of them, since liveness needs only one."""
+
+
+class KeepaliveConnection(Outbox):
+    """One connection. `on_lost` is called at most once, with the reason, and never after `drop`."""
+
+    def __init__(self, channel: Channel, on_lost: Callable[[KeepaliveConnection, str], None] | None = None) -> None:
+        super().__init__(channel, self.lost)
+        self._loss_reported = False
+        self._report = on_lost
+        self._arrived_bytes = -1
+
+    @property
+    def usable(self) -> bool:
+        return not (self.ended or self.channel.closed)
+
+    async def receive(self) -> Envelope:
+        """Return the next message other than a ping or pong. Raises what `Channel.receive` raises."""
+        while True:
+            envelope = await self.channel.receive()
+            match envelope.message:
+                case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
+                    if self.waiting < MAX_UNSENT_ANSWERS:
+                        self.post(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
+                case wire.Pong():
+                    pass
+                case _:
+                    return envelope
+
+    def beat(self, now_s: float) -> bool:
+        """Send a ping unless other messages already wait. Return whether anything arrived since the last call."""
+        if self.waiting == 0:
+            self.post(wire.Ping(sequence=0, sent_at_s=now_s))
+        before, self._arrived_bytes = self._arrived_bytes, self.channel.stats.arrived_bytes
+        return self._arrived_bytes != before
+
+    def lost(self, reason: str) -> None:
+        """End the connection and report the reason, unless it has ended already."""
+        if not self._loss_reported:
+            self.drop()
+            if self._report is not None:
+                self._report(self, reason)
+
+    def drop(self) -> None:
+        """End the connection without a report and discard what is queued."""
+        self._loss_reported = True
+        self.abandon()
+        self.channel.abort()
+
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from safetensors.numpy import save_file
 
 from fusionai.primitives.errors import StorageError
 from fusionai.storage.assembly import Assembly, Extent
-from fusionai.storage.weight_manifest import ModelWeights, manifest
-from fusionai.storage.weight_memory import WeightsInFiles
+from fusionai.storage.weight_manifest import ModelWeights, WeightsInFiles, manifest
 from fusionai.storage.weight_store import WeightStore
 
 ARRAYS = {"a": np.arange(700_000, dtype=np.float32), "b": np.ones((3, 5), np.float32)}
@@ -28,7 +27,7 @@ def hashed(directory: Path) -> tuple[Path, ModelWeights]:
 
 def test_what_the_memory_lists_is_here_without_being_fetched(tmp_path: Path) -> None:
     beside = WeightsInFiles(tmp_path / "weights.json")
-    store = WeightStore(tmp_path / "peer", beside=beside)
+    store = WeightStore(tmp_path / "peer", beside=beside.find)
     _, weights = hashed(tmp_path)  # after the store was made, as a peer starts before the model is looked at
     for spec in weights.specs:
         assert store.has(spec)
@@ -43,7 +42,7 @@ def test_what_the_memory_lists_is_here_without_being_fetched(tmp_path: Path) -> 
 @pytest.mark.parametrize("touched", ["changed", "gone"])
 def test_a_file_that_is_another_now_is_not_read(tmp_path: Path, touched: str) -> None:
     path, weights = hashed(tmp_path)
-    store = WeightStore(tmp_path / "peer", beside=WeightsInFiles(tmp_path / "weights.json"))
+    store = WeightStore(tmp_path / "peer", beside=WeightsInFiles(tmp_path / "weights.json").find)
     spec = weights.specs[0]
     assert store.has(spec)
     if touched == "gone":
@@ -59,7 +58,7 @@ def test_a_file_that_is_another_now_is_not_read(tmp_path: Path, touched: str) ->
 
 def test_what_the_store_has_itself_comes_first(tmp_path: Path) -> None:
     path, weights = hashed(tmp_path)
-    store = WeightStore(tmp_path / "peer", beside=WeightsInFiles(tmp_path / "weights.json"))
+    store = WeightStore(tmp_path / "peer", beside=WeightsInFiles(tmp_path / "weights.json").find)
     spec = weights.specs[1]
     other = WeightStore(tmp_path / "peer")
     other.add(spec, memoryview(ARRAYS[spec.key].tobytes()))
@@ -82,7 +81,7 @@ def test_what_is_made_of_parts_is_read_in_place_too(tmp_path: Path) -> None:
         ["both"], lambda _keys: iter(()), own, assembled={"both": both}, files=files, memory=memory
     )  # fmt: skip
     (spec,) = weights.specs
-    store = WeightStore(tmp_path / "peer", beside=WeightsInFiles(memory))
+    store = WeightStore(tmp_path / "peer", beside=WeightsInFiles(memory).find)
     expected = ARRAYS["a"][::-1].tobytes() + ARRAYS["a"].tobytes()
     assert store.has(spec)
     assert bytes(store.read(spec).data) == expected

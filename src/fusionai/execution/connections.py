@@ -1,34 +1,34 @@
-"""The driver's connections: a control and a state connection to every member; tensors go through its own member.
+"""The driver's side of a job: the deployed plan, a control and a state connection to every member, and tasks.
 
 This module decides when a member counts as lost: its control or state connection closed, could not be opened within
-`OPENING_S`, or was silent longer than the silence detector allows. Every message goes to the driver's callbacks with
-the peer that sent it. State is always read, even if nothing needs it, because a member could otherwise wait for ever to
-send it.
+`OPENING_S`, or was silent for too long (`coordination.round.liveness`). Every message goes to the driver's callbacks
+with the peer that sent it. State is always read, even if nothing needs it, because a member could otherwise wait for
+ever to send it. Tensors go through the driver's own member. The owner's own stages are reached over in-process channels
+(`LocalChannel`).
 
-Used by `training.driver` and `serving.driver`. `coordination.round.liveness` detects silent members. The owner's own
-stages are reached over in-process channels (`LocalChannel`)."""
+`client` gets deployments from the broker; `training.driver` and `serving.driver` use this module.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from fusionai.coordination.round.liveness import Silence
-from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host
-from fusionai.execution.links.outbox import Outbox
-from fusionai.execution.links.peer_links import open_job
+from fusionai.execution.links import Outbox, open_job
 from fusionai.execution.member import RoundMember
-from fusionai.execution.state import by_name
 from fusionai.primitives.errors import ChannelClosed, FusionError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
+from fusionai.scheduling.problem.types import Plan
 from fusionai.transport.interface import Channel, ChannelStats, Envelope, Remote
 from fusionai.wire import messages as wire
+from fusionai.wire.frame import by_name
 from fusionai.wire.messages import Message, RouteKind, Stream
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class _MemberConnection:
 
     @property
     def alive(self) -> bool:
-        return not (self.over or self.control.lost or self.control.channel.closed or self.state.closed)
+        return not (self.over or self.control.ended or self.control.channel.closed or self.state.closed)
 
     def sign_of_life(self) -> bool:
         """Return whether a ping was answered or part of a state arrived since the last call. Other messages do not
@@ -342,3 +342,71 @@ class LocalChannel:
     @property
     def closed(self) -> bool:
         return self._closed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """A plan with everything needed to reach its members. `plan` carries the broker's version. `members`: addresses of
+    each peer of the plan (none for the owner). `tickets`: by peer id; the owner's is the driver's ticket.
+    `clock_ahead_s`: seconds by which the owner's clock is ahead of the broker's, on which ticket expiry is based."""
+
+    plan: Plan
+    members: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    tickets: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    clock_ahead_s: float = 0.0
+
+    def neighbours(self) -> tuple[wire.Neighbour, ...]:
+        return tuple(
+            wire.Neighbour(stage=p.stage, peer=p.peer, addresses=self.members.get(p.peer, ())) for p in self.plan.stages
+        )
+
+
+class PlanSource(Protocol):
+    """Gets the driver a new plan when a stage has no peer; `client.pool.replanning` asks the broker."""
+
+    async def replacement(
+        self, present: Deployment, lost: frozenset[str], waiting: Callable[[str], None]
+    ) -> Deployment:
+        """Return `present` with replacements for the peers in `lost`, recorded as the plan in force. There is no time
+        limit; `waiting` is called with a text that says what is being waited for. Raises `FusionError` if the job can't
+        continue."""
+        ...
+
+    def distrust(self, peer: str, reason: str) -> None:
+        """Exclude `peer` from all later plans of this job."""
+        ...
+
+
+class JobTasks:
+    """Tasks of one job that end together. `failed` gets the reason why a task failed, because the job must end with a
+    reason instead of waiting for that task."""
+
+    def __init__(self, job: str, failed: Callable[[str], None]) -> None:
+        self._job = job
+        self._failed = failed
+        self._running: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[object, object, object]) -> asyncio.Task[None]:
+        async def reported() -> None:
+            try:
+                await work
+            except TransportError as error:  # the connection's owner reports the loss as an event
+                log.info("a connection of %s: %s", self._job, error)
+            except FusionError as error:
+                self._failed(str(error))
+            except Exception as error:
+                log.exception("a command of %s failed", self._job)
+                self._failed(f"{type(error).__name__}: {error}")
+
+        task = asyncio.create_task(reported())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        task.add_done_callback(lambda _: work.close())  # for a task that was cancelled before it began
+        return task
+
+    def cancel(self) -> None:
+        for task in self._running:
+            task.cancel()
+
+    async def wait(self) -> None:
+        await asyncio.gather(*self._running, return_exceptions=True)

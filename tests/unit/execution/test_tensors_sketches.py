@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.execution.sketches import SIZE, sketch, step_key
-from fusionai.execution.state import as_bytes
+from fusionai.execution.tensors import SIZE, as_bytes, sketch, step_key
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from harness.pool import tensor
 

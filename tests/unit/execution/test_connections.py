@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from fusionai.execution.links.connections import (
+from fusionai.execution.connections import (
     LocalChannel,
     _MemberConnection,  # pyright: ignore[reportPrivateUsage]
 )
-from fusionai.execution.links.outbox import Outbox
+from fusionai.execution.links import Outbox
 from fusionai.primitives.ids import PeerId
 
 PEER = PeerId("peer")

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from fusionai.execution.tasks import JobTasks
+from fusionai.execution.connections import JobTasks
 from fusionai.primitives.errors import ExecutionError, TransportError
 
 

@@ -1,1 +1,0 @@
-"""Connections between the members of a job, and the queues in front of them."""
