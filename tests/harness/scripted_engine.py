@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import structs
 
 from fusionai.primitives.errors import ExecutionError
 from fusionai.serving.interface import (
@@ -206,7 +207,9 @@ class _Stream:
     def _hops(self, index: int) -> tuple[HopTiming, ...]:
         plain = HopTiming(0, "owner", 0.0, 0.001, 0.0)
         return tuple(
-            replace(plain, stage=at, peer=name, queued_s=0.0005, compute_s=0.002 + 5e-4 * index, transfer_s=0.001 * at)
+            structs.replace(
+                plain, stage=at, peer=name, queued_s=0.0005, compute_s=0.002 + 5e-4 * index, transfer_s=0.001 * at
+            )
             for at, name in enumerate(STAGES)
         )
 

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from msgspec import Struct
+
 from fusionai.primitives.errors import FusionError
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "failed"]
@@ -85,16 +87,14 @@ class Generation:
     """Report log-probabilities of the prompt's tokens too (`echo` in completions)."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(Struct, frozen=True):
     token: int
     logprob: float
     """Natural logarithm, from the distribution before sampling options are applied."""
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class HopTiming:
+class HopTiming(Struct, frozen=True):
     """One machine's part in one token. `peer` is the machine's name."""
 
     stage: int
@@ -106,8 +106,7 @@ class HopTiming:
     that can't be attributed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Emitted:
+class Emitted(Struct, frozen=True):
     """One token. `index` counts from 0; each index comes once and in order, even if machines are lost."""
 
     index: int
@@ -116,8 +115,7 @@ class Emitted:
     hops: tuple[HopTiming, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRead:
+class PromptRead(Struct, frozen=True):
     """The prompt is in the KV caches; comes before the first token. `cached_tokens`: the prompt's tokens that came from
     the prefix cache."""
 
@@ -126,8 +124,7 @@ class PromptRead:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationPaused:
+class GenerationPaused(Struct, frozen=True):
     """The generation pauses because a machine was lost: it is being replaced (`recovering`), or no machine of the pool
     can replace it (`waiting`). `running` ends the pause."""
 
@@ -135,8 +132,7 @@ class GenerationPaused:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True):
     """The last event, sent exactly once."""
 
     reason: FinishReason
@@ -154,8 +150,7 @@ class TokenStream(Protocol):
     async def aclose(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StageStatus:
+class StageStatus(Struct, frozen=True):
     stage: int
     peer: str
     name: str
@@ -167,8 +162,7 @@ class StageStatus:
     mean_compute_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class FaultNote:
+class FaultNote(Struct, frozen=True):
     """An entry of the fault log: time in seconds since 1970, what happened, seconds until tokens flowed again (None:
     still open, or no token was delayed)."""
 

@@ -36,7 +36,7 @@ from fusionai.coordination.serving.rounds import AllLoaded, PassesResumed, Probe
 from fusionai.coordination.serving.sessions import PassPlan
 from fusionai.coordination.serving.standbys import Standbys
 from fusionai.coordination.serving.state import ServingJobState, ServingPhase
-from fusionai.coordination.serving.takeovers import Lateness, Takeovers
+from fusionai.coordination.serving.takeovers import Takeovers
 from fusionai.wire.base import Fence
 
 
@@ -48,14 +48,12 @@ class ServingMachine(ServingJobState):
     rounds: Rounds = field(init=False)
     standbys: Standbys = field(init=False)
     takeovers: Takeovers = field(init=False)
-    lateness: Lateness = field(init=False)
 
     def __post_init__(self) -> None:
         ServingJobState.__post_init__(self)
         self.rounds = Rounds(self)
         self.standbys = Standbys(self, self.rounds)
         self.takeovers = Takeovers(self, self.rounds, self.standbys)
-        self.lateness = Lateness(self, self.rounds, self.takeovers)
 
     def start(self) -> list[ServingCommand]:
         return self.rounds.begin("")
@@ -124,7 +122,7 @@ class ServingMachine(ServingJobState):
         return {
             stage: standby
             for stage, standby in self.roles.standbys.items()
-            if self.roster.is_warm(stage, standby) and stage in self.roles.checkable
+            if (stage, standby) in self.roster.warm and stage in self.roles.checkable
         }
 
     def on_stop(self, event: StopAsked) -> list[ServingCommand]:
@@ -162,14 +160,14 @@ TABLE: Final[Table[ServingMachine, list[ServingCommand]]] = Table(
         Transition((_N,), interface.StageLoaded, (_N,), lambda m, event: m.rounds.on_loaded(event)),
         Transition((_L,), interface.StageLoaded, (_L,), lambda m, event: m.rounds.on_loaded(event)),
         Transition((_L,), AllLoaded, (_B, _P, _G), lambda m, event: m.rounds.on_all_loaded(event)),
-        *in_each((_N, _L, _G), interface.LoadProgressed, (), lambda m, event: m.lateness.on_load_progressed(event)),
+        *in_each((_N, _L, _G), interface.LoadProgressed, (), lambda m, event: m.takeovers.on_load_progressed(event)),
         Transition((_B,), interface.CacheRebuilt, (_B, _P, _G), lambda m, event: m.rounds.on_rebuilt(event)),
         Transition((_B,), interface.ProbeReturned, (_B, _E), lambda m, event: m.rounds.on_probed(event)),
         Transition((_P,), interface.ProbeReturned, (_P, _G, _E), lambda m, event: m.rounds.on_probed(event)),
         Transition((_B, _P), ProbeRefused, (_N, _W, _E), lambda m, event: m.takeovers.on_probe_refused(event)),
         Transition((_G,), PassesResumed, (_G, _N), lambda m, event: m.standbys.on_passes_resumed(event)),
         Transition((_G,), interface.StandbyLoaded, (_G, _N), lambda m, event: m.standbys.on_loaded(event)),
-        *in_each((*_ROUND, _G), interface.StageWorking, (_N, _W, _E), lambda m, event: m.lateness.on_working(event)),
+        *in_each((*_ROUND, _G), interface.StageWorking, (_N, _W, _E), lambda m, event: m.takeovers.on_working(event)),
         *in_each((_B, _P), interface.PassFailure, (_N, _W, _E), lambda m, event: m.takeovers.on_pass_failed(event)),
         Transition((_G,), interface.PassFailure, (_G,), lambda m, event: m.takeovers.on_pass_failed(event)),
         Transition((_G,), interface.TextChecked, (_G, _N, _W), lambda m, event: m.takeovers.on_checked(event)),
@@ -182,8 +180,8 @@ TABLE: Final[Table[ServingMachine, list[ServingCommand]]] = Table(
         *in_each(_ROUND, interface.PlanGiven, (), lambda m, event: m.standbys.on_plan(event)),
         Transition((_G,), interface.PlanGiven, (_G, _N), lambda m, event: m.standbys.on_plan(event)),
         Transition((_W,), interface.PlanGiven, (_N, _W), lambda m, event: m.standbys.on_plan(event)),
-        *in_each(_ROUND, interface.Tick, (_N, _W, _E), lambda m, event: m.lateness.on_tick(event)),
-        Transition((_G,), interface.Tick, (_G, _N), lambda m, event: m.lateness.on_tick(event)),
+        *in_each(_ROUND, interface.Tick, (_N, _W, _E), lambda m, event: m.takeovers.on_tick(event)),
+        Transition((_G,), interface.Tick, (_G, _N), lambda m, event: m.takeovers.on_tick(event)),
         Transition((*_ROUND, _G, _W), StopAsked, (_E,), ServingMachine.on_stop),
         Transition((*_ROUND, _G, _W), CommandFailed, (_E,), ServingMachine.on_command_failed),
     ),

@@ -210,7 +210,7 @@ class Rounds:
         job.phase = ServingPhase.RUNNING
         job.ready = True
         job.sound = dict(job.roles.places)
-        job.roster.took_over(job.sound)
+        job.roster.warm -= set(job.sound.items())  # they are no standbys of these stages any more
         job.follow_ups.append(PassesResumed())
         return [interface.ReportState("ready", ""), interface.ResumePasses()]
 

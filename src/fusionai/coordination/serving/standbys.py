@@ -40,7 +40,7 @@ class Standbys:
         return self.prepare()
 
     def on_loaded(self, event: StandbyLoaded) -> list[ServingCommand]:
-        self.job.roster.loaded(event.stage, event.peer)
+        self.job.roster.warm.add((event.stage, event.peer))
         return [*self._hand_over(), *self._switch_if_prepared()]
 
     def prepare(self) -> list[ServingCommand]:
@@ -53,13 +53,13 @@ class Standbys:
             wanted += [(stage, peer, job.pending) for stage, peer in sorted(job.moving(job.pending).items())]
         commands: list[ServingCommand] = []
         for stage, peer, roles in wanted:
-            if roster.is_warm(stage, peer) or roster.was_asked(stage, peer):
+            if (stage, peer) in roster.warm or (stage, peer) in roster.asked:
                 continue
             if not roster.may_hold(stage, peer):
                 if self._may_enlist(peer, roles):
                     commands.append(self._enlist(peer, roles))
             elif peer in roster.enlisted:
-                roster.ask(stage, peer)
+                roster.asked.add((stage, peer))
                 fence = roster.fence_of(peer, job.fence)
                 commands.append(SendLoad(fence, peer, stage, standby=True, fresh=False, roles=roles))
         return [*commands, *self._switch_if_prepared()]
@@ -90,7 +90,7 @@ class Standbys:
         if pending is None:
             return []
         ready = all(
-            roster.is_warm(stage, peer) or not roster.may_hold(stage, peer)
+            (stage, peer) in roster.warm or not roster.may_hold(stage, peer)
             for stage, peer in self.job.moving(pending).items()
         )
         return self._adopt(pending) if ready else []
@@ -117,7 +117,7 @@ class Standbys:
 
     def _adopt(self, roles: ServingRoles) -> list[ServingCommand]:
         if roles.partition != self.job.roles.partition:
-            self.job.roster.drop_weights()
+            self.job.roster.warm.clear()  # another cut's weights can't be used
             self.job.sound.clear()
         self.job.roles = roles
         self.job.pending = None

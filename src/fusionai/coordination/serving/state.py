@@ -28,10 +28,10 @@ class StandbyRoster:
     """Member that was enlisted beside the round -> its fence."""
     _announced: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
     """Member -> stages that its last `Enlist` named it a standby of. It accepts no others."""
-    _asked: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
-    """(stage, standby) of load requests in this round."""
-    _warm: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
-    """(stage, standby) whose weights are loaded."""
+    asked: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
+    """(stage, standby) that was asked to load since it was last enlisted in this round."""
+    warm: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
+    """(stage, standby) that has the weights and could run the stage now."""
 
     def begin(self, roles: ServingRoles) -> None:
         """Begin a round, in which all its members are enlisted."""
@@ -45,14 +45,14 @@ class StandbyRoster:
         self.enlisted.clear()
         self._beside.clear()
         self._announced.clear()
-        self._asked.clear()
+        self.asked.clear()
 
     def bring(self, peer: str, fence: Fence, roles: ServingRoles) -> None:
         """Record that a peer is enlisted beside the round. It may have dropped what it was asked to load before."""
         self.members.add(peer)
         self.enlisted.discard(peer)
         self._beside[peer] = fence
-        self._asked = {one for one in self._asked if one[1] != peer}
+        self.asked = {one for one in self.asked if one[1] != peer}
         self._announce(peer, roles)
 
     def strike(self, peer: str) -> None:
@@ -60,31 +60,13 @@ class StandbyRoster:
         self.enlisted.discard(peer)
         self._beside.pop(peer, None)
         self._announced.pop(peer, None)
-        self._asked = {one for one in self._asked if one[1] != peer}
-        self._warm = {one for one in self._warm if one[1] != peer}
+        self.asked = {one for one in self.asked if one[1] != peer}
+        self.warm = {one for one in self.warm if one[1] != peer}
 
     def _announce(self, peer: str, roles: ServingRoles) -> None:
         """Record which stages its `Enlist` names: the peer drops the weights of all others."""
         self._announced[peer] = kept = frozenset(roles.standby_of(peer))
-        self._warm = {(stage, one) for stage, one in self._warm if one != peer or stage in kept}
-
-    # ------------------------------------------------------------------------------------------------------ weights
-
-    def ask(self, stage: int, peer: str) -> None:
-        self._asked.add((stage, peer))
-
-    def loaded(self, stage: int, peer: str) -> None:
-        self._warm.add((stage, peer))
-
-    def took_over(self, places: Mapping[int, str]) -> None:
-        """Record that these peers run their stages now and are no standbys of them any more."""
-        self._warm -= set(places.items())
-
-    def drop_weights(self) -> None:
-        """Forget which standbys are warm, because another cut's weights can't be used."""
-        self._warm.clear()
-
-    # ------------------------------------------------------------------------------------------------------ looking
+        self.warm = {(stage, one) for stage, one in self.warm if one != peer or stage in kept}
 
     def fence_of(self, peer: str, fence: Fence) -> Fence:
         """Return the fence of the peer's messages in the round of `fence`."""
@@ -93,14 +75,6 @@ class StandbyRoster:
     def may_hold(self, stage: int, peer: str) -> bool:
         """Return whether its last `Enlist` named it the standby of the stage."""
         return stage in self._announced.get(peer, ())
-
-    def was_asked(self, stage: int, peer: str) -> bool:
-        """Return whether it was asked to load the stage since it was last enlisted."""
-        return (stage, peer) in self._asked
-
-    def is_warm(self, stage: int, peer: str) -> bool:
-        """Return whether it could run the stage now."""
-        return (stage, peer) in self._warm
 
 
 class ServingPhase(StrEnum):
@@ -162,7 +136,7 @@ class ServingJobState(JobState[ServingPhase, ServingCommand, ServingRoles]):
 
     def is_warm(self, stage: int) -> bool:
         """Return whether the stage's standby could take over now."""
-        return self.roster.is_warm(stage, self.roles.standbys.get(stage, ""))
+        return (stage, self.roles.standbys.get(stage, "")) in self.roster.warm
 
     def moving(self, roles: ServingRoles) -> dict[int, str]:
         """Return the stages that a plan would move, and to which peer. For another cut nothing can be prepared, because

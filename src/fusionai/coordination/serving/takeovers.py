@@ -94,7 +94,7 @@ class Takeovers:
         successors = {stage: job.roles.standbys[stage] for stage in stages if stage in job.roles.standbys}
         if job.pending is not None:
             moving = job.moving(job.pending)
-            prepared = {stage: moving[stage] for stage in stages if job.roster.is_warm(stage, moving.get(stage, ""))}
+            prepared = {stage: moving[stage] for stage in stages if (stage, moving.get(stage)) in job.roster.warm}
             successors = {**prepared, **successors}
         return successors
 
@@ -183,22 +183,17 @@ class Takeovers:
             self.job.batcher.compute_again()
         return [Distrust(found.faulty_peer, found.reason), *self.lose([found.faulty_peer], "faulty", found.reason)]
 
-
-@dataclass(slots=True)
-class Lateness:
-    job: ServingJobState
-    rounds: Rounds
-    takeovers: Takeovers
+    # ------------------------------------------------------------------------------------------------ no progress
 
     def on_tick(self, event: interface.Tick) -> list[ServingCommand]:
         job, patience, limits = self.job, self.job.patience, self.job.limits
         idle_s = patience.idle_s(event.now_s, nothing_sent=job.is_running and not job.batcher.under_way)
         match job.phase:
             case ServingPhase.ENLISTING if idle_s > limits.enlist_s:
-                return self._lose(set(job.roles.places.values()) - job.roster.enlisted, "it does not answer")
+                return self._lose_late(set(job.roles.places.values()) - job.roster.enlisted, "it does not answer")
             case ServingPhase.LOADING if idle_s > patience.grown_s(limits.load_s):
                 late = {peer for stage, peer in job.roles.places.items() if stage not in self.rounds.loaded}
-                return self._lose(late, "it does not load its stage")
+                return self._lose_late(late, "it does not load its stage")
             case ServingPhase.REBUILDING if idle_s > patience.grown_s(limits.rebuild_s):
                 return self._stalled({request.through for request, _ in self.rounds.rebuilds.values()})
             case ServingPhase.PROBING if idle_s > patience.grown_s(limits.probe_s):
@@ -216,10 +211,10 @@ class Lateness:
         oldest_s = self.job.batcher.oldest_s
         return oldest_s is not None and now_s - oldest_s > self.job.patience.whole_s(self.job.batcher.works)
 
-    def _lose(self, peers: Collection[str], reason: str) -> list[ServingCommand]:
+    def _lose_late(self, peers: Collection[str], reason: str) -> list[ServingCommand]:
         """Remove late peers, except the driver's own machine."""
         self.job.patience.progressed(self.job.patience.now_s)
-        return self.takeovers.lose(sorted(set(peers) - {self.job.roles.owner}), "late", reason)
+        return self.lose(sorted(set(peers) - {self.job.roles.owner}), "late", reason)
 
     def on_load_progressed(self, event: interface.LoadProgressed) -> list[ServingCommand]:
         """A report of loading is a sign of progress, unless no further bytes came for too long."""
@@ -259,7 +254,7 @@ class Lateness:
         # A stage that reports working is replaced only by a peer that is ready.
         replaceable = (waiting and busy_s is None) or all(job.is_warm(stage) for stage in stages)
         if patience.stalls > 2 and suspects and replaceable:
-            return self._lose(suspects, reason)
+            return self._lose_late(suspects, reason)
         if patience.stalls > ATTEMPTS:
             return job.fail(reason) if waiting else self._give_up_sessions(reason)
         if patience.stalls > 1 and waiting:
