@@ -14,7 +14,7 @@ import difflib
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -166,10 +166,6 @@ def _bounded(compute: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
-def _size_of(x: Any, dim: int) -> int:
-    return x.shape[dim]
-
-
 SIZES: Final[Mapping[str, Callable[..., int]]] = MappingProxyType(
     {
         "sym.add": _bounded(operator.add),
@@ -180,6 +176,6 @@ SIZES: Final[Mapping[str, Callable[..., int]]] = MappingProxyType(
         "sym.neg": _bounded(lambda size: -size),
         "sym.max": _bounded(max),
         "sym.min": _bounded(min),
-        "aten.sym_size.int": _size_of,
+        "aten.sym_size.int": lambda x, dim: x.shape[dim],
     }
 )

@@ -152,13 +152,8 @@ def as_stored(spec: ParamSpec, value: HostTensor) -> HostTensor:
 
 def gradient_bytes(graph: Graph) -> int:
     """Return the bytes of one gradient per trainable parameter."""
-    trainable = trainable_keys(graph)
+    trainable = {spec.key for spec in graph.params.values() if spec.trainable}
     return sum(entry.nbytes for entry in state_entries(graph, None).values() if entry.key in trainable)
-
-
-def trainable_keys(graph: Graph) -> frozenset[str]:
-    """Return the keys of parameters that an optimizer updates."""
-    return frozenset(spec.key for spec in graph.params.values() if spec.trainable)
 
 
 def check_entry(entries: dict[str, StateEntry], name: str, tensor: HostTensor) -> StateEntry:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Final
 
 import msgspec
 
@@ -36,13 +37,7 @@ class Survey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 def survey(backend: str, device: str, threads: int | None) -> Survey:
     """List every device and measure the requested one. Never raises for a device that fails."""
-    match backend:
-        case "torch":
-            seen = _by_torch()
-        case "jax":
-            seen = _by_jax()
-        case _:
-            seen = _by_onnxruntime()
+    seen = _BY[backend]()
     try:
         return Survey(seen=seen, report=open_backend(backend, device=device, threads=threads).probe())
     except Exception as failure:  # noqa: BLE001 - any error that a driver raises is the finding
@@ -79,6 +74,9 @@ def _by_onnxruntime() -> Seen:
 
     names = [provider.removesuffix("ExecutionProvider") for provider in onnxruntime.get_available_providers()]
     return Seen(version=onnxruntime.__version__, devices=tuple("cpu" if name == "CPU" else name for name in names))
+
+
+_BY: Final = {"torch": _by_torch, "jax": _by_jax, "onnxruntime": _by_onnxruntime}
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 tensors.
 
 All segments of a pass are checked before anything changes. The positions of a pass count as cached only after the pass
-was computed. Page ids come from the caller and are never trusted. Neighbours: `parted` and `torch.paged_cache` hold
+was computed. Page ids come from the caller and are never trusted. Neighbours: `parted` and `torch.paged_attention` hold
 the memory that these numbers refer to, `base` calls this.
 """
 

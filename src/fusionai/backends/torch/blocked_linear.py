@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from ctypes import CFUNCTYPE, c_int64
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any, Final
@@ -75,27 +74,15 @@ _FEW, _MANY = (CFUNCTYPE(None, *[c_int64] * count) for count in (8, 9))
 """C function types: Python's global lock is released while these functions run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """Entry points of `row_products`."""
-
-    products: Callable[[Factor], Any]
-    factor_of: Callable[[Blocks], Factor]
-    scratch_bytes: int
-    few_rows: int
-
-
-@cache
-def kernels() -> Kernels | None:
-    """Return the compiled products; None if the framework's products are used."""
-    made = kernel_module("fusionai.backends.torch.row_products", "products")
-    return made and Kernels(made.products, made.factor_of, made.scratch_bytes(), made.FEW_ROWS)
+def kernels() -> Any | None:
+    """Return the module of compiled products; None if the framework's products are used."""
+    return kernel_module("fusionai.backends.torch.row_products", "products")
 
 
 def scratch_bytes() -> int:
     """Return the scratch bytes that products need besides operands and results, for all threads together."""
     known = kernels()
-    return 0 if known is None else known.scratch_bytes * torch.get_num_threads()
+    return 0 if known is None else known.scratch_bytes() * torch.get_num_threads()
 
 
 def blocked_product(blocks: Blocks) -> Callable[[Tensor], Tensor]:
@@ -113,7 +100,7 @@ def blocked_product(blocks: Blocks) -> Callable[[Tensor], Tensor]:
         x = pad(x.to(torch.bfloat16), (0, count % 2)) if kind is Factor.HALVES else x.to(torch.float32)
         x = x.contiguous()
         rows, step = x.shape[0], x.shape[1] * x.element_size()
-        few = rows <= known.few_rows
+        few = rows <= known.FEW_ROWS
         y = (torch.empty if few else torch.zeros)((rows, padded), dtype=torch.float32)
 
         def share(first: int, end: int) -> None:
@@ -125,7 +112,7 @@ def blocked_product(blocks: Blocks) -> Callable[[Tensor], Tensor]:
             if few:
                 multiply(*given)
             else:
-                scratch = torch.empty(known.scratch_bytes, dtype=torch.uint8)
+                scratch = torch.empty(known.scratch_bytes(), dtype=torch.uint8)
                 multiply_many(*given, scratch.data_ptr())
 
         if rows * padded * count < _SHARED_WORK:

@@ -176,15 +176,12 @@ def _on_cpu(weight: Tensor, form: WeightFormat, key: str) -> tuple[str, Product,
             levels, scales = quantise_rows(weight)
             compute = torch.ops.aten._weight_int8pack_mm.default
             missing = -weight.shape[1] % INT8_COLUMNS
-            if missing:
-                padded = pad(levels, (0, missing))
-                return (
-                    "int8pack",
-                    lambda x: compute(pad(x.to(torch.bfloat16), (0, missing)), padded, scales),
-                    padded.nbytes + scales.nbytes,
-                )
-            nbytes = levels.nbytes + scales.nbytes
-            return "int8pack", lambda x: compute(x.to(torch.bfloat16), levels, scales), nbytes
+            if not missing:
+                nbytes = levels.nbytes + scales.nbytes
+                return "int8pack", lambda x: compute(x.to(torch.bfloat16), levels, scales), nbytes
+            padded = pad(levels, (0, missing))
+            nbytes = padded.nbytes + scales.nbytes
+            return "int8pack", lambda x: compute(pad(x.to(torch.bfloat16), (0, missing)), padded, scales), nbytes
         case "int4":
             group = int4_group(*weight.shape)
             if group is None:

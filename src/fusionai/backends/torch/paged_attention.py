@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -152,7 +151,6 @@ _LINE_FLOATS: Final = 16
 """Floats in a cache line."""
 
 
-@cache
 def attention_kernels() -> Any | None:
     """Return the compiled kernel's module; None if operators compute attention."""
     return kernel_module("fusionai.backends.torch.attention_kernels", "attention")

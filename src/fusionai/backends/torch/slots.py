@@ -272,12 +272,9 @@ class OffloadedWeights:
         assert found is not None, "the program asks for no value that is not set"
         return found
 
-    def bytes_of(self, keys: Collection[str]) -> int:
-        return sum(self._entries[key].nbytes for key in keys)
-
     @property
     def present_bytes(self) -> int:
-        return self.bytes_of(self._there)
+        return sum(self._entries[key].nbytes for key in self._there)
 
     def _empty(self, keys: frozenset[str]) -> None:
         for key in keys:

@@ -6,13 +6,14 @@ import platform
 import sys
 from ctypes import CFUNCTYPE, c_int64
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("numba", reason="row products are machine code, made by numba")
 
-from fusionai.backends.torch.blocked_linear import Kernels, blocked_product, kernels, scratch_bytes
+from fusionai.backends.torch.blocked_linear import blocked_product, kernels, scratch_bytes
 from fusionai.backends.torch.packed_linear import PackedLinear, Product, block_pages, pack, packed_bytes
 from fusionai.backends.torch.row_blocks import (
     GROUPS,
@@ -198,14 +199,14 @@ def test_a_rows_bits_are_the_same_among_hundreds_and_on_threads(way: Factor) -> 
     before, few = torch.get_num_threads(), x[:FEW_ROWS].repeat(1, 1)
     torch.set_num_threads(3)
     try:
-        assert scratch_bytes() == 3 * known().scratch_bytes
+        assert scratch_bytes() == 3 * known().scratch_bytes()
         assert same_bits(product(x), whole)
         assert same_bits(product(few), whole[:FEW_ROWS])
     finally:
         torch.set_num_threads(before)
 
 
-def known() -> Kernels:
+def known() -> Any:
     found = kernels()
     assert found is not None
     return found
@@ -271,7 +272,7 @@ def test_what_fills_blocks_up_is_no_part_of_a_sum(way: Factor, rows: int) -> Non
         CFUNCTYPE(None, *[c_int64] * 8)(compiled.few)(*given)
     else:
         y[:, :32] = 0
-        scratch = torch.full((known().scratch_bytes + 64,), 255, dtype=torch.uint8)
+        scratch = torch.full((known().scratch_bytes() + 64,), 255, dtype=torch.uint8)
         CFUNCTYPE(None, *[c_int64] * 9)(compiled.many)(*given, scratch.data_ptr())
         assert bool((scratch[-64:] == 255).all()), "nothing behind the scratch buffer is written"
     assert same_bits(y[:, :18], by_kernel(way, blocks, x))
@@ -282,7 +283,7 @@ def test_what_fills_blocks_up_is_no_part_of_a_sum(way: Factor, rows: int) -> Non
 def test_the_scratch_buffer_is_enough_for_the_largest_piece() -> None:
     weight, x = drawn(50, SUMMANDS, ROWS)
     blocks = floats_in_blocks(weight.to(torch.bfloat16))
-    y, scratch = torch.zeros((ROWS, 64)), torch.full((known().scratch_bytes + 64,), 255, dtype=torch.uint8)
+    y, scratch = torch.zeros((ROWS, 64)), torch.full((known().scratch_bytes() + 64,), 255, dtype=torch.uint8)
     CFUNCTYPE(None, *[c_int64] * 9)(known().products(Factor.BF16).many)(
         blocks.data.data_ptr(), x.data_ptr(), 4 * SUMMANDS, y.data_ptr(), 256, ROWS, 50, SUMMANDS, scratch.data_ptr()
     )
