@@ -325,8 +325,8 @@ class StageProgram(ABC):
     def _state_bytes(self) -> int:
         """Return the bytes of parameters, gradients and optimizer state in memory. State in a file is not counted; of
         offloaded weights, only the largest block counts."""
-        away = self._options.offload
-        held_bytes = sum(entry.nbytes for entry in self._entries.values() if not (entry.slot and away))
+        in_file = self._options.offload
+        held_bytes = sum(entry.nbytes for entry in self._entries.values() if not (entry.slot and in_file))
         if self._options.offload_weights:
             blocks = block_weights(self._graph)
             held_bytes -= self._weight_bytes({key for keys in blocks.values() for key in keys})

@@ -144,13 +144,13 @@ def block_graph(width: int, tokens: int, rows: int) -> Graph:
     made = _Sketch((rows, tokens, width))
     heads = (rows, HEADS, tokens, width // HEADS)
     normed = made.norm(Ref("x"), "attention_norm")
-    turned = [
+    projected = [
         made.add(
             "aten.transpose.int", made.reshaped(made.linear(normed, name, width), tokens, HEADS, -1), 1, 2, to=heads
         )
         for name in ("q", "k", "v")
     ]
-    query, key, value = made.rotated(turned[0], heads), made.rotated(turned[1], heads), turned[2]
+    query, key, value = made.rotated(projected[0], heads), made.rotated(projected[1], heads), projected[2]
     seen = made.add("fusion.attention", query, key, value, to=heads, scale=1.0, causal=True)
     merged = made.add("aten.transpose.int", seen, 1, 2, to=(rows, tokens, HEADS, width // HEADS))
     attended = made.linear(made.reshaped(merged, tokens, width), "o", width)
@@ -226,11 +226,11 @@ class _Sketch:
         halves = (*outer, width // 2)
         first = self.add("aten.slice.Tensor", x, 3, 0, width // 2, to=halves)
         second = self.add("aten.slice.Tensor", x, 3, width // 2, width, to=halves)
-        turned = self.add(
+        rotated = self.add(
             "aten.cat.default", ListArg((self.add("aten.neg.default", second, to=halves), first)), -1, to=heads
         )
         left = self.add("aten.mul.Scalar", x, 0.8, to=heads)
-        return self.add("aten.add.Tensor", left, self.add("aten.mul.Scalar", turned, 0.6, to=heads), to=heads)
+        return self.add("aten.add.Tensor", left, self.add("aten.mul.Scalar", rotated, 0.6, to=heads), to=heads)
 
     def graph(self, result: Ref) -> Graph:
         return validate(

@@ -56,5 +56,5 @@ def difference(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
     if not finite.any():
         return 0.0
     largest = float(np.abs(wide[1][finite]).max())
-    apart = float(np.abs(wide[0][finite] - wide[1][finite]).max())
-    return apart / largest if largest > 0 else apart
+    error = float(np.abs(wide[0][finite] - wide[1][finite]).max())
+    return error / largest if largest > 0 else error

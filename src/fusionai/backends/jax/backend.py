@@ -16,21 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 
+from fusionai.backends import measurement
 from fusionai.backends.binding import with_rows
 from fusionai.backends.interface import Backend, DeviceReport, Speeds
 from fusionai.backends.jax.dtypes import DTYPES, Device, is_floating, to_jax
 from fusionai.backends.jax.program import JaxStageProgram
 from fusionai.backends.jax.tracing import CONTEXTUAL, PLAIN, JaxContext, Value, abstract, footprint_bytes, program_of
-from fusionai.backends.measurement import (
-    arithmetic,
-    calls_per_s,
-    hashed,
-    probe_pattern,
-    processor_name,
-    require_threads,
-    scratch_bytes_per_s,
-    with_pace,
-)
 from fusionai.backends.serving.base import largest_pass
 from fusionai.backends.serving.parted import Array, Compute, PartedServing, ProgramPart
 from fusionai.ir.operators import OPERATORS
@@ -161,7 +152,7 @@ class JaxBackend(Backend):
     _works_on_cpu = "threads"
 
     def __init__(self, device: str = "auto", threads: int | None = None) -> None:
-        require_threads(threads)
+        measurement.require_threads(threads)
         self._threads = limit_xla_threads(threads)
         jax.config.update("jax_enable_x64", True)
         jax.config.update("jax_default_matmul_precision", "highest")
@@ -175,14 +166,17 @@ class JaxBackend(Backend):
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Take about a second and some compilations; less with `speeds`."""
-        known = speeds or with_pace(
+        known = speeds or measurement.with_pace(
             measure_speeds(self._device, self.device), self, lambda call: 1 / _calls_per_s(call)
         )
         on_cpu = self.device == "cpu"
-        device_name = processor_name() if on_cpu else str(self._device.device_kind)
+        device_name = measurement.processor_name() if on_cpu else str(self._device.device_kind)
         stats: dict[str, Any] = {} if on_cpu else self._device.memory_stats() or {}
-        described = ("jax", jax.__version__, *arithmetic(), self.device, device_name, str(self._threads))
-        given = (jax.device_put(probe_pattern(*shape), self._device) for shape in ((3, 67, 96), (160, 96), (96, 160)))
+        described = ("jax", jax.__version__, *measurement.arithmetic(), self.device, device_name, str(self._threads))
+        given = (
+            jax.device_put(measurement.probe_pattern(*shape), self._device)
+            for shape in ((3, 67, 96), (160, 96), (96, 160))
+        )
         probed = jax.jit(_probe_computation)(*given)
         return DeviceReport(
             backend=self.name,
@@ -192,7 +186,7 @@ class JaxBackend(Backend):
             **known.figures(),
             memory_bytes=psutil.virtual_memory().total if on_cpu else int(stats.get("bytes_limit", 0)),
             threads=self._threads,
-            fingerprint=hashed(described, (np.asarray(value).tobytes() for value in probed)),
+            fingerprint=measurement.hashed(described, (np.asarray(value).tobytes() for value in probed)),
             unsupported_ops=self.unsupported(OPERATORS),
             weight_formats=tuple(KEPT_AS),
             savings=("recompute",),
@@ -237,7 +231,9 @@ def measure_speeds(device: Device, kind: str) -> Speeds:
     source = jax.device_put(jnp.zeros(COPY_BYTES[kind] // 4, jnp.float32), device)
     copy = jax.jit(lambda x: x + 1)
     # A copy reads and writes every byte.
-    return Speeds(flops_per_s, 2.0 * source.nbytes * _calls_per_s(lambda: copy(source)), scratch_bytes_per_s())
+    return Speeds(
+        flops_per_s, 2.0 * source.nbytes * _calls_per_s(lambda: copy(source)), measurement.scratch_bytes_per_s()
+    )
 
 
 def _probe_computation(x: jax.Array, first: jax.Array, second: jax.Array) -> list[jax.Array]:
@@ -251,4 +247,4 @@ def _probe_computation(x: jax.Array, first: jax.Array, second: jax.Array) -> lis
 
 
 def _calls_per_s(call: Callable[[], object]) -> float:
-    return calls_per_s(lambda: jax.block_until_ready(call()))
+    return measurement.calls_per_s(lambda: jax.block_until_ready(call()))

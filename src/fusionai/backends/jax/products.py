@@ -82,8 +82,8 @@ def _convolution(
         given = many(padding, spatial) if not isinstance(padding, str) else (0,) * spatial
         pads = [(d * (k - 1) - p, d * (k - 1) - p + e) for k, d, p, e in zip(kernel, spread, given, extra, strict=True)]
         split = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
-        turned = jnp.flip(jnp.swapaxes(split, 1, 2), tuple(range(3, 3 + spatial)))
-        weight = turned.reshape(-1, *turned.shape[2:])
+        flipped = jnp.flip(jnp.swapaxes(split, 1, 2), tuple(range(3, 3 + spatial)))
+        weight = flipped.reshape(-1, *flipped.shape[2:])
         y = lax.conv_general_dilated(x, weight, (1,) * spatial, pads, steps, spread, names, feature_group_count=groups)
     else:
         y = lax.conv_general_dilated(x, weight, steps, pads, None, spread, names, feature_group_count=groups)
@@ -212,14 +212,16 @@ def _trilinear(*args: Any) -> Array:
 
 def _distances(one: Array, two: Array, p: float, compute_mode: int | None = None) -> Array:  # noqa: ARG001
     """Return the distances of all pairs of points; for equal points the distance and its gradient are 0."""
-    apart = jnp.abs(one[..., :, None, :] - two[..., None, :, :])
+    distance = jnp.abs(one[..., :, None, :] - two[..., None, :, :])
     if p == float("inf"):
-        return jnp.max(apart, axis=-1)
+        return jnp.max(distance, axis=-1)
     if p == 0:
-        return jnp.sum(apart != 0, axis=-1).astype(one.dtype)
+        return jnp.sum(distance != 0, axis=-1).astype(one.dtype)
     if p == 1:
-        return jnp.sum(apart, axis=-1)
-    total = jnp.sum(jnp.square(apart) if p == 2 else jnp.power(jnp.where(apart > 0, apart, 1), p) * (apart > 0), -1)
+        return jnp.sum(distance, axis=-1)
+    total = jnp.sum(
+        jnp.square(distance) if p == 2 else jnp.power(jnp.where(distance > 0, distance, 1), p) * (distance > 0), -1
+    )
     return jnp.where(total > 0, jnp.power(jnp.where(total > 0, total, 1), 1 / p), 0)
 
 

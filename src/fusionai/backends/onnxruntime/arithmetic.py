@@ -151,11 +151,11 @@ def _common(x: Operand, y: Operand) -> str:
     return "float32" if fractional and found not in _FLOATS else "int64" if found == "bool" else found
 
 
-def _comparison(kind: str, *, turned: bool = False) -> Callable[..., Tensor]:
+def _comparison(kind: str, *, negated: bool = False) -> Callable[..., Tensor]:
     def run(b: Builder, x: Operand, y: Operand) -> Tensor:
         dtype = _common(x, y)
         found = b.op(kind, [b.cast(x, dtype), b.cast(y, dtype)])
-        return b.op("Not", [found]) if turned else found
+        return b.op("Not", [found]) if negated else found
 
     return run
 
@@ -216,7 +216,7 @@ _WITH_SCALARS: Final[dict[str, Callable[..., Tensor]]] = {
     "remainder": _remainder,
     "masked_fill": lambda b, x, mask, value: _where(b, mask, value, x),
     "eq": _comparison("Equal"),
-    "ne": _comparison("Equal", turned=True),
+    "ne": _comparison("Equal", negated=True),
     "lt": _comparison("Less"),
     "le": _comparison("LessOrEqual"),
     "gt": _comparison("Greater"),

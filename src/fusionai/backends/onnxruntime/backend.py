@@ -19,16 +19,9 @@ import onnxruntime as ort
 import psutil
 from onnx import TensorProto, helper
 
+from fusionai.backends import measurement
 from fusionai.backends.binding import SIZES
 from fusionai.backends.interface import Backend, DeviceReport, Speeds
-from fusionai.backends.measurement import (
-    arithmetic,
-    calls_per_s,
-    hashed,
-    probe_pattern,
-    processor_name,
-    require_threads,
-)
 from fusionai.backends.onnxruntime.building import IR_VERSION, OPSET, ROWS, Size, SizesError
 from fusionai.backends.onnxruntime.program import (
     OPERATORS,
@@ -57,7 +50,7 @@ class OnnxBackend(Backend):
     name = "onnxruntime"
 
     def __init__(self, device: str = "auto", threads: int | None = None) -> None:
-        require_threads(threads)
+        measurement.require_threads(threads)
         placed = {"device": _choose(device), "threads": threads}
         super().__init__(
             placed["device"],
@@ -75,7 +68,7 @@ class OnnxBackend(Backend):
             backend=self.name,
             backend_version=ort.__version__,
             device=self.device,
-            device_name=processor_name(),
+            device_name=measurement.processor_name(),
             **known.figures(),
             memory_bytes=psutil.virtual_memory().total,
             threads=self._threads or psutil.cpu_count(logical=False) or 1,
@@ -105,17 +98,26 @@ class OnnxBackend(Backend):
         return lambda a, b: session.run(None, {"a": a, "b": b})[0]
 
     def _fingerprint(self, multiply: Callable[[Any, Any], Any]) -> str:
-        described = ("onnxruntime", ort.__version__, *arithmetic(), self.device, processor_name(), str(self._threads))
-        values = probe_pattern(67, 96)
-        return hashed(described, [np.ascontiguousarray(multiply(values, np.ascontiguousarray(values.T))).tobytes()])
+        described = (
+            "onnxruntime",
+            ort.__version__,
+            *measurement.arithmetic(),
+            self.device,
+            measurement.processor_name(),
+            str(self._threads),
+        )
+        values = measurement.probe_pattern(67, 96)
+        return measurement.hashed(
+            described, [np.ascontiguousarray(multiply(values, np.ascontiguousarray(values.T))).tobytes()]
+        )
 
 
 def _measured(multiply: Callable[[Any, Any], Any]) -> Speeds:
     ones = np.ones((SIZE, SIZE), np.float32)
-    flops_per_s = 2.0 * SIZE**3 * calls_per_s(lambda: multiply(ones, ones))
+    flops_per_s = 2.0 * SIZE**3 * measurement.calls_per_s(lambda: multiply(ones, ones))
     source = np.zeros(64 << 20, np.uint8)
     # A copy reads and writes every byte.
-    return Speeds(flops_per_s, 2.0 * source.nbytes * calls_per_s(source.copy))
+    return Speeds(flops_per_s, 2.0 * source.nbytes * measurement.calls_per_s(source.copy))
 
 
 def _choose(device: str) -> str:

@@ -48,8 +48,8 @@ def _truth(kind: str) -> Callable[..., Tensor]:
 def _spread(b: Builder, x: Tensor, axes: Sequence[int], lost: float, keepdim: bool) -> Tensor:
     """Return the sum of squared distances to the mean, divided by the count minus `lost`."""
     mean = _reduced(b, "ReduceMean", x, axes, True)
-    away = b.op("Sub", [x, mean], like=x)
-    total = _reduced(b, "ReduceSumSquare", away, axes, keepdim)
+    centred = b.op("Sub", [x, mean], like=x)
+    total = _reduced(b, "ReduceSumSquare", centred, axes, keepdim)
     count = prod(x.size(at) for at in axes) - lost
     return b.op("Div", [total, b.number(float(max(0.0, count)), x.dtype)], like=total)
 
@@ -141,10 +141,10 @@ def _softmax(kind: str) -> Callable[..., Tensor]:
 def _centred(b: Builder, x: Tensor, axes: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return (normalised, mean, inverse deviation); the last two keep all dimensions."""
     mean = _reduced(b, "ReduceMean", x, axes, True)
-    away = b.op("Sub", [x, mean], like=x)
-    spread = _reduced(b, "ReduceMean", b.op("Mul", [away, away], like=x), axes, True)
+    centred = b.op("Sub", [x, mean], like=x)
+    spread = _reduced(b, "ReduceMean", b.op("Mul", [centred, centred], like=x), axes, True)
     inverse = _inverse_root(b, spread, eps)
-    return b.op("Mul", [away, inverse], like=x), mean, inverse
+    return b.op("Mul", [centred, inverse], like=x), mean, inverse
 
 
 def _inverse_root(b: Builder, x: Tensor, eps: float) -> Tensor:
@@ -241,8 +241,8 @@ def _batch_norm(
     middle, spread = _by_channel(b, mean, x.rank), _by_channel(b, variance, x.rank)
     assert middle is not None
     assert spread is not None
-    away = b.op("Sub", [x, middle], like=x)
-    return _times(b, b.op("Mul", [away, _inverse_root(b, spread, eps)], like=x), weight, bias)
+    centred = b.op("Sub", [x, middle], like=x)
+    return _times(b, b.op("Mul", [centred, _inverse_root(b, spread, eps)], like=x), weight, bias)
 
 
 def _batch_norm_functional(b: Builder, x: Tensor, *args: Any) -> list[Tensor]:

@@ -247,13 +247,13 @@ def _positions_of(segments: Sequence[Segment]) -> HostTensor:
 def _adapters_of(segments: Sequence[Segment], ranks: Sequence[int]) -> HostTensor:
     """Return which adapter ranks apply at which position, as 0 or 1: float32 [1, positions, sum of all ranks]. Raises
     `ExecutionError` if a segment names an adapter that is not loaded."""
-    ends = np.cumsum([0, *ranks])
-    mask = np.zeros((1, sum(segment.length for segment in segments), int(ends[-1])), np.float32)
+    offsets = np.cumsum([0, *ranks])
+    mask = np.zeros((1, sum(segment.length for segment in segments), int(offsets[-1])), np.float32)
     at = 0
     for segment in segments:
         if segment.adapter > len(ranks):
             raise ExecutionError(f"session {segment.session} needs adapter {segment.adapter}, there are {len(ranks)}.")
         if segment.adapter:
-            mask[0, at : at + segment.length, ends[segment.adapter - 1] : ends[segment.adapter]] = 1.0
+            mask[0, at : at + segment.length, offsets[segment.adapter - 1] : offsets[segment.adapter]] = 1.0
         at += segment.length
     return host_tensor("float32", mask.shape, mask.reshape(-1).data)

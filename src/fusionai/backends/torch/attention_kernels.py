@@ -25,28 +25,12 @@ from numba.core import cgutils
 
 from fusionai.backends.serving.page_table import TILE_POSITIONS
 from fusionai.backends.torch import row_code
+from fusionai.backends.torch import row_vectors as vec
 from fusionai.backends.torch.row_code import Form
-from fusionai.backends.torch.row_vectors import (
-    FLOATS,
-    LANES,
-    LONG,
-    SIZE,
-    WORDS,
-    at_address,
-    by_registers,
-    fused,
-    int64,
-    intrinsic_of,
-    load_one,
-    load_wide,
-    prefetch,
-    spread,
-    stamp_of,
-)
 
-_VECTORS, _ROWS = by_registers((2, 8), (1, 6), (1, 2))
+_VECTORS, _ROWS = vec.by_registers((2, 8), (1, 6), (1, 2))
 """Register tile: vectors of queries, by keys or by elements of values, that are summed together."""
-WIDE: Final = _VECTORS * LANES
+WIDE: Final = _VECTORS * vec.LANES
 """Lanes that are computed together."""
 KEYS: Final = 192
 """Keys of a block: a multiple of every register tile."""
@@ -108,15 +92,15 @@ def _tile(*, resumed: bool) -> Any:
 
     def codegen(builder: Any, args: Any) -> None:
         w, _, x, x_step, y, y_step, count = args
-        line = int64(4 * WIDE)
-        fma = fused(builder, FLOATS, "v16f32")
-        sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(_VECTORS)] for _ in range(_ROWS)]
+        line = vec.int64(4 * WIDE)
+        fma = vec.fused(builder, vec.FLOATS, "v16f32")
+        sums = [[cgutils.alloca_once(builder, vec.FLOATS) for _ in range(_VECTORS)] for _ in range(_ROWS)]
 
         def vector_at(address: Any, number: int) -> Any:
-            return at_address(builder, builder.add(address, int64(4 * LANES * number)), FLOATS)
+            return vec.at_address(builder, builder.add(address, vec.int64(4 * vec.LANES * number)), vec.FLOATS)
 
         def out(row: int) -> Any:
-            return builder.add(y, int64(4 * WIDE * row))
+            return builder.add(y, vec.int64(4 * WIDE * row))
 
         factors = [builder.load(vector_at(y_step, number), align=4) for number in range(_VECTORS)] if resumed else []
         for row, places in enumerate(sums):
@@ -125,34 +109,34 @@ def _tile(*, resumed: bool) -> Any:
                     before = builder.load(vector_at(out(row), number), align=4)
                     builder.store(builder.fmul(before, factors[number]), place)
                 else:
-                    builder.store(ir.Constant(FLOATS, [0.0] * LANES), place)
+                    builder.store(ir.Constant(vec.FLOATS, [0.0] * vec.LANES), place)
         with cgutils.for_range(builder, count) as loop:
             at = builder.add(w, builder.mul(loop.index, line))
             vectors = [builder.load(vector_at(at, number), align=4) for number in range(_VECTORS)]
             for row, places in enumerate(sums):
                 if resumed:
-                    one = builder.add(x, builder.add(builder.mul(loop.index, x_step), int64(4 * row)))
+                    one = builder.add(x, builder.add(builder.mul(loop.index, x_step), vec.int64(4 * row)))
                 else:
                     one = builder.add(
-                        builder.add(x, builder.mul(x_step, int64(row))), builder.mul(loop.index, int64(4))
+                        builder.add(x, builder.mul(x_step, vec.int64(row))), builder.mul(loop.index, vec.int64(4))
                     )
-                same = spread(builder, load_one(builder, Form.FP32, one))
+                same = vec.spread(builder, vec.load_one(builder, Form.FP32, one))
                 for vector, place in zip(vectors, places, strict=True):
                     builder.store(builder.call(fma, [vector, same, builder.load(place)]), place)
         for row, places in enumerate(sums):
             for number, place in enumerate(places):
                 builder.store(builder.load(place), vector_at(out(row), number), align=4)
 
-    return intrinsic_of(f"attention_tile_{resumed}", codegen)
+    return vec.intrinsic_of(f"attention_tile_{resumed}", codegen)
 
 
 def _all(value: float) -> Any:
-    return ir.Constant(FLOATS, [float(np.float32(value))] * LANES)
+    return ir.Constant(vec.FLOATS, [float(np.float32(value))] * vec.LANES)
 
 
 def _power(builder: Any, x: Any) -> Any:
     """Return e to the x for x <= 0 (after Cephes' expf); results below float32's normal numbers become 0."""
-    fma = fused(builder, FLOATS, "v16f32")
+    fma = vec.fused(builder, vec.FLOATS, "v16f32")
     magic = _all(12582912.0)  # adding it moves the integer part into the last bits
     shifted = builder.call(fma, [x, _all(1.44269504088896341), magic])
     whole = builder.fsub(shifted, magic)
@@ -163,8 +147,8 @@ def _power(builder: Any, x: Any) -> Any:
         value = builder.call(fma, [value, rest, _all(factor)])
     value = builder.call(fma, [builder.fmul(value, rest), rest, rest])
     value = builder.fadd(value, _all(1.0))
-    exponent = builder.shl(builder.bitcast(shifted, WORDS), ir.Constant(WORDS, [23] * LANES))
-    value = builder.bitcast(builder.add(builder.bitcast(value, WORDS), exponent), FLOATS)
+    exponent = builder.shl(builder.bitcast(shifted, vec.WORDS), ir.Constant(vec.WORDS, [23] * vec.LANES))
+    value = builder.bitcast(builder.add(builder.bitcast(value, vec.WORDS), exponent), vec.FLOATS)
     value = builder.select(builder.fcmp_ordered("<", x, _all(-87.3)), _all(0.0), value)
     return builder.select(builder.fcmp_unordered("uno", x, x), x, value)  # NaN stays NaN
 
@@ -176,33 +160,33 @@ def _weighed() -> Any:
 
     def codegen(builder: Any, args: Any) -> None:
         w, _, x, _, y, y_step, count = args
-        line = int64(4 * WIDE)
-        offsets = [int64(4 * LANES * number) for number in range(_VECTORS)]
+        line = vec.int64(4 * WIDE)
+        offsets = [vec.int64(4 * vec.LANES * number) for number in range(_VECTORS)]
 
         def vector_at(address: Any, number: int) -> Any:
-            return at_address(builder, builder.add(address, offsets[number]), FLOATS)
+            return vec.at_address(builder, builder.add(address, offsets[number]), vec.FLOATS)
 
         def larger(one: Any, other: Any) -> Any:
             return builder.select(builder.fcmp_ordered(">", one, other), one, other)
 
         before = [builder.load(vector_at(x, number), align=4) for number in range(_VECTORS)]
         # Four maxima at a time, because each comparison waits for the previous one.
-        tops = [[cgutils.alloca_once(builder, FLOATS) for _ in range(4)] for _ in range(_VECTORS)]
+        tops = [[cgutils.alloca_once(builder, vec.FLOATS) for _ in range(4)] for _ in range(_VECTORS)]
         for first, places in zip(before, tops, strict=True):
             for place in places:
                 builder.store(first, place)
 
         def look(start: Any, turn: int) -> None:
-            at = builder.add(w, builder.mul(builder.add(start, int64(turn)), line))
+            at = builder.add(w, builder.mul(builder.add(start, vec.int64(turn)), line))
             for number, places in enumerate(tops):
                 score = builder.load(vector_at(at, number), align=4)
                 builder.store(larger(score, builder.load(places[turn])), places[turn])
 
-        fours = builder.mul(builder.sdiv(count, int64(4)), int64(4))
-        with cgutils.for_range_slice(builder, int64(0), fours, int64(4), intp=LONG) as (start, _):
+        fours = builder.mul(builder.sdiv(count, vec.int64(4)), vec.int64(4))
+        with cgutils.for_range_slice(builder, vec.int64(0), fours, vec.int64(4), intp=vec.LONG) as (start, _):
             for turn in range(4):
                 look(start, turn)
-        with cgutils.for_range_slice(builder, fours, count, int64(1), intp=LONG) as (start, _):
+        with cgutils.for_range_slice(builder, fours, count, vec.int64(1), intp=vec.LONG) as (start, _):
             look(start, 0)
         largest: list[Any] = []
         totals: list[Any] = []
@@ -213,7 +197,7 @@ def _weighed() -> Any:
             largest.append(top)
             kept = _power(builder, builder.fsub(before[number], top))
             builder.store(kept, vector_at(y_step, number), align=4)
-            total = cgutils.alloca_once(builder, FLOATS)
+            total = cgutils.alloca_once(builder, vec.FLOATS)
             builder.store(builder.fmul(builder.load(vector_at(y, number), align=4), kept), total)
             totals.append(total)
         with cgutils.for_range(builder, count) as loop:
@@ -226,7 +210,7 @@ def _weighed() -> Any:
         for number, total in enumerate(totals):
             builder.store(builder.load(total), vector_at(y, number), align=4)
 
-    return intrinsic_of("attention_weigh", codegen)
+    return vec.intrinsic_of("attention_weigh", codegen)
 
 
 def _limited() -> Any:
@@ -235,14 +219,16 @@ def _limited() -> Any:
 
     def codegen(builder: Any, args: Any) -> None:
         w, _, x, _, _, _, count = args
-        fma = fused(builder, FLOATS, "v16f32")
-        limit = spread(builder, load_one(builder, Form.FP32, x))
-        signs = ir.Constant(WORDS, [-(2**31)] * LANES)
-        with cgutils.for_range(builder, builder.mul(count, int64(_VECTORS))) as loop:
-            place = at_address(builder, builder.add(w, builder.mul(loop.index, int64(4 * LANES))), FLOATS)
+        fma = vec.fused(builder, vec.FLOATS, "v16f32")
+        limit = vec.spread(builder, vec.load_one(builder, Form.FP32, x))
+        signs = ir.Constant(vec.WORDS, [-(2**31)] * vec.LANES)
+        with cgutils.for_range(builder, builder.mul(count, vec.int64(_VECTORS))) as loop:
+            place = vec.at_address(
+                builder, builder.add(w, builder.mul(loop.index, vec.int64(4 * vec.LANES))), vec.FLOATS
+            )
             part = builder.fdiv(builder.load(place, align=4), limit)
-            sign = builder.and_(builder.bitcast(part, WORDS), signs)
-            size = builder.bitcast(builder.xor(builder.bitcast(part, WORDS), sign), FLOATS)
+            sign = builder.and_(builder.bitcast(part, vec.WORDS), signs)
+            size = builder.bitcast(builder.xor(builder.bitcast(part, vec.WORDS), sign), vec.FLOATS)
             square = builder.fmul(part, part)
             near = _all(-5.70498872745e-3)
             for factor in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
@@ -250,33 +236,33 @@ def _limited() -> Any:
             near = builder.call(fma, [builder.fmul(near, square), part, part])
             rest = _power(builder, builder.fmul(size, _all(-2.0)))
             far = builder.fdiv(builder.fsub(_all(1.0), rest), builder.fadd(_all(1.0), rest))
-            far = builder.bitcast(builder.or_(builder.bitcast(far, WORDS), sign), FLOATS)
+            far = builder.bitcast(builder.or_(builder.bitcast(far, vec.WORDS), sign), vec.FLOATS)
             small = builder.fcmp_ordered("<", size, _all(0.625))
             builder.store(builder.fmul(builder.select(small, near, far), limit), place, align=4)
 
-    return intrinsic_of("attention_cap", codegen)
+    return vec.intrinsic_of("attention_cap", codegen)
 
 
 def _copied(form: Form) -> Any:
     """Return an intrinsic that copies `rows` rows of `count` numbers from x to y, as float32."""
-    size = SIZE[form]
+    size = vec.SIZE[form]
 
     def codegen(builder: Any, args: Any) -> None:
         rows, _, x, x_step, y, y_step, count = args
-        whole = builder.mul(builder.sdiv(count, int64(LANES)), int64(LANES))
+        whole = builder.mul(builder.sdiv(count, vec.int64(vec.LANES)), vec.int64(vec.LANES))
         with cgutils.for_range(builder, rows) as loop:
             given = builder.add(x, builder.mul(loop.index, x_step))
             made = builder.add(y, builder.mul(loop.index, y_step))
-            for start, stop, step in ((int64(0), whole, LANES), (whole, count, 1)):
-                with cgutils.for_range_slice(builder, start, stop, int64(step), intp=LONG) as (index, _):
-                    one = builder.add(given, builder.mul(index, int64(size)))
+            for start, stop, step in ((vec.int64(0), whole, vec.LANES), (whole, count, 1)):
+                with cgutils.for_range_slice(builder, start, stop, vec.int64(step), intp=vec.LONG) as (index, _):
+                    one = builder.add(given, builder.mul(index, vec.int64(size)))
                     if step > 1:  # rows of one head are far apart, so the processor does not detect the stride
-                        prefetch(builder, builder.add(one, builder.mul(x_step, int64(_AHEAD))))
-                    value = (load_wide if step > 1 else load_one)(builder, form, one)
-                    out = builder.add(made, builder.mul(index, int64(4)))
-                    builder.store(value, at_address(builder, out, value.type), align=4)
+                        vec.prefetch(builder, builder.add(one, builder.mul(x_step, vec.int64(_AHEAD))))
+                    value = (vec.load_wide if step > 1 else vec.load_one)(builder, form, one)
+                    out = builder.add(made, builder.mul(index, vec.int64(4)))
+                    builder.store(value, vec.at_address(builder, out, value.type), align=4)
 
-    return intrinsic_of(f"attention_copied_{form.name}", codegen)
+    return vec.intrinsic_of(f"attention_copied_{form.name}", codegen)
 
 
 _AHEAD: Final = 8
@@ -439,7 +425,7 @@ def _made(stamp: int) -> Any:
     return attend
 
 
-attend = _made(stamp_of(__file__, row_code.__file__, about=f"{_VECTORS} {_ROWS}"))
+attend = _made(vec.stamp_of(__file__, row_code.__file__, about=f"{_VECTORS} {_ROWS}"))
 """Kernel of one span's attention. `task`: numbers as `Place` lists them. `scale`: factor of the scores, which `softcap`
 limits unless it is 0. `table`: the session's pages. `sinks`: one number per head, or empty. `scratch`: `scratch_floats`
 floats; `scratch_address`: their address."""

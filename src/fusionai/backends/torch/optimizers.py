@@ -83,7 +83,7 @@ class TorchStageOptimizer:
                 raise ExecutionError(f"optimizer state of {key!r} lacks {', '.join(missing)}; import all slots.")
         for keys, weight_decay in _groups(self._spec, self._parameters):
             moving = [key for key in keys if self._parameters[key].grad is not None]
-            whole = [key for key in moving if self._whole and not self._coded(key) and not self._away(key)]
+            whole = [key for key in moving if self._whole and not self._coded(key) and not self._offloaded(key)]
             if whole:
                 self._update(whole, weight_decay, learning_rate)
             for key in moving:
@@ -106,20 +106,20 @@ class TorchStageOptimizer:
         if gradient is None:
             return
         self._begin(key)
-        away = self._weights if self._away(key) else None
+        offloaded = self._weights if self._offloaded(key) else None
         gradients = gradient.reshape(-1)
         aside = {"step", *ASIDE}
         moments = [slot for slot in self._shapes[key] if slot not in aside and not slot.endswith(SCALE)]
         counter = self._counters.get(key)
         for start in range(0, gradients.numel(), PIECE):
             stop = min(start + PIECE, gradients.numel())
-            values = parameter.view(-1)[start:stop] if away is None else away.piece(key, WEIGHT, start, stop)
+            values = parameter.view(-1)[start:stop] if offloaded is None else offloaded.piece(key, WEIGHT, start, stop)
             state = {slot: self._piece(key, slot, start, stop) for slot in moments}
             if counter is not None:
                 state["step"] = counter.clone()
             self._advance([values], [gradients[start:stop]], [state], weight_decay, learning_rate)
-            if away is not None:
-                away.keep(key, WEIGHT, start, values)
+            if offloaded is not None:
+                offloaded.keep(key, WEIGHT, start, values)
             for slot in moments:
                 self._keep(key, slot, start, state[slot])
         if counter is not None:
@@ -210,7 +210,7 @@ class TorchStageOptimizer:
     def _there(self, key: str, slot: str) -> bool:
         return key in self._counters if slot == "step" else self._slots.holds(key, slot)
 
-    def _away(self, key: str) -> bool:
+    def _offloaded(self, key: str) -> bool:
         return self._weights is not None and self._weights.holds(key, WEIGHT)
 
     def _coded(self, key: str) -> bool:

@@ -22,25 +22,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from fusionai.backends.torch import row_blocks
 from fusionai.backends.torch.blocked_linear import blocked_product
-from fusionai.backends.torch.row_blocks import (
-    GROUPS,
-    WIDTH,
-    Blocks,
-    WidePages,
-    block_bytes,
-    blocks_bytes,
-    eight_bits_in_blocks,
-    floats_in_blocks,
-    four_bits_in_blocks,
-)
 from fusionai.backends.torch.row_code import Factor
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.serving import WeightFormat
 
 FLOAT16_LARGEST: Final = 65504.0
 """Largest finite float16."""
-INT4_GROUPS: Final = tuple(GROUPS)
+INT4_GROUPS: Final = tuple(row_blocks.GROUPS)
 """Weights that share a scale; the smallest size that divides a row is used, because it is the most accurate."""
 INT8_COLUMNS: Final = 32
 """Multiple to which columns are padded: the eight-bit kernel reads whole vectors without checks and would otherwise
@@ -70,7 +60,7 @@ class PackedLinear:
     bias: Tensor | None
     nbytes: int
     counts: Counts | None = None
-    blocks: Blocks | None = None
+    blocks: row_blocks.Blocks | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [..., out] in x's dtype for x [..., in]."""
@@ -89,7 +79,7 @@ def pack(
     key: str,
     *,
     in_blocks: bool = False,
-    pages: WidePages | None = None,
+    pages: row_blocks.WidePages | None = None,
 ) -> PackedLinear:
     """Return `weight` [out, in], of floats, packed as `form`; the caller releases the original. `in_blocks`: store it
     in blocks, as compiled row products read it, in `pages`. Raises `ExecutionError` if values do not fit the form."""
@@ -116,7 +106,7 @@ def pack(
 def packed_bytes(rows: int, columns: int, form: WeightFormat, *, in_blocks: bool = False) -> int:
     """Return the approximate bytes of a packed matrix [rows, columns], before it exists; kernels may round sizes up."""
     if in_blocks:
-        return -(-rows // WIDTH) * block_bytes(_factor(rows, columns, form), columns)
+        return -(-rows // row_blocks.WIDTH) * row_blocks.block_bytes(_factor(rows, columns, form), columns)
     match form:
         case "fp32":
             return 4 * rows * columns
@@ -131,9 +121,11 @@ def packed_bytes(rows: int, columns: int, form: WeightFormat, *, in_blocks: bool
             )
 
 
-def block_pages(shapes: Iterable[Sequence[int]], form: WeightFormat) -> WidePages:
+def block_pages(shapes: Iterable[Sequence[int]], form: WeightFormat) -> row_blocks.WidePages:
     """Return memory for matrices of shapes [out, in] in blocks."""
-    return WidePages(sum(blocks_bytes(_factor(rows, columns, form), rows, columns) for rows, columns in shapes))
+    return row_blocks.WidePages(
+        sum(row_blocks.blocks_bytes(_factor(rows, columns, form), rows, columns) for rows, columns in shapes)
+    )
 
 
 def int4_group(rows: int, columns: int) -> int | None:
@@ -223,26 +215,26 @@ def _factor(rows: int, columns: int, form: WeightFormat) -> Factor:
     if form in _FLOATS:
         return _FLOATS[form][1]
     group = int4_group(rows, columns) if form == "int4" else None
-    return Factor.INT8 if group is None else GROUPS[group]
+    return Factor.INT8 if group is None else row_blocks.GROUPS[group]
 
 
-def _in_blocks(weight: Tensor, form: WeightFormat, key: str, pages: WidePages | None) -> Blocks:
+def _in_blocks(weight: Tensor, form: WeightFormat, key: str, pages: row_blocks.WidePages | None) -> row_blocks.Blocks:
     if form in _FLOATS:
         if form == "fp16":
             _check_float16(weight, key)
-        return floats_in_blocks(weight.to(_FLOATS[form][0]), pages)
+        return row_blocks.floats_in_blocks(weight.to(_FLOATS[form][0]), pages)
     rows, columns = weight.shape
     factor = _factor(rows, columns, form)
-    shape = (-(-rows // WIDTH), block_bytes(factor, columns))
+    shape = (-(-rows // row_blocks.WIDTH), row_blocks.block_bytes(factor, columns))
     data = torch.empty(shape, dtype=torch.uint8) if pages is None else pages.take(shape, torch.uint8)
     for first in range(0, rows, _ROUNDED_ROWS):
         part = weight[first : first + _ROUNDED_ROWS].to(torch.float32)
         if factor is Factor.INT8:
-            made = eight_bits_in_blocks(*quantise_rows(part))
+            made = row_blocks.eight_bits_in_blocks(*quantise_rows(part))
         else:
-            made = four_bits_in_blocks(*quantise_groups(part, int4_group(rows, columns) or 0))
-        data[first // WIDTH : first // WIDTH + made.data.shape[0]] = made.data
-    return Blocks(factor, rows, columns, data)
+            made = row_blocks.four_bits_in_blocks(*quantise_groups(part, int4_group(rows, columns) or 0))
+        data[first // row_blocks.WIDTH : first // row_blocks.WIDTH + made.data.shape[0]] = made.data
+    return row_blocks.Blocks(factor, rows, columns, data)
 
 
 def _plain(weight: Tensor, dtype: torch.dtype) -> tuple[str, Product, int]:

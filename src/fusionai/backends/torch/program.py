@@ -108,10 +108,10 @@ class TorchStageProgram(StageProgram):
         self._deferrable = deferrable(graph, self._passed_on) if self._defers else frozenset[int]()
         self._compiled = CompiledStage(graph, options, self._grad_inputs, self._deferrable)
         self._check_memory()
-        self._away: OffloadedWeights | None = None
+        self._offloaded: OffloadedWeights | None = None
         if options.offload_weights:
             keys = sorted(self._compiled.movable)
-            self._away = OffloadedWeights({key: self._entries[f"model/{key}"] for key in keys}, scratch, device)
+            self._offloaded = OffloadedWeights({key: self._entries[f"model/{key}"] for key in keys}, scratch, device)
         self._tensors = {key: self._empty(key, spec) for key, spec in self._specs.items()}
         self._trainable = {key: self._tensors[key] for key, spec in self._specs.items() if spec.trainable}
         self._parameter_storages = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()} - {0}
@@ -124,14 +124,14 @@ class TorchStageProgram(StageProgram):
                     options.optimizer,
                     self._trainable,
                     self._slots(options.optimizer),
-                    None if self._away is None else self._away.shelf,
+                    None if self._offloaded is None else self._offloaded.shelf,
                 )
             except ValueError as error:
                 raise ExecutionError(f"invalid optimizer settings: {error}.") from error
 
     def _empty(self, key: str, spec: ParamSpec) -> Tensor:
-        if self._away is not None and key in self._away.keys:
-            return self._away.tensor(key, trainable=spec.trainable)
+        if self._offloaded is not None and key in self._offloaded.keys:
+            return self._offloaded.tensor(key, trainable=spec.trainable)
         entry = self._entries[f"model/{key}"]
         return torch.zeros(entry.shape, dtype=DTYPES[entry.dtype], device=self._device, requires_grad=spec.trainable)
 
@@ -171,7 +171,7 @@ class TorchStageProgram(StageProgram):
         params = {value: self._given(self._graph.params[value]) for value in interpreter.params}
         precision = partial(_precision, half_floats, self._device.type)
         with torch.set_grad_enabled(training), precision():
-            if (training and self._options.recompute) or self._away is not None:
+            if (training and self._options.recompute) or self._offloaded is not None:
                 parts, enter = self._parts(names, interpreter, training)
                 outputs, writes = run_in_segments(interpreter, parts, context, values, params, precision, enter)
             else:
@@ -259,7 +259,7 @@ class TorchStageProgram(StageProgram):
         if (names, training) not in self._segments:
             parts, dropped = self._compiled.segments(interpreter)
             # Must not hold the program: see `_precision`.
-            enter = free if self._away is None else partial(self._away.enter, cast_once=dropped)
+            enter = free if self._offloaded is None else partial(self._offloaded.enter, cast_once=dropped)
             self._segments[names, training] = parts, enter
         return self._segments[names, training]
 
@@ -298,8 +298,8 @@ class TorchStageProgram(StageProgram):
         gradients = [parameter.grad for parameter in self._trainable.values() if parameter.grad is not None]
         if gradients and scale != 1.0:
             scale_gradients(gradients, scale)
-        if self._away is not None:
-            self._away.leave()
+        if self._offloaded is not None:
+            self._offloaded.leave()
         if self._optimizer is not None:
             self._optimizer.step(learning_rate)
         self._clear_gradients()
@@ -315,8 +315,8 @@ class TorchStageProgram(StageProgram):
         if entry.slot:
             assert self._optimizer is not None  # otherwise there would be no such entry
             return to_host(self._optimizer.read(entry.key, entry.slot), own=True)
-        if self._away is not None and entry.key in self._away.keys:
-            return to_host(self._away.read(entry.key))
+        if self._offloaded is not None and entry.key in self._offloaded.keys:
+            return to_host(self._offloaded.read(entry.key))
         return to_host(self._committed.get(entry.key, self._tensors[entry.key]), own=True)
 
     @property
@@ -345,11 +345,11 @@ class TorchStageProgram(StageProgram):
         if seen in self._checked:
             return
         limit_bytes = None if self._memory_limit_bytes is None else self._memory_limit_bytes - self.resident_bytes
-        if limit_bytes is not None and self._away is not None:
+        if limit_bytes is not None and self._offloaded is not None:
             interpreter = self._compiled.interpreter(names, context.training, self._device)
             parts, _ = self._parts(names, interpreter, context.training)
             most_bytes = max((self._weight_bytes(part.weights) for part in parts), default=0)
-            limit_bytes -= most_bytes - self._away.present_bytes
+            limit_bytes -= most_bytes - self._offloaded.present_bytes
         self._compiled.measured(names, context, shapes, symbols, limit_bytes)
         if len(self._checked) >= MAX_CHECKED_SHAPES:
             self._checked.clear()
@@ -382,8 +382,8 @@ class TorchStageProgram(StageProgram):
         if entry.slot:
             assert self._optimizer is not None  # otherwise there would be no such entry
             self._optimizer.write(key, entry.slot, given)
-        elif self._away is not None and key in self._away.keys:
-            self._away.write(key, given)
+        elif self._offloaded is not None and key in self._offloaded.keys:
+            self._offloaded.write(key, given)
         elif self._specs[key].trainable:
             with torch.no_grad():
                 self._tensors[key].copy_(given)

@@ -19,27 +19,9 @@ from numba import njit
 from numba.core import cgutils
 
 from fusionai.backends.torch import row_code
+from fusionai.backends.torch import row_vectors as vec
 from fusionai.backends.torch.row_code import Factor, Field, Form, Op
-from fusionai.backends.torch.row_vectors import (
-    FLOAT,
-    FLOATS,
-    INT,
-    LANES,
-    LONG,
-    SHORT,
-    SIZE,
-    at_address,
-    call_at,
-    folded,
-    fused,
-    int64,
-    intrinsic_of,
-    load_one,
-    load_wide,
-    prefetch,
-    spread,
-    stamp_of,
-)
+from fusionai.backends.torch.row_vectors import call_at
 
 _DIMS, _OUT, _A, _A_ROW, _B, _B_ROW, _A_STRIDES, _B_STRIDES, _EXTRA = (int(field) for field in Field)
 (
@@ -53,93 +35,96 @@ _FP32, _BF16, _FP16 = (int(form) for form in Form)
 def _dots(form: Form, columns: int, rows: int) -> Any:
     """Return an intrinsic for `columns` x `rows` inner products: y[r][c] = sum of w[c] * x[r] over `count`. Strides and
     addresses are in bytes."""
-    size = SIZE[form]
+    size = vec.SIZE[form]
 
     def codegen(builder: Any, args: Any) -> None:
         w, w_step, x, x_step, y, y_step, count = args
-        w_at = [builder.add(w, builder.mul(w_step, int64(c))) for c in range(columns)]
-        x_at = [builder.add(x, builder.mul(x_step, int64(r))) for r in range(rows)]
-        zero = ir.Constant(FLOATS, [0.0] * LANES)
-        sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(rows)] for _ in range(columns)]
-        ends = [[cgutils.alloca_once(builder, FLOAT) for _ in range(rows)] for _ in range(columns)]
+        w_at = [builder.add(w, builder.mul(w_step, vec.int64(c))) for c in range(columns)]
+        x_at = [builder.add(x, builder.mul(x_step, vec.int64(r))) for r in range(rows)]
+        zero = ir.Constant(vec.FLOATS, [0.0] * vec.LANES)
+        sums = [[cgutils.alloca_once(builder, vec.FLOATS) for _ in range(rows)] for _ in range(columns)]
+        totals_at = [[cgutils.alloca_once(builder, vec.FLOAT) for _ in range(rows)] for _ in range(columns)]
         for line in sums:
             for place in line:
                 builder.store(zero, place)
-        fma, fma_one = fused(builder, FLOATS, "v16f32"), fused(builder, FLOAT, "f32")
-        steps = builder.sdiv(count, int64(LANES))
+        fma, fma_one = vec.fused(builder, vec.FLOATS, "v16f32"), vec.fused(builder, vec.FLOAT, "f32")
+        steps = builder.sdiv(count, vec.int64(vec.LANES))
         with cgutils.for_range(builder, steps) as loop:
-            x_off = builder.mul(loop.index, int64(4 * LANES))
-            w_off = builder.mul(loop.index, int64(size * LANES))
-            xs = [load_wide(builder, Form.FP32, builder.add(at, x_off)) for at in x_at]
+            x_off = builder.mul(loop.index, vec.int64(4 * vec.LANES))
+            w_off = builder.mul(loop.index, vec.int64(size * vec.LANES))
+            xs = [vec.load_wide(builder, Form.FP32, builder.add(at, x_off)) for at in x_at]
             for at, line in zip(w_at, sums, strict=True):
-                weights = load_wide(builder, form, builder.add(at, w_off))
+                weights = vec.load_wide(builder, form, builder.add(at, w_off))
                 # A row of the matrix is too short for the processor to detect sequential reads.
-                ahead = builder.add(at, builder.add(w_off, builder.mul(w_step, int64(columns))))
-                prefetch(builder, ahead)
+                ahead = builder.add(at, builder.add(w_off, builder.mul(w_step, vec.int64(columns))))
+                vec.prefetch(builder, ahead)
                 for values, place in zip(xs, line, strict=True):
                     builder.store(builder.call(fma, [weights, values, builder.load(place)]), place)
-        totals = folded(builder, [builder.load(place) for line in sums for place in line])
-        for total, end in zip(totals, [end for last in ends for end in last], strict=True):
+        totals = vec.folded(builder, [builder.load(place) for line in sums for place in line])
+        for total, end in zip(totals, [end for last in totals_at for end in last], strict=True):
             builder.store(total, end)
-        rest = builder.mul(steps, int64(LANES))
-        with cgutils.for_range_slice(builder, rest, count, int64(1), intp=LONG) as (index, _):
-            for at, last in zip(w_at, ends, strict=True):
-                weight = load_one(builder, form, builder.add(at, builder.mul(index, int64(size))))
+        rest = builder.mul(steps, vec.int64(vec.LANES))
+        with cgutils.for_range_slice(builder, rest, count, vec.int64(1), intp=vec.LONG) as (index, _):
+            for at, last in zip(w_at, totals_at, strict=True):
+                weight = vec.load_one(builder, form, builder.add(at, builder.mul(index, vec.int64(size))))
                 for row, end in zip(x_at, last, strict=True):
-                    value = load_one(builder, Form.FP32, builder.add(row, builder.mul(index, int64(4))))
+                    value = vec.load_one(builder, Form.FP32, builder.add(row, builder.mul(index, vec.int64(4))))
                     builder.store(builder.call(fma_one, [weight, value, builder.load(end)]), end)
-        for column, last in enumerate(ends):
+        for column, last in enumerate(totals_at):
             for row, end in enumerate(last):
-                address = builder.add(y, builder.add(builder.mul(y_step, int64(row)), int64(4 * column)))
-                builder.store(builder.load(end), at_address(builder, address, FLOAT), align=4)
+                address = builder.add(y, builder.add(builder.mul(y_step, vec.int64(row)), vec.int64(4 * column)))
+                builder.store(builder.load(end), vec.at_address(builder, address, vec.FLOAT), align=4)
 
-    return intrinsic_of(f"dots_{form.name}_{columns}_{rows}", codegen)
+    return vec.intrinsic_of(f"dots_{form.name}_{columns}_{rows}", codegen)
 
 
 def _mix(form: Form) -> Any:
     """Return an intrinsic for y[d] += sum of weights[p] * v[p][d] over `count` positions, ascending, for `width` values
     of d."""
-    size = SIZE[form]
+    size = vec.SIZE[form]
 
     def codegen(builder: Any, args: Any) -> None:
         v, v_step, weights, y, count, width, _ = args
-        fma, fma_one = fused(builder, FLOATS, "v16f32"), fused(builder, FLOAT, "f32")
+        fma, fma_one = vec.fused(builder, vec.FLOATS, "v16f32"), vec.fused(builder, vec.FLOAT, "f32")
 
         def blocks(first: Any, many: int) -> None:
             """Compute `many` vectors from `first` on."""
-            outs = [builder.add(y, builder.mul(builder.add(first, int64(n * LANES)), int64(4))) for n in range(many)]
-            sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(many)]
+            outs = [
+                builder.add(y, builder.mul(builder.add(first, vec.int64(n * vec.LANES)), vec.int64(4)))
+                for n in range(many)
+            ]
+            sums = [cgutils.alloca_once(builder, vec.FLOATS) for _ in range(many)]
             for out, place in zip(outs, sums, strict=True):
-                builder.store(builder.load(at_address(builder, out, FLOATS), align=4), place)
+                builder.store(builder.load(vec.at_address(builder, out, vec.FLOATS), align=4), place)
             with cgutils.for_range(builder, count) as loop:
-                weight = load_one(builder, Form.FP32, builder.add(weights, builder.mul(loop.index, int64(4))))
-                same = spread(builder, weight)
-                line = builder.add(builder.add(v, builder.mul(loop.index, v_step)), builder.mul(first, int64(size)))
+                weight = vec.load_one(builder, Form.FP32, builder.add(weights, builder.mul(loop.index, vec.int64(4))))
+                same = vec.spread(builder, weight)
+                line = builder.add(builder.add(v, builder.mul(loop.index, v_step)), builder.mul(first, vec.int64(size)))
                 for number, place in enumerate(sums):
-                    values = load_wide(builder, form, builder.add(line, int64(number * LANES * size)))
+                    values = vec.load_wide(builder, form, builder.add(line, vec.int64(number * vec.LANES * size)))
                     builder.store(builder.call(fma, [same, values, builder.load(place)]), place)
             for out, place in zip(outs, sums, strict=True):
-                builder.store(builder.load(place), at_address(builder, out, FLOATS), align=4)
+                builder.store(builder.load(place), vec.at_address(builder, out, vec.FLOATS), align=4)
 
         def slices(start: Any, stop: Any, step: int) -> Any:
-            return cgutils.for_range_slice(builder, start, stop, int64(step), intp=LONG)
+            return cgutils.for_range_slice(builder, start, stop, vec.int64(step), intp=vec.LONG)
 
-        fours = builder.mul(builder.sdiv(width, int64(4 * LANES)), int64(4 * LANES))
-        whole = builder.mul(builder.sdiv(width, int64(LANES)), int64(LANES))
-        with slices(int64(0), fours, 4 * LANES) as (first, _):
+        fours = builder.mul(builder.sdiv(width, vec.int64(4 * vec.LANES)), vec.int64(4 * vec.LANES))
+        whole = builder.mul(builder.sdiv(width, vec.int64(vec.LANES)), vec.int64(vec.LANES))
+        with slices(vec.int64(0), fours, 4 * vec.LANES) as (first, _):
             blocks(first, 4)
-        with slices(fours, whole, LANES) as (first, _):
+        with slices(fours, whole, vec.LANES) as (first, _):
             blocks(first, 1)
         with slices(whole, width, 1) as (first, _):
-            out = builder.add(y, builder.mul(first, int64(4)))
+            out = builder.add(y, builder.mul(first, vec.int64(4)))
             with cgutils.for_range(builder, count) as loop:
-                weight = load_one(builder, Form.FP32, builder.add(weights, builder.mul(loop.index, int64(4))))
-                at = builder.add(builder.add(v, builder.mul(loop.index, v_step)), builder.mul(first, int64(size)))
-                value = load_one(builder, form, at)
-                place = at_address(builder, out, FLOAT)
+                weight = vec.load_one(builder, Form.FP32, builder.add(weights, builder.mul(loop.index, vec.int64(4))))
+                at = builder.add(builder.add(v, builder.mul(loop.index, v_step)), builder.mul(first, vec.int64(size)))
+                value = vec.load_one(builder, form, at)
+                place = vec.at_address(builder, out, vec.FLOAT)
                 builder.store(builder.call(fma_one, [weight, value, builder.load(place, align=4)]), place, align=4)
 
-    return intrinsic_of(f"mix_{form.name}", codegen)
+    return vec.intrinsic_of(f"mix_{form.name}", codegen)
 
 
 def _as_half(builder: Any, value: Any) -> Any:
@@ -147,47 +132,49 @@ def _as_half(builder: Any, value: Any) -> Any:
     conversion instruction LLVM would call a function that does not exist."""
 
     def number(bits: int) -> Any:
-        return ir.Constant(INT, bits)
+        return ir.Constant(vec.INT, bits)
 
-    bits = builder.bitcast(value, INT)
+    bits = builder.bitcast(value, vec.INT)
     sign, size = builder.and_(bits, number(0x80000000)), builder.and_(bits, number(0x7FFFFFFF))
     # Below 2**-14: adding one half rounds at float16's last bit.
-    half = builder.bitcast(number(0x3F000000), FLOAT)
-    small = builder.sub(builder.bitcast(builder.fadd(builder.bitcast(size, FLOAT), half), INT), number(0x3F000000))
+    half = builder.bitcast(number(0x3F000000), vec.FLOAT)
+    small = builder.sub(
+        builder.bitcast(builder.fadd(builder.bitcast(size, vec.FLOAT), half), vec.INT), number(0x3F000000)
+    )
     odd = builder.and_(builder.lshr(size, number(13)), number(1))
     near = builder.lshr(builder.add(builder.add(size, number(0xC8000FFF)), odd), number(13))
     finite = builder.select(builder.icmp_unsigned("<", size, number(0x38800000)), small, near)
     # Values of 2**16 or more become infinity; NaN stays NaN.
     beyond = builder.select(builder.icmp_unsigned(">", size, number(0x7F800000)), number(0x7E00), number(0x7C00))
     whole = builder.select(builder.icmp_unsigned(">=", size, number(0x47800000)), beyond, finite)
-    return builder.trunc(builder.or_(whole, builder.lshr(sign, number(16))), SHORT)
+    return builder.trunc(builder.or_(whole, builder.lshr(sign, number(16))), vec.SHORT)
 
 
 def _keep(form: Form) -> Any:
     """Return an intrinsic that stores `count` float32 values from x at w, rounded to nearest even."""
-    size = SIZE[form]
+    size = vec.SIZE[form]
 
     def codegen(builder: Any, args: Any) -> None:
         w, _, x, _, _, _, count = args
         with cgutils.for_range(builder, count) as loop:
-            value = load_one(builder, Form.FP32, builder.add(x, builder.mul(loop.index, int64(4))))
-            address = builder.add(w, builder.mul(loop.index, int64(size)))
+            value = vec.load_one(builder, Form.FP32, builder.add(x, builder.mul(loop.index, vec.int64(4))))
+            address = builder.add(w, builder.mul(loop.index, vec.int64(size)))
             match form:
                 case Form.FP32:
-                    builder.store(value, at_address(builder, address, FLOAT), align=4)
+                    builder.store(value, vec.at_address(builder, address, vec.FLOAT), align=4)
                 case Form.FP16:
-                    builder.store(_as_half(builder, value), at_address(builder, address, SHORT), align=2)
+                    builder.store(_as_half(builder, value), vec.at_address(builder, address, vec.SHORT), align=2)
                 case Form.BF16:
-                    bits = builder.bitcast(value, INT)
-                    odd = builder.and_(builder.lshr(bits, ir.Constant(INT, 16)), ir.Constant(INT, 1))
-                    near = builder.add(builder.add(bits, ir.Constant(INT, 0x7FFF)), odd)
+                    bits = builder.bitcast(value, vec.INT)
+                    odd = builder.and_(builder.lshr(bits, ir.Constant(vec.INT, 16)), ir.Constant(vec.INT, 1))
+                    near = builder.add(builder.add(bits, ir.Constant(vec.INT, 0x7FFF)), odd)
                     # The NaN's payload must not overflow into infinity.
                     numeric = builder.fcmp_ordered("ord", value, value)
-                    near = builder.select(numeric, near, ir.Constant(INT, 0x7FC00000))
-                    short = builder.trunc(builder.lshr(near, ir.Constant(INT, 16)), SHORT)
-                    builder.store(short, at_address(builder, address, SHORT), align=2)
+                    near = builder.select(numeric, near, ir.Constant(vec.INT, 0x7FC00000))
+                    short = builder.trunc(builder.lshr(near, ir.Constant(vec.INT, 16)), vec.SHORT)
+                    builder.store(short, vec.at_address(builder, address, vec.SHORT), align=2)
 
-    return intrinsic_of(f"keep_{form.name}", codegen)
+    return vec.intrinsic_of(f"keep_{form.name}", codegen)
 
 
 _FP32_1, _FP32_2, _FP32_4 = (_dots(Form.FP32, 4, rows) for rows in (1, 2, 4))
@@ -587,7 +574,7 @@ def _run(stamp: int) -> Any:
     return run
 
 
-run = _run(stamp_of(__file__, row_code.__file__))
+run = _run(vec.stamp_of(__file__, row_code.__file__))
 """Run a program for some rows.
 
 `code`: lines as `row_code.Field` describes them. `mem`: constants, then from `base` on `width` floats for each row;

@@ -25,31 +25,13 @@ from numba import cfunc, njit
 from numba.core import cgutils, config
 
 from fusionai.backends.torch import row_blocks, row_code
+from fusionai.backends.torch import row_vectors as vec
 from fusionai.backends.torch.blocked_linear import compiled_once
 from fusionai.backends.torch.row_blocks import GROUPS, block_bytes
 from fusionai.backends.torch.row_code import Factor, Form
-from fusionai.backends.torch.row_vectors import (
-    BFLOAT,
-    FLOATS,
-    INT,
-    LANES,
-    LEVEL,
-    WORDS,
-    at_address,
-    by_registers,
-    fused,
-    int64,
-    intrinsic_of,
-    load_one,
-    load_wide,
-    named,
-    prefetch,
-    spread,
-    stamp_of,
-)
 
 HALVES: Final[bool] = (
-    LEVEL.startswith("AVX512")
+    vec.LEVEL.startswith("AVX512")
     and config.CPU_NAME is None
     and get_host_cpu_features().get("avx512bf16", False)
     and get_host_cpu_name().startswith("znver")
@@ -71,8 +53,8 @@ _PADDING: Final = 16
 
 # (blocks, rows) by falling rows, the last with one row. The sums fill the vector registers that the factors leave: 32
 # registers of 16 numbers, 16 of 8, or 16 of 4. Other processors than x86 have 32 of 4, as much as the second.
-_TILES: Final = by_registers(((3, 8), (4, 4), (4, 2), (4, 1)), ((1, 6), (1, 4), (2, 2), (4, 1)), ((1, 2), (2, 1)))
-_FOUR_BIT_TILES: Final = by_registers(((2, 8), (2, 4), (2, 2), (2, 1)), ((1, 4), (1, 2), (1, 1)), ((1, 2), (1, 1)))
+_TILES: Final = vec.by_registers(((3, 8), (4, 4), (4, 2), (4, 1)), ((1, 6), (1, 4), (2, 2), (4, 1)), ((1, 2), (2, 1)))
+_FOUR_BIT_TILES: Final = vec.by_registers(((2, 8), (2, 4), (2, 2), (2, 1)), ((1, 4), (1, 2), (1, 1)), ((1, 2), (1, 1)))
 
 
 def factor_of(blocks: row_blocks.Blocks) -> Factor:
@@ -82,7 +64,7 @@ def factor_of(blocks: row_blocks.Blocks) -> Factor:
 
 def scratch_bytes() -> int:
     """Return the scratch bytes of `multiply_many`."""
-    return 4 * (ROWS * (SUMMANDS + _PADDING) + _TILES[0][0] * SUMMANDS * LANES)
+    return 4 * (ROWS * (SUMMANDS + _PADDING) + _TILES[0][0] * SUMMANDS * vec.LANES)
 
 
 # ----------------------------------------------------------------------------------------------------- weights of kinds
@@ -102,78 +84,82 @@ def _each_summand(
     def fetch(off: Any) -> None:
         if ahead is not None:
             for at in w_at:
-                prefetch(builder, builder.add(builder.add(at, ahead), off))
+                vec.prefetch(builder, builder.add(builder.add(at, ahead), off))
 
     def words_at(off: Any) -> list[Any]:
-        return [builder.load(at_address(builder, builder.add(at, off), WORDS), align=4) for at in w_at]
+        return [builder.load(vec.at_address(builder, builder.add(at, off), vec.WORDS), align=4) for at in w_at]
 
     match kind:
         case Factor.FP32 | Factor.FP16 | Factor.INT8:
             size = {Factor.FP32: 4, Factor.FP16: 2, Factor.INT8: 1}[kind]
             with cgutils.for_range(builder, count) as loop:
-                off = builder.mul(loop.index, int64(size * LANES))
+                off = builder.mul(loop.index, vec.int64(size * vec.LANES))
                 fetch(off)
                 body([_loaded(builder, kind, builder.add(at, off)) for at in w_at], loop.index)
         case Factor.BF16:
-            pairs = builder.sdiv(count, int64(2))
+            pairs = builder.sdiv(count, vec.int64(2))
             with cgutils.for_range(builder, pairs) as loop:
-                off = builder.mul(loop.index, int64(4 * LANES))
+                off = builder.mul(loop.index, vec.int64(4 * vec.LANES))
                 fetch(off)
-                words, first = words_at(off), builder.mul(loop.index, int64(2))
+                words, first = words_at(off), builder.mul(loop.index, vec.int64(2))
                 body([_first(builder, word) for word in words], first)
-                body([_second(builder, word) for word in words], builder.add(first, int64(1)))
-            with builder.if_then(builder.icmp_signed("!=", builder.and_(count, int64(1)), int64(0))):
-                words = words_at(builder.mul(pairs, int64(4 * LANES)))
-                body([_first(builder, word) for word in words], builder.mul(pairs, int64(2)))
+                body([_second(builder, word) for word in words], builder.add(first, vec.int64(1)))
+            with builder.if_then(builder.icmp_signed("!=", builder.and_(count, vec.int64(1)), vec.int64(0))):
+                words = words_at(builder.mul(pairs, vec.int64(4 * vec.LANES)))
+                body([_first(builder, word) for word in words], builder.mul(pairs, vec.int64(2)))
         case _:
             size = next(group for group, known in GROUPS.items() if known is kind)
-            fma = fused(builder, FLOATS, "v16f32")
-            eight, mask, four = (ir.Constant(FLOATS, [-8.0] * LANES), _all(15), _all(4))
-            with cgutils.for_range(builder, builder.sdiv(count, int64(size))) as group:
-                start = builder.mul(group.index, int64(block_bytes(kind, size)))
+            fma = vec.fused(builder, vec.FLOATS, "v16f32")
+            eight, mask, four = (ir.Constant(vec.FLOATS, [-8.0] * vec.LANES), _all(15), _all(4))
+            with cgutils.for_range(builder, builder.sdiv(count, vec.int64(size))) as group:
+                start = builder.mul(group.index, vec.int64(block_bytes(kind, size)))
                 words = words_at(start)
                 scales = [_first(builder, word) for word in words]
                 bases = [
                     builder.call(fma, [eight, scale, _second(builder, word)])
                     for word, scale in zip(words, scales, strict=True)
                 ]
-                with cgutils.for_range(builder, int64(size // 2)) as loop:
-                    off = builder.add(builder.add(start, int64(4 * LANES)), builder.mul(loop.index, int64(LANES)))
+                with cgutils.for_range(builder, vec.int64(size // 2)) as loop:
+                    off = builder.add(
+                        builder.add(start, vec.int64(4 * vec.LANES)), builder.mul(loop.index, vec.int64(vec.LANES))
+                    )
                     fetch(off)
                     levels = [_bytes(builder, builder.add(at, off), signed=False) for at in w_at]
-                    first = builder.add(builder.mul(group.index, int64(size)), builder.mul(loop.index, int64(2)))
+                    first = builder.add(
+                        builder.mul(group.index, vec.int64(size)), builder.mul(loop.index, vec.int64(2))
+                    )
                     for number, halves in enumerate(
                         ([builder.and_(both, mask) for both in levels], [builder.lshr(both, four) for both in levels])
                     ):
-                        floats = [builder.sitofp(half, FLOATS) for half in halves]
+                        floats = [builder.sitofp(half, vec.FLOATS) for half in halves]
                         weights = [builder.call(fma, list(given)) for given in zip(floats, scales, bases, strict=True)]
-                        body(weights, builder.add(first, int64(number)))
+                        body(weights, builder.add(first, vec.int64(number)))
 
 
 def _loaded(builder: Any, kind: Factor, address: Any) -> Any:
     if kind is Factor.FP32:
-        return load_wide(builder, Form.FP32, address)
+        return vec.load_wide(builder, Form.FP32, address)
     if kind is Factor.INT8:
-        return builder.sitofp(_bytes(builder, address, signed=True), FLOATS)
-    return load_wide(builder, Form.FP16, address)
+        return builder.sitofp(_bytes(builder, address, signed=True), vec.FLOATS)
+    return vec.load_wide(builder, Form.FP16, address)
 
 
 def _bytes(builder: Any, address: Any, *, signed: bool) -> Any:
-    loaded = builder.load(at_address(builder, address, ir.VectorType(ir.IntType(8), LANES)), align=1)
-    return builder.sext(loaded, WORDS) if signed else builder.zext(loaded, WORDS)
+    loaded = builder.load(vec.at_address(builder, address, ir.VectorType(ir.IntType(8), vec.LANES)), align=1)
+    return builder.sext(loaded, vec.WORDS) if signed else builder.zext(loaded, vec.WORDS)
 
 
 def _all(value: int) -> Any:
-    return ir.Constant(WORDS, [value] * LANES)
+    return ir.Constant(vec.WORDS, [value] * vec.LANES)
 
 
 def _first(builder: Any, words: Any) -> Any:
     """Return the first bfloat16 of each pair as float32; a bfloat16 is the upper half of its float32."""
-    return builder.bitcast(builder.shl(words, _all(16)), FLOATS)
+    return builder.bitcast(builder.shl(words, _all(16)), vec.FLOATS)
 
 
 def _second(builder: Any, words: Any) -> Any:
-    return builder.bitcast(builder.and_(words, _all(-65536)), FLOATS)
+    return builder.bitcast(builder.and_(words, _all(-65536)), vec.FLOATS)
 
 
 # --------------------------------------------------------------------------------------------------------------- pieces
@@ -185,30 +171,30 @@ def _tile(kind: Factor, blocks: int, rows: int, *, resumed: bool = False) -> Any
 
     def codegen(builder: Any, args: Any) -> None:
         w, w_step, x, x_step, y, y_step, count = args
-        w_at = [builder.add(w, builder.mul(w_step, int64(block))) for block in range(blocks)]
-        x_at = [builder.add(x, builder.mul(x_step, int64(row))) for row in range(rows)]
-        sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(rows)] for _ in range(blocks)]
+        w_at = [builder.add(w, builder.mul(w_step, vec.int64(block))) for block in range(blocks)]
+        x_at = [builder.add(x, builder.mul(x_step, vec.int64(row))) for row in range(rows)]
+        sums = [[cgutils.alloca_once(builder, vec.FLOATS) for _ in range(rows)] for _ in range(blocks)]
 
         def place_of(block: int, row: int) -> Any:
-            out = builder.add(y, builder.add(builder.mul(y_step, int64(row)), int64(4 * LANES * block)))
-            return at_address(builder, out, FLOATS)
+            out = builder.add(y, builder.add(builder.mul(y_step, vec.int64(row)), vec.int64(4 * vec.LANES * block)))
+            return vec.at_address(builder, out, vec.FLOATS)
 
         for block, line in enumerate(sums):
             for row, place in enumerate(line):
-                start = ir.Constant(FLOATS, [0.0] * LANES)
+                start = ir.Constant(vec.FLOATS, [0.0] * vec.LANES)
                 builder.store(builder.load(place_of(block, row), align=4) if resumed else start, place)
         # The next tile's weights are prefetched while this tile multiplies, which takes as long. With fewer rows memory
         # is busy anyway; the weights of resumed sums are in the cache.
-        ahead = builder.mul(w_step, int64(blocks)) if rows >= 4 and not resumed else None
+        ahead = builder.mul(w_step, vec.int64(blocks)) if rows >= 4 and not resumed else None
         if kind is Factor.HALVES:
             _add_pairs(builder, w_at, x_at, sums, count, ahead)
         else:
-            fma = fused(builder, FLOATS, "v16f32")
+            fma = vec.fused(builder, vec.FLOATS, "v16f32")
 
             def add(weights: list[Any], index: Any) -> None:
                 for row, at in enumerate(x_at):
-                    value = load_one(builder, Form.FP32, builder.add(at, builder.mul(index, int64(4))))
-                    same = spread(builder, value)
+                    value = vec.load_one(builder, Form.FP32, builder.add(at, builder.mul(index, vec.int64(4))))
+                    same = vec.spread(builder, value)
                     for values, line in zip(weights, sums, strict=True):
                         builder.store(builder.call(fma, [values, same, builder.load(line[row])]), line[row])
 
@@ -216,28 +202,30 @@ def _tile(kind: Factor, blocks: int, rows: int, *, resumed: bool = False) -> Any
         for block, line in enumerate(sums):
             scale = None
             if kind is Factor.INT8:
-                scale = load_wide(builder, Form.FP32, builder.add(w_at[block], builder.mul(count, int64(LANES))))
+                scale = vec.load_wide(
+                    builder, Form.FP32, builder.add(w_at[block], builder.mul(count, vec.int64(vec.LANES)))
+                )
             for row, place in enumerate(line):
                 value = builder.load(place)
                 value = value if scale is None else builder.fmul(value, scale)
                 builder.store(value, place_of(block, row), align=4)
 
-    return intrinsic_of(f"tile_{kind.name}_{blocks}_{rows}_{resumed}", codegen)
+    return vec.intrinsic_of(f"tile_{kind.name}_{blocks}_{rows}_{resumed}", codegen)
 
 
 def _add_pairs(builder: Any, w_at: list[Any], x_at: list[Any], sums: Any, count: Any, ahead: Any) -> None:
-    pairs = ir.VectorType(BFLOAT, 2 * LANES)
-    function = ir.FunctionType(FLOATS, [FLOATS, pairs, pairs])
+    pairs = ir.VectorType(vec.BFLOAT, 2 * vec.LANES)
+    function = ir.FunctionType(vec.FLOATS, [vec.FLOATS, pairs, pairs])
     dot = cgutils.get_or_insert_function(builder.module, function, "llvm.x86.avx512bf16.dpbf16ps.512")
-    with cgutils.for_range(builder, builder.sdiv(builder.add(count, int64(1)), int64(2))) as loop:
-        off, x_off = builder.mul(loop.index, int64(4 * LANES)), builder.mul(loop.index, int64(4))
+    with cgutils.for_range(builder, builder.sdiv(builder.add(count, vec.int64(1)), vec.int64(2))) as loop:
+        off, x_off = builder.mul(loop.index, vec.int64(4 * vec.LANES)), builder.mul(loop.index, vec.int64(4))
         if ahead is not None:
             for at in w_at:
-                prefetch(builder, builder.add(builder.add(at, ahead), off))
-        words = [builder.load(at_address(builder, builder.add(at, off), WORDS), align=4) for at in w_at]
+                vec.prefetch(builder, builder.add(builder.add(at, ahead), off))
+        words = [builder.load(vec.at_address(builder, builder.add(at, off), vec.WORDS), align=4) for at in w_at]
         for row, at in enumerate(x_at):
-            pair = builder.load(at_address(builder, builder.add(at, x_off), INT), align=2)
-            same = builder.bitcast(spread(builder, pair), pairs)
+            pair = builder.load(vec.at_address(builder, builder.add(at, x_off), vec.INT), align=2)
+            same = builder.bitcast(vec.spread(builder, pair), pairs)
             for word, line in zip(words, sums, strict=True):
                 values = builder.bitcast(word, pairs)
                 builder.store(builder.call(dot, [builder.load(line[row]), values, same]), line[row])
@@ -250,12 +238,12 @@ def _widened(kind: Factor) -> Any:
         w, _, _, _, y, _, count = args
 
         def keep(weights: list[Any], index: Any) -> None:
-            out = builder.add(y, builder.mul(index, int64(4 * LANES)))
-            builder.store(weights[0], at_address(builder, out, FLOATS), align=4)
+            out = builder.add(y, builder.mul(index, vec.int64(4 * vec.LANES)))
+            builder.store(weights[0], vec.at_address(builder, out, vec.FLOATS), align=4)
 
         _each_summand(builder, kind, [w], count, keep)
 
-    return intrinsic_of(f"widened_{kind.name}", codegen)
+    return vec.intrinsic_of(f"widened_{kind.name}", codegen)
 
 
 def _copied() -> Any:
@@ -263,9 +251,16 @@ def _copied() -> Any:
 
     def codegen(builder: Any, args: Any) -> None:
         _, _, x, _, y, _, count = args
-        cgutils.raw_memcpy(builder, at_address(builder, y, INT), at_address(builder, x, INT), count, int64(4), align=1)
+        cgutils.raw_memcpy(
+            builder,
+            vec.at_address(builder, y, vec.INT),
+            vec.at_address(builder, x, vec.INT),
+            count,
+            vec.int64(4),
+            align=1,
+        )
 
-    return intrinsic_of("copied", codegen)
+    return vec.intrinsic_of("copied", codegen)
 
 
 def _scaled() -> Any:
@@ -273,12 +268,12 @@ def _scaled() -> Any:
 
     def codegen(builder: Any, args: Any) -> None:
         w, _, _, _, y, y_step, count = args
-        scale = load_wide(builder, Form.FP32, w)
+        scale = vec.load_wide(builder, Form.FP32, w)
         with cgutils.for_range(builder, count) as loop:
-            place = at_address(builder, builder.add(y, builder.mul(y_step, loop.index)), FLOATS)
+            place = vec.at_address(builder, builder.add(y, builder.mul(y_step, loop.index)), vec.FLOATS)
             builder.store(builder.fmul(builder.load(place, align=4), scale), place, align=4)
 
-    return intrinsic_of("scaled", codegen)
+    return vec.intrinsic_of("scaled", codegen)
 
 
 def _across(kind: Factor, width: int, rows: int, *, resumed: bool = False) -> Any:
@@ -295,7 +290,7 @@ def _across(kind: Factor, width: int, rows: int, *, resumed: bool = False) -> An
             one(w + block * step, step, x, x_step, y + 64 * block, y_step, count)
             block += 1
 
-    return njit(nogil=True)(named(run_across, f"across_{kind.name}_{width}_{rows}_{resumed}"))
+    return njit(nogil=True)(vec.named(run_across, f"across_{kind.name}_{width}_{rows}_{resumed}"))
 
 
 def _down(kind: Factor, *, resumed: bool = False) -> Any:
@@ -325,7 +320,7 @@ def _down(kind: Factor, *, resumed: bool = False) -> Any:
                 d(w, step, at, x_step, out, y_step, block, end, count)
                 row += 1
 
-    return njit(nogil=True)(named(run_down, f"down_{kind.name}_{resumed}"))
+    return njit(nogil=True)(vec.named(run_down, f"down_{kind.name}_{resumed}"))
 
 
 # ------------------------------------------------------------------------------------------------------------- products
@@ -386,7 +381,7 @@ def _few(kind: int, stamp: int) -> Any:
                 _int4_128(w, step, x, x_step, y, y_step, rows, block, end, count)
 
     signature = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
-    return cfunc(signature, cache=True)(named(multiply, f"multiply_{Factor(kind).name}"))
+    return cfunc(signature, cache=True)(vec.named(multiply, f"multiply_{Factor(kind).name}"))
 
 
 def _many(kind: int, wide: int, stamp: int) -> Any:
@@ -435,7 +430,7 @@ def _many(kind: int, wide: int, stamp: int) -> Any:
                             _scale(w + (block + number) * step + 16 * count, 0, 0, 0, out + 64 * number, y_step, some)
 
     signature = "void(int64, int64, int64, int64, int64, int64, int64, int64, int64)"
-    return cfunc(signature, cache=True)(named(multiply_many, f"multiply_many_{Factor(kind).name}"))
+    return cfunc(signature, cache=True)(vec.named(multiply_many, f"multiply_many_{Factor(kind).name}"))
 
 
 @njit(nogil=True)
@@ -466,4 +461,4 @@ _widen_bf16, _widen_fp16, _widen_int8, _widen_int4_32, _widen_int4_64, _widen_in
     _widened(factor) for factor in Factor if factor not in (Factor.FP32, Factor.HALVES)
 )
 _copy, _scale = _copied(), _scaled()
-_STAMP: Final = stamp_of(__file__, row_code.__file__, row_blocks.__file__, about=f"{LEVEL} {HALVES}")
+_STAMP: Final = vec.stamp_of(__file__, row_code.__file__, row_blocks.__file__, about=f"{vec.LEVEL} {HALVES}")

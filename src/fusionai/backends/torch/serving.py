@@ -26,20 +26,13 @@ from fusionai.backends.binding import shape_of, with_rows
 from fusionai.backends.semantics import DropoutKey, Scores
 from fusionai.backends.serving.base import CheckedPass, ServingProgram, array_of, largest_pass
 from fusionai.backends.serving.page_table import RowSpan, one_by_one
+from fusionai.backends.torch import packed_graph
 from fusionai.backends.torch.blocked_linear import kernels as row_kernels
 from fusionai.backends.torch.blocked_linear import scratch_bytes
 from fusionai.backends.torch.compiled_stage import META, input_shapes, measure
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.operators import TorchContext
-from fusionai.backends.torch.packed_graph import (
-    PackedParameter,
-    ProductWeight,
-    kernels,
-    lookup_tables,
-    only_packed,
-    products,
-)
 from fusionai.backends.torch.packed_linear import PackedLinear, block_pages, pack, packed_bytes
 from fusionai.backends.torch.packed_siblings import Joined, join_siblings
 from fusionai.backends.torch.paged_attention import (
@@ -72,18 +65,18 @@ class ServingWeights:
         self._parts = joined.parts
         self._stack_of = {part: whole for whole, parts in joined.parts.items() for part in parts}
         self._incomplete: dict[str, dict[str, Tensor]] = {}
-        self.uses = products(graph)
+        self.uses = packed_graph.products(graph)
         layouts = {(use.weight, use.transposed) for use in self.uses.values()}
         shapes = [graph.params[weight].shape[:: -1 if turned else 1] for weight, turned in layouts]
         self._pages = block_pages(shapes, form) if in_blocks else None
-        self.tables = lookup_tables(graph)
-        self._only_packed = only_packed(graph, self.uses)
+        self.tables = packed_graph.lookup_tables(graph)
+        self._only_packed = packed_graph.only_packed(graph, self.uses)
         self._named: dict[str, list[str]] = {}
         for value, spec in self._given.items():
             self._named.setdefault(spec.key, []).append(value)
         self._plain: dict[str, Tensor] = {}
         self._packed: dict[str, dict[int, PackedLinear]] = {}
-        self._values: dict[str, Tensor | PackedParameter] | None = None
+        self._values: dict[str, Tensor | packed_graph.PackedParameter] | None = None
 
     def add(self, key: str, tensor: HostTensor) -> None:
         """Import one entry, whose shape and dtype were checked."""
@@ -94,7 +87,7 @@ class ServingWeights:
                 self._take(name, self._given[name], tensor)
         self._values = None
 
-    def values(self, names: Iterable[str]) -> dict[str, Tensor | PackedParameter]:
+    def values(self, names: Iterable[str]) -> dict[str, Tensor | packed_graph.PackedParameter]:
         """Return the interpreter's parameters of these names; all weights must have been imported."""
         if self._values is None:
             self._values = {name: self._value(name) for name in self._graph.params}
@@ -156,16 +149,16 @@ class ServingWeights:
             self._packed.setdefault(name, {})[use.node] = by_layout[use.transposed]
         return bool(uses)
 
-    def _value(self, name: str) -> Tensor | PackedParameter:
+    def _value(self, name: str) -> Tensor | packed_graph.PackedParameter:
         packed = self._packed.get(name)
         plain = self._plain.get(name)
         if packed is None and name not in self.tables:
             assert plain is not None
             return plain
         with_bias = {number: self._biased(product, self.uses[number]) for number, product in (packed or {}).items()}
-        return PackedParameter(plain, with_bias)
+        return packed_graph.PackedParameter(plain, with_bias)
 
-    def _biased(self, product: PackedLinear, use: ProductWeight) -> PackedLinear:
+    def _biased(self, product: PackedLinear, use: packed_graph.ProductWeight) -> PackedLinear:
         if use.bias is None:
             return product
         return replace(product, bias=self._plain[use.bias])
@@ -184,7 +177,7 @@ class TorchServingProgram(ServingProgram):
         self._device = device
         joined = join_siblings(graph)
         self._running = joined.graph
-        self._plan = planned(self._running, tuple(graph.outputs), products(self._running), device)
+        self._plan = planned(self._running, tuple(graph.outputs), packed_graph.products(self._running), device)
         # One program for each output alone and one for all outputs together.
         programs = 1 if len(graph.outputs) == 1 else 1 + len(graph.outputs)
         rows_bytes = 0 if self._plan is None else programs * needed_bytes(self._plan, options)
@@ -198,7 +191,7 @@ class TorchServingProgram(ServingProgram):
         self._caches: dict[int, LayerCache] | None = None
         self._layout: PassLayout | None = None
         self._kernels: dict[int, Callable[..., Any]] = {
-            **kernels(self._running, self._weights.uses, self._weights.tables),
+            **packed_graph.kernels(self._running, self._weights.uses, self._weights.tables),
             **{node.id: self._attention(node) for node in self._running.nodes if node.op == "fusion.attention"},
         }
         self._interpreters: dict[frozenset[str], Interpreter] = {}
@@ -431,8 +424,8 @@ class RowsBehind:
 
 def weight_bytes(graph: Graph, form: WeightFormat, *, in_blocks: bool = False) -> int:
     """Return the bytes of all parameters as they are kept: packed for products, plain for other readers."""
-    uses = products(graph)
-    plainless = only_packed(graph, uses)
+    uses = packed_graph.products(graph)
+    plainless = packed_graph.only_packed(graph, uses)
     total_bytes = 0
     for name, spec in graph.params.items():
         orientations = {use.transposed for use in uses.values() if use.weight == name}
