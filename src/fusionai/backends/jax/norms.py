@@ -17,6 +17,8 @@ from jax import Array, lax
 from fusionai.backends.jax.dtypes import Scalar, is_floating, promoted
 from fusionai.primitives.errors import ExecutionError
 
+Maybe = Array | None
+
 
 def _wide(x: Array) -> Array:
     return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
@@ -30,20 +32,20 @@ def _normalised(x: Array, axes: tuple[int, ...], eps: Scalar) -> tuple[Array, Ar
     return (wide - mean) * inverse, mean, inverse
 
 
-def _scaled(x: Array, weight: Array | None, bias: Array | None, dtype: Any) -> Array:
+def _scaled(x: Array, weight: Maybe, bias: Maybe, dtype: Any) -> Array:
     x = x if weight is None else x * weight
     return (x if bias is None else x + bias).astype(dtype)
 
 
 def _native_layer_norm(
-    x: Array, shape: Sequence[int], weight: Array | None, bias: Array | None, eps: Scalar
+    x: Array, shape: Sequence[int], weight: Maybe, bias: Maybe, eps: Scalar
 ) -> tuple[Array, Array, Array]:
     axes = tuple(range(x.ndim - len(shape), x.ndim))
     normal, mean, inverse = _normalised(x, axes, eps)
     return _scaled(normal, weight, bias, x.dtype), mean, inverse
 
 
-def _rms_norm(x: Array, shape: Sequence[int], weight: Array | None = None, eps: Scalar | None = None) -> Array:
+def _rms_norm(x: Array, shape: Sequence[int], weight: Maybe = None, eps: Scalar | None = None) -> Array:
     axes = tuple(range(x.ndim - len(shape), x.ndim))
     wide = _wide(x)
     least = float(jnp.finfo(x.dtype).eps) if eps is None else eps
@@ -51,12 +53,12 @@ def _rms_norm(x: Array, shape: Sequence[int], weight: Array | None = None, eps: 
     return _scaled(normal, weight, None, x.dtype)
 
 
-def _by_channel(values: Array | None, rank: int) -> Array | None:
+def _by_channel(values: Maybe, rank: int) -> Maybe:
     return None if values is None else values.reshape((1, -1, *(1,) * (rank - 2)))
 
 
 def _native_group_norm(
-    x: Array, weight: Array | None, bias: Array | None, batch: int, channels: int, area: int, groups: int, eps: Scalar
+    x: Array, weight: Maybe, bias: Maybe, batch: int, channels: int, area: int, groups: int, eps: Scalar
 ) -> tuple[Array, Array, Array]:
     grouped = x.reshape(batch, groups, channels // groups * area)
     normal, mean, inverse = _normalised(grouped, (2,), eps)
@@ -64,25 +66,19 @@ def _native_group_norm(
     return y, mean.reshape(batch, groups), inverse.reshape(batch, groups)
 
 
-def _group_norm(
-    x: Array, groups: int, weight: Array | None = None, bias: Array | None = None, eps: Scalar = 1e-5, *_: Any
-) -> Array:
+def _group_norm(x: Array, groups: int, weight: Maybe = None, bias: Maybe = None, eps: Scalar = 1e-5, *_: Any) -> Array:
     batch, channels = x.shape[:2]
     return _native_group_norm(x, weight, bias, batch, channels, x.size // max(1, batch * channels), groups, eps)[0]
 
 
-def _with_batch_statistics(
-    x: Array, weight: Array | None, bias: Array | None, eps: Scalar
-) -> tuple[Array, Array, Array]:
+def _with_batch_statistics(x: Array, weight: Maybe, bias: Maybe, eps: Scalar) -> tuple[Array, Array, Array]:
     axes = (0, *range(2, x.ndim))
     normal, mean, inverse = _normalised(x, axes, eps)
     y = _scaled(normal, _by_channel(weight, x.ndim), _by_channel(bias, x.ndim), x.dtype)
     return y, mean.reshape(-1), inverse.reshape(-1)
 
 
-def _with_learned_statistics(
-    x: Array, weight: Array | None, bias: Array | None, mean: Array, variance: Array, eps: Scalar
-) -> Array:
+def _with_learned_statistics(x: Array, weight: Maybe, bias: Maybe, mean: Array, variance: Array, eps: Scalar) -> Array:
     shape = (1, -1, *(1,) * (x.ndim - 2))
     inverse = lax.rsqrt(_wide(variance) + eps).reshape(shape)
     normal = (_wide(x) - mean.reshape(shape)) * inverse
@@ -90,18 +86,11 @@ def _with_learned_statistics(
 
 
 def batch_norm_functional(
-    training: bool,
-    x: Array,
-    weight: Array | None,
-    bias: Array | None,
-    mean: Array,
-    variance: Array,
-    in_training: bool,
-    momentum: float,
-    eps: float,
+    training: bool, x: Array, weight: Maybe, bias: Maybe, mean: Array, variance: Array, in_training: bool, *rest: float
 ) -> tuple[Array, ...]:
     """Return (y, saved mean, saved inverse deviation, new running mean, new running variance); the last two are
-    unchanged outside training. `training`: the run's mode."""
+    unchanged outside training. `training`: the run's mode. `rest`: momentum, eps."""
+    momentum, eps = rest
     if not (training and in_training):
         y = _with_learned_statistics(x, weight, bias, mean, variance, eps)
         nothing = jnp.zeros((0,), x.dtype)
@@ -117,17 +106,10 @@ def batch_norm_functional(
 
 
 def batch_norm(
-    training: bool,
-    x: Array,
-    weight: Array | None,
-    bias: Array | None,
-    mean: Array | None,
-    variance: Array | None,
-    in_training: bool,
-    momentum: float,  # noqa: ARG001
-    eps: float,
-    *_: Any,
+    training: bool, x: Array, weight: Maybe, bias: Maybe, mean: Maybe, variance: Maybe, in_training: bool, *rest: Any
 ) -> Array:
+    """`rest`: momentum, eps."""
+    eps: float = rest[1]
     if in_training and training and mean is not None:
         raise ExecutionError(
             "aten.batch_norm.default would change its running statistics in place.",
@@ -199,7 +181,7 @@ def _reduced(x: Array, reduction: int) -> Array:
             return jnp.sum(x)
 
 
-def _picked(log_probabilities: Array, target: Array, weight: Array | None, ignore_index: int) -> tuple[Array, Array]:
+def _picked(log_probabilities: Array, target: Array, weight: Maybe, ignore_index: int) -> tuple[Array, Array]:
     """Return (-log p of each target, its weight), both 0 where ignored. Classes are along dimension 1, or the only
     one."""
     axis = 1 if log_probabilities.ndim > 1 else 0
@@ -211,13 +193,11 @@ def _picked(log_probabilities: Array, target: Array, weight: Array | None, ignor
     return -jnp.squeeze(found, axis) * weights, weights
 
 
-def _nll(x: Array, target: Array, weight: Array | None = None, reduction: int = 1, ignore_index: int = -100) -> Array:
+def _nll(x: Array, target: Array, weight: Maybe = None, reduction: int = 1, ignore_index: int = -100) -> Array:
     return nll_forward(x, target, weight, reduction, ignore_index)[0]
 
 
-def nll_forward(
-    x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int
-) -> tuple[Array, Array]:
+def nll_forward(x: Array, target: Array, weight: Maybe, reduction: int, ignore_index: int) -> tuple[Array, Array]:
     """Return (loss, sum of weights)."""
     lost, weights = _picked(x, target, weight, ignore_index)
     total = jnp.sum(weights)
@@ -233,7 +213,7 @@ def nll_forward(
 def _cross_entropy(
     x: Array,
     target: Array,
-    weight: Array | None = None,
+    weight: Maybe = None,
     reduction: int = 1,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -278,14 +258,14 @@ def _huber(difference: Array, delta: Scalar = 1.0) -> Array:
 
 
 def _binary_cross_entropy_with_logits(
-    x: Array, target: Array, weight: Array | None = None, pos_weight: Array | None = None, reduction: int = 1
+    x: Array, target: Array, weight: Maybe = None, pos_weight: Maybe = None, reduction: int = 1
 ) -> Array:
     logs = jax.nn.log_sigmoid(x)
     lost = (1 - target) * x - logs if pos_weight is None else (1 - target) * x - (1 + (pos_weight - 1) * target) * logs
     return _reduced(lost if weight is None else lost * weight, reduction)
 
 
-def _binary_cross_entropy(x: Array, target: Array, weight: Array | None = None, reduction: int = 1) -> Array:
+def _binary_cross_entropy(x: Array, target: Array, weight: Maybe = None, reduction: int = 1) -> Array:
     """Return binary cross-entropy; logarithms are at least -100, as in torch."""
     lost = -target * jnp.maximum(jnp.log(x), -100) - (1 - target) * jnp.maximum(jnp.log1p(-x), -100)
     return _reduced(lost if weight is None else lost * weight, reduction)

@@ -12,6 +12,7 @@ from typing import Any, Final
 from fusionai.backends.onnxruntime.building import Builder, DType, Tensor
 
 Dims = int | Sequence[int] | None
+Maybe = Tensor | None
 
 
 def _axes(x: Tensor, dims: Dims) -> list[int]:
@@ -151,13 +152,13 @@ def _inverse_root(b: Builder, x: Tensor, eps: float) -> Tensor:
     return b.op("Reciprocal", [b.op("Sqrt", [b.op("Add", [x, b.number(eps, x.dtype)], like=x)], like=x)], like=x)
 
 
-def _times(b: Builder, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _times(b: Builder, x: Tensor, weight: Maybe, bias: Maybe) -> Tensor:
     x = x if weight is None else b.op("Mul", [x, weight], like=x)
     return x if bias is None else b.op("Add", [x, bias], like=x)
 
 
 def _native_layer_norm(
-    b: Builder, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+    b: Builder, x: Tensor, shape: Sequence[int], weight: Maybe, bias: Maybe, eps: float
 ) -> list[Tensor]:
     axes = list(range(x.rank - len(shape), x.rank))
     normal, mean, inverse = _centred(b, x, axes, eps)
@@ -165,42 +166,26 @@ def _native_layer_norm(
 
 
 def _layer_norm(
-    b: Builder,
-    x: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *_: Any,
+    b: Builder, x: Tensor, shape: Sequence[int], weight: Maybe = None, bias: Maybe = None, eps: float = 1e-5, *_: Any
 ) -> Tensor:
     if weight is None or x.dtype != "float32":
         return _native_layer_norm(b, x, shape, weight, bias, eps)[0]
     return b.op("LayerNormalization", [x, weight, bias], axis=-len(shape), epsilon=float(eps))
 
 
-def _rms_norm(
-    b: Builder, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
+def _rms_norm(b: Builder, x: Tensor, shape: Sequence[int], weight: Maybe = None, eps: float | None = None) -> Tensor:
     axes = list(range(x.rank - len(shape), x.rank))
     spread = _reduced(b, "ReduceMean", b.op("Mul", [x, x], like=x), axes, True)
     least = 1.1920928955078125e-07 if eps is None else eps
     return _times(b, b.op("Mul", [x, _inverse_root(b, spread, least)], like=x), weight, None)
 
 
-def _by_channel(b: Builder, values: Tensor | None, rank: int) -> Tensor | None:
+def _by_channel(b: Builder, values: Maybe, rank: int) -> Maybe:
     return None if values is None else b.reshape(values, (1, -1, *(1,) * (rank - 2)))
 
 
 def _native_group_norm(
-    b: Builder,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    batch: int,
-    channels: int,
-    area: int,
-    groups: int,
-    eps: float,
+    b: Builder, x: Tensor, weight: Maybe, bias: Maybe, batch: int, channels: int, area: int, groups: int, eps: float
 ) -> list[Tensor]:
     grouped = b.reshape(x, (batch, groups, channels // groups * area))
     normal, mean, inverse = _centred(b, grouped, [2], eps)
@@ -209,32 +194,16 @@ def _native_group_norm(
 
 
 def _group_norm(
-    b: Builder,
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *_: Any,
+    b: Builder, x: Tensor, groups: int, weight: Maybe = None, bias: Maybe = None, eps: float = 1e-5, *_: Any
 ) -> Tensor:
     batch, channels = x.size(0), x.size(1)
     area = prod(x.size(at) for at in range(2, x.rank))
     return _native_group_norm(b, x, weight, bias, batch, channels, area, groups, eps)[0]
 
 
-def _batch_norm(
-    b: Builder,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    variance: Tensor | None,
-    _training: bool,
-    _momentum: float,
-    eps: float,
-    *_: Any,
-) -> Tensor:
-    """Normalise with the learned statistics, as outside training."""
+def _batch_norm(b: Builder, x: Tensor, weight: Maybe, bias: Maybe, mean: Maybe, variance: Maybe, *rest: Any) -> Tensor:
+    """Normalise with the learned statistics, as outside training. `rest`: whether it trains, momentum, eps."""
+    eps: float = rest[2]
     weight, bias = _by_channel(b, weight, x.rank), _by_channel(b, bias, x.rank)
     if mean is None or variance is None:
         return _times(b, _centred(b, x, [0, *range(2, x.rank)], eps)[0], weight, bias)
