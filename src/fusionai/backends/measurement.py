@@ -58,6 +58,13 @@ LEAST_PER_S: Final = 1e-9
 this; dividing by it would otherwise overflow."""
 MEASURE_S: Final = 0.2
 """Computing time for each measurement of a probe, in seconds; chosen."""
+LONGEST_MEASURE_S: Final = 2.0
+"""Longest wall-clock time of a measurement, in seconds, for a machine too busy to give this process `MEASURE_S`;
+chosen."""
+MATRIX_SIZE: Final = {"cpu": 512, "cuda": 4096, "mps": 2048}
+"""Rows and columns of the measured matrix product, per device; chosen."""
+COPY_BYTES: Final = {"cpu": 64 << 20, "cuda": 256 << 20, "mps": 128 << 20}
+"""Bytes of the measured copy, per device; chosen."""
 Seconds = Callable[[Callable[[], object]], float]
 
 
@@ -245,14 +252,20 @@ class _Sketch:
         )
 
 
-def calls_per_s(call: Callable[[], object]) -> float:
-    """Return how many calls per second run one after the other. `call` must return only when its work is done."""
+def calls_per_s(
+    call: Callable[[], object], measure_s: float = MEASURE_S, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Return how many calls per second run one after the other, by `clock`. `call` must return only when its work is
+    done."""
     call()
-    calls, start_s = 0, time.perf_counter()
-    while (elapsed_s := time.perf_counter() - start_s) < MEASURE_S or not calls:
+    calls = 0
+    start_s, deadline_s = clock(), time.perf_counter() + LONGEST_MEASURE_S
+    while True:
         call()
         calls += 1
-    return calls / elapsed_s
+        elapsed_s = clock() - start_s
+        if elapsed_s >= measure_s or (elapsed_s > 0 and time.perf_counter() >= deadline_s):
+            return calls / elapsed_s
 
 
 def processor_name() -> str:

@@ -216,19 +216,13 @@ def _choose(device: str) -> tuple[Device, str]:
     raise UsageError(f"JAX sees no {device} device here.", hint="Install it with CUDA: pip install 'jax[cuda12]'.")
 
 
-MATRIX_SIZE: Final = {"cpu": 512, "cuda": 4096}
-"""Rows and columns of the measured matrix product, per device; chosen."""
-COPY_BYTES: Final = {"cpu": 64 << 20, "cuda": 256 << 20}
-"""Bytes of the measured copy, per device; chosen."""
-
-
 def measure_speeds(device: Device, kind: str) -> Speeds:
     """Measure speeds with the threads this process may use now."""
-    size = MATRIX_SIZE[kind]
+    size = measurement.MATRIX_SIZE[kind]
     left = jax.device_put(jnp.ones((size, size), jnp.float32), device)
     multiply = jax.jit(jnp.matmul)
     flops_per_s = 2.0 * size**3 * _calls_per_s(lambda: multiply(left, left))
-    source = jax.device_put(jnp.zeros(COPY_BYTES[kind] // 4, jnp.float32), device)
+    source = jax.device_put(jnp.zeros(measurement.COPY_BYTES[kind] // 4, jnp.float32), device)
     copy = jax.jit(lambda x: x + 1)
     # A copy reads and writes every byte.
     return Speeds(

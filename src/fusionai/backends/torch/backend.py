@@ -33,17 +33,8 @@ import torch._refs
 import torch._refs.nn.functional
 from torch import Tensor
 
+from fusionai.backends import measurement
 from fusionai.backends.interface import Backend, DeviceReport, Speeds
-from fusionai.backends.measurement import (
-    MEASURE_S,
-    arithmetic,
-    hashed,
-    probe_pattern,
-    processor_name,
-    require_threads,
-    scratch_bytes_per_s,
-    with_pace,
-)
 from fusionai.backends.semantics import Scores
 from fusionai.backends.serving.page_table import LayerShape, RowSpan
 from fusionai.backends.torch.blocked_linear import blocked_product, kernels
@@ -62,30 +53,22 @@ from fusionai.primitives.process import loading
 from fusionai.wire.messages import OptimizerSpec
 from fusionai.wire.serving import ServeOptions, WeightFormat
 
-LONGEST_MEASURE_S: Final = 2.0
-"""Longest wall-clock time of a measurement, in seconds, for a machine too busy to give this process `MEASURE_S`;
-chosen."""
-MATRIX_SIZE: Final = {"cpu": 512, "cuda": 4096, "mps": 2048}
-"""Rows and columns of the measured matrix product, per device; chosen."""
-COPY_BYTES: Final = {"cpu": 64 << 20, "cuda": 256 << 20, "mps": 128 << 20}
-"""Bytes of the measured copy, per device; chosen."""
-
 
 def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
     """Measure speeds with the threads this process may use now. Takes about a second. `scratch`: directory for large
     temporary files."""
-    size = MATRIX_SIZE[device.type]
+    size = measurement.MATRIX_SIZE[device.type]
     left = torch.ones(size, size, device=device)
     result = torch.empty_like(left)
     flops_per_s = 2.0 * size**3 * calls_per_s(lambda: torch.mm(left, left, out=result), device)
-    source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    source = torch.zeros(measurement.COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     # A copy reads and writes every byte.
     bandwidth_bytes_per_s = 2.0 * source.nbytes * calls_per_s(lambda: target.copy_(source), device)
     return Speeds(
         flops_per_s,
         bandwidth_bytes_per_s,
-        scratch_bytes_per_s(scratch),
+        measurement.scratch_bytes_per_s(scratch),
         serving=measured_serving(device, calls_per_s),
         attention_flops_per_s=measured_attention(device, calls_per_s),
     )
@@ -93,7 +76,7 @@ def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
 
 def device_name(device: torch.device) -> str:
     """Return the device's product name."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else measurement.processor_name()
 
 
 def fingerprint(device: torch.device) -> str:
@@ -105,12 +88,12 @@ def fingerprint(device: torch.device) -> str:
         str(torch.version.cuda),
         str(torch.backends.cudnn.version()),
         torch.backends.cpu.get_cpu_capability(),
-        *arithmetic(),
+        *measurement.arithmetic(),
         device.type,
         device_name(device),
         str(torch.get_num_threads()),
     )
-    return hashed(described, (to_host(tensor).data for tensor in _probe_computation(device)))
+    return measurement.hashed(described, (to_host(tensor).data for tensor in _probe_computation(device)))
 
 
 def _probe_computation(device: torch.device) -> list[Tensor]:
@@ -118,7 +101,7 @@ def _probe_computation(device: torch.device) -> list[Tensor]:
     integers."""
 
     def pattern(*shape: int) -> Tensor:
-        return torch.tensor(probe_pattern(*shape), device=device, requires_grad=True)
+        return torch.tensor(measurement.probe_pattern(*shape), device=device, requires_grad=True)
 
     x, first, second = pattern(3, 67, 96), pattern(160, 96), pattern(96, 160)
     hidden = torch.nn.functional.silu(torch.nn.functional.linear(x, first))
@@ -133,23 +116,17 @@ def _probe_computation(device: torch.device) -> list[Tensor]:
     return [logits, loss, *gradients, *norms]
 
 
-def calls_per_s(call: Callable[[], object], device: torch.device, measure_s: float = MEASURE_S) -> float:
+def calls_per_s(call: Callable[[], object], device: torch.device, measure_s: float = measurement.MEASURE_S) -> float:
     """Return how many calls per second run one after the other, each completed before the next starts."""
-    call()
-    _synchronise(device)
+
+    def completed() -> None:
+        call()
+        _synchronise(device)
+
     # A single thread is timed by its processor time: otherwise peers that start together on one machine would measure
     # how they disturb each other.
     alone = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.thread_time if alone else time.perf_counter
-    calls = 0
-    start_s, deadline_s = clock(), time.perf_counter() + LONGEST_MEASURE_S
-    while True:
-        call()
-        _synchronise(device)
-        calls += 1
-        elapsed_s = clock() - start_s
-        if elapsed_s >= measure_s or (elapsed_s > 0 and time.perf_counter() >= deadline_s):
-            return calls / elapsed_s
+    return measurement.calls_per_s(completed, measure_s, time.thread_time if alone else time.perf_counter)
 
 
 def _synchronise(device: torch.device) -> None:
@@ -243,7 +220,7 @@ class TorchBackend(Backend):
         """`scratch`: directory for data that does not fit into memory; None: the system's directory for large temporary
         files."""
         self._scratch = scratch
-        require_threads(threads)
+        measurement.require_threads(threads)
         if threads is not None:
             torch.set_num_threads(threads)
         self._device = _choose(device)
@@ -283,7 +260,7 @@ class TorchBackend(Backend):
         def seconds(call: Callable[[], object]) -> float:
             return 1 / calls_per_s(call, self._device)
 
-        return with_pace(measure_speeds(self._device, self._scratch), self, seconds)
+        return measurement.with_pace(measure_speeds(self._device, self._scratch), self, seconds)
 
     def warm_up(self) -> None:
         """Run a first gradient and optimizer step: torch then starts its threads and, on a GPU, loads its libraries.

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from fusionai.backends import measurement
 from fusionai.backends.torch import backend
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ class Machine:
 def test_a_single_thread_is_timed_by_what_it_computes(monkeypatch: pytest.MonkeyPatch):
     machine = Machine(monkeypatch, held_up=3.5, threads=1)
     assert backend.calls_per_s(machine.call, CPU) == pytest.approx(100)
-    assert machine.computed_s == pytest.approx(0.01 + backend.MEASURE_S, abs=0.02)
+    assert machine.computed_s == pytest.approx(0.01 + measurement.MEASURE_S, abs=0.02)
 
 
 def test_several_threads_and_other_devices_are_timed_by_the_clock(monkeypatch: pytest.MonkeyPatch):
@@ -43,4 +44,4 @@ def test_several_threads_and_other_devices_are_timed_by_the_clock(monkeypatch: p
 def test_a_machine_that_hardly_computes_is_not_measured_for_ever(monkeypatch: pytest.MonkeyPatch):
     machine = Machine(monkeypatch, held_up=100.0, threads=1)
     assert backend.calls_per_s(machine.call, CPU) == pytest.approx(100)
-    assert machine.computed_s <= 0.01 + backend.LONGEST_MEASURE_S / 100 + 0.01
+    assert machine.computed_s <= 0.01 + measurement.LONGEST_MEASURE_S / 100 + 0.01
