@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +79,10 @@ QUICK = {"noise", "stochastic depth", "rand", "gumbel"}
 """Of every kind one; the others vary these."""
 
 
+def marked(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+
+
 class Net(nn.Module):
     def __init__(self, inner: nn.Module | Body) -> None:
         super().__init__()
@@ -90,6 +96,7 @@ class Net(nn.Module):
         return {"loss": self.last(self.dropout(x)).square().mean()}
 
 
+@cache
 def captured_of(name: str) -> Captured:
     def made() -> nn.Module:
         return Net(MODULES[name]() if name in MODULES else IN_EVERY_MODE[name])
@@ -99,10 +106,7 @@ def captured_of(name: str) -> Captured:
     return capture(FactorySource(made), task="module_loss", batch=(1, 8), seed=5, example_inputs=example)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*MODULES, *IN_EVERY_MODE)],
-)
+@pytest.mark.parametrize("name", marked((*MODULES, *IN_EVERY_MODE)))
 def test_draws_are_the_same_at_every_cut(name: str) -> None:
     """Losses and gradients have the bits of the module that draws the same numbers, in one process and in stages."""
     captured = captured_of(name)
@@ -120,7 +124,7 @@ def test_draws_are_the_same_at_every_cut(name: str) -> None:
             assert all(torch.equal(found[key], gradient) for key, gradient in gradients.items())
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", marked(MODULES))
 def test_evaluation_is_the_modules_own(name: str) -> None:
     captured = captured_of(name)
     assert not [note for note in captured.notes if "evaluation" in note]
