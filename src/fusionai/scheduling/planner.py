@@ -16,20 +16,14 @@ import msgspec
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_seconds, format_speed
+from fusionai.scheduling.problem import constraints
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.chain import Chain, check_blocks, logits_block, stage_tables
-from fusionai.scheduling.problem.constraints import (
-    PipelineLimits,
-    check_pins,
-    check_settings,
-    eligible,
-    must_use,
-    stage_limits,
-)
 from fusionai.scheduling.problem.embedding_and_head import (
     check_owners_memory,
     embedding_and_head_of,
     middle,
+    owners_blocks,
     place_of,
     with_front,
 )
@@ -54,8 +48,7 @@ from fusionai.wire.codecs import Codec, gently
 
 
 def plan(problem: Problem) -> Plan:
-    """Return the plan with the shortest predicted step. Raises `PlanError` that names the tightest constraint if no
-    plan exists."""
+    """Return the plan with the shortest predicted step. Raises `PlanError` that names the tightest constraint."""
     if problem.task == "serve":
         return serving_plan(problem)
     problem = paced(problem)
@@ -66,14 +59,14 @@ def _chain_plan(problem: Problem) -> Plan:
     """Return the plan without standbys and without the comparison with one machine alone."""
     _check(problem)
     pool_blocks = middle(problem)
-    check_pins(problem, pool_blocks)
+    constraints.check_pins(problem, pool_blocks)
     smallest, unfit = _smallest(problem, pool_blocks)
-    usable, refused = eligible(problem, pool_blocks, smallest, unfit)
-    limits = stage_limits(problem, len(usable), len(pool_blocks))
+    usable, refused = constraints.eligible(problem, pool_blocks, smallest, unfit)
+    limits = constraints.stage_limits(problem, len(usable), len(pool_blocks))
     asked, problem = problem, with_front(problem)
     if problem is not asked:
         usable = [*(one for one in usable if one.peer != problem.peers[-1].peer), problem.peers[-1]]
-        limits = PipelineLimits(fewest=limits.fewest + 1, most=limits.most + 1)
+        limits = constraints.PipelineLimits(fewest=limits.fewest + 1, most=limits.most + 1)
     rivals = without_surplus(problem, usable, limits.most)
     found = solved(problem, rivals, limits)
     certificate = _certificate(problem, found)
@@ -87,9 +80,8 @@ def _chain_plan(problem: Problem) -> Plan:
 
 
 def _against_one(problem: Problem, found: Plan) -> Plan:
-    """Return `found` with the speed of the fastest machine alone, and a first warning if that machine alone is
-    faster."""
-    usable, _ = eligible(problem, middle(problem), 0.0)
+    """Return `found` with the speed of the fastest machine alone, and a first warning if that is faster."""
+    usable, _ = constraints.eligible(problem, middle(problem), 0.0)
     known = {peer.peer for peer in usable}
     machines = [*usable, *(() if problem.owner is None or problem.owner.peer in known else (problem.owner,))]
     alone = fastest_alone(problem, machines)
@@ -128,7 +120,7 @@ def _warnings(problem: Problem, peers: Sequence[PeerProfile], found: Solved) -> 
     own = 0 if found.pipeline.front is None else 1
     if problem.stages is None or problem.stages == 1 + own:
         return []
-    fewer = PipelineLimits(fewest=max(1, len(must_use(problem))), most=problem.stages - 1)
+    fewer = constraints.PipelineLimits(fewest=max(1, len(constraints.must_use(problem))), most=problem.stages - 1)
     if fewer.most < fewer.fewest:
         return []
     try:
@@ -168,7 +160,7 @@ def _smallest(problem: Problem, blocks: tuple[BlockCost, ...]) -> tuple[float, C
 
 def _check(problem: Problem) -> None:
     check_blocks(problem.blocks)
-    check_settings(problem)
+    constraints.check_settings(problem)
     if problem.replicas != 1:
         raise PlanError(
             f"expected 1 replica, got {problem.replicas}.",
@@ -199,8 +191,7 @@ def _check_owner(problem: Problem) -> None:
     if len(problem.blocks) < 2:
         raise PlanError("the loss is placed with the job owner, so at least two blocks are needed; got one.")
     middle(problem)
-    own = (*problem.blocks[: ends.first], *problem.blocks[len(problem.blocks) - ends.last :])
-    missing = sorted({op for block in own for op in block.ops} & set(owner.unsupported_ops))
+    missing = sorted({op for block in owners_blocks(problem) for op in block.ops} & set(owner.unsupported_ops))
     if missing:
         what = "the model's ends" if ends.first or ends.last > 1 else "the loss"
         raise PlanError(f"the job owner's backend {owner.backend!r} can't run {', '.join(missing)} of {what}.")
@@ -229,7 +220,7 @@ def without_surplus(problem: Problem, peers: Sequence[PeerProfile], most: int) -
 
 def _named(problem: Problem) -> set[str]:
     """Peers that no other can replace: required or pinned ones, those with links of their own, and the job owner's."""
-    return {problem.owner_id} | must_use(problem) | problem.linked
+    return {problem.owner_id} | constraints.must_use(problem) | problem.linked
 
 
 def _written(

@@ -3,8 +3,6 @@
 Machines with a stage count at full power for the whole job; standbys do not count. The cost of a machine is its price
 per hour (electricity included) if it has one, otherwise its electricity. A figure is given only if it is known for
 every machine.
-
-`cli.planning.plan` shows the result; profiles have the power, the description of a hypothetical pool has the prices.
 """
 
 from __future__ import annotations

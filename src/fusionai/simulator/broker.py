@@ -2,8 +2,6 @@
 
 Heartbeats that change nothing are skipped: before each decision, the leases of all live machines are renewed to their
 last heartbeat with the shipped lease table. `every_beat` simulates each heartbeat instead, with the same outcome.
-
-`course` is the job's driver and all machines' processes; `client.pool.replanning` is what asks a real broker.
 """
 
 from __future__ import annotations

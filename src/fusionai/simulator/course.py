@@ -1,13 +1,8 @@
 """Simulates hours of a training job on a changing pool, event by event, with the shipped planner and machines.
 
-The driver's, stages' and broker's machines of a real pool decide on commits, checkpoints, recoveries, replacements and
-returns. A step takes what `step` simulates for the plan in force. The duration of a recovery follows from links,
-compute and `scenario.Timings`. Committed steps stay committed; `Course.lost_steps` counts violations.
-
-Not simulated: slow-downs, two jobs in one pool, and snapshots and tensors that compete for a link.
-
-`scenario` draws what happens to machines, `machines` applies it, `driver` and `member` run the job, `broker` keeps the
-pool; `cli.planning.simulate` shows the result.
+A step takes what `step` simulates for the plan in force. The duration of a recovery follows from links, compute and
+`scenario.Timings`. Committed steps stay committed; `Course.lost_steps` counts violations. Not simulated: slow-downs,
+two jobs in one pool, and snapshots and tensors that compete for a link.
 """
 
 from __future__ import annotations

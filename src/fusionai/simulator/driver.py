@@ -5,8 +5,6 @@ adoption of plans, as in a real job. Here its commands take time: messages and s
 and journal by `scenario.Timings`, steps by `pace`. Every step's votes and commit, every snapshot, checkpoint, fault and
 round goes through the machine. Microbatches of a steady step are fast-forwarded: its single loss and all votes arrive
 when `pace` says that the step is over. A step that a fault interrupts counts as not prepared by any stage.
-
-`machines` reports which machines stop and come, `replanning` finds plans, `course` starts everything.
 """
 
 from __future__ import annotations
@@ -99,7 +97,7 @@ class History:
 
 
 class SimulatedDriver:
-    """The driver's process; implements `machines.Watcher`."""
+    """The driver's process."""
 
     machine: DriverMachine
 
@@ -162,7 +160,8 @@ class SimulatedDriver:
             canonical_order=tuple(norms_of(0)),
             checkpoint_every=self._scenario.checkpoint_every,
         )
-        self.machine = DriverMachine(shape, roles=self.world.roles(minted), incarnation=1, learning_rate=_no_rate)
+        roles = self.world.roles(minted)
+        self.machine = DriverMachine(shape, roles=roles, incarnation=1, learning_rate=lambda _: 0.0)
         for command in self.machine.start():
             self._perform(command)
         self.world.agenda.after(WATCH_S, self.replanner.watch)
@@ -382,6 +381,7 @@ class SimulatedDriver:
             self.start()
 
     def stopped(self, peer: str, cause: Cause, noticed_after_s: float) -> None:
+        """Note that the peer stopped, noticed after `noticed_after_s`. It loses its state unless it froze."""
         member = self._members[peer]
         member.frozen = cause == "froze"
         if not member.frozen:
@@ -429,7 +429,3 @@ class SimulatedDriver:
             incident.restored = tuple(stage for stage in report.restored if stage not in self.machine.roles.stateless)
             incident.replayed_steps += report.committed - report.base
             incident.rollback = incident.rollback or report.rollback
-
-
-def _no_rate(_: int) -> float:
-    return 0.0

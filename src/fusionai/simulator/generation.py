@@ -4,8 +4,6 @@ other.
 All sessions generate and share the plan's passes in flight. Each pass goes through all stages, returns its tokens to
 the job owner and starts again. `scheduling.serving.prediction` predicts the same without waiting: exactly for one pass,
 for several from the busiest machine alone.
-
-`network` transfers, `scheduling.problem.stage_costs` gives costs.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ def simulate_tokens(
         rows = sessions // passes + (number < sessions % passes)
         circling.begin(rows, filling + rounds)
     circling.agenda.run()
-    gaps = [gap for times in circling.returned_s for gap in _gaps(times[filling:])]
+    gaps = [after - before for times in circling.returned_s for before, after in pairwise(times[filling:])]
     begin_s = max(times[filling] for times in circling.returned_s)
     end_s = min(times[-1] for times in circling.returned_s)
     counted = sum(
@@ -124,7 +122,3 @@ def _rounds_by(at_s: float, times: list[float]) -> float:
     if done == len(times):
         return float(done)
     return done + (at_s - times[done - 1]) / (times[done] - times[done - 1])
-
-
-def _gaps(times: list[float]) -> list[float]:
-    return [after - before for before, after in pairwise(times)]

@@ -1,18 +1,18 @@
-"""The machines of a simulated pool, each present, frozen or away, and the effect of events on them.
-
-`scenario` says what happens when. `broker` and `driver` learn of it as a real broker and driver would.
-"""
+"""The machines of a simulated pool, each present, frozen or away, and the effect of a scenario's events on them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.broker import Process, SimulatedBroker
 from fusionai.simulator.scenario import Event, Scenario
+
+if TYPE_CHECKING:
+    from fusionai.simulator.driver import SimulatedDriver
 
 AGAIN_S: Final = 60.0
 """Seconds after which a machine whose return is due before it has left tries again (chosen)."""
@@ -21,21 +21,6 @@ RELEASED_S: Final = 0.5
 """Seconds after which a machine that may go, but still has a part in a job, looks again (chosen)."""
 
 Cause = Literal["crashed", "fell silent", "froze", "left"]
-
-
-class Watcher(Protocol):
-    """Receives changes of machines; the job's driver."""
-
-    def came(self, peer: str) -> None: ...
-
-    def stopped(self, peer: str, cause: Cause, noticed_after_s: float) -> None:
-        """Note that the peer stopped, noticed after `noticed_after_s`. It loses its state unless it froze."""
-
-    def woke(self, peer: str) -> None: ...
-
-    def uses(self, peer: str) -> bool:
-        """Return whether the peer has a part in the plan in force."""
-        ...
 
 
 @dataclass(slots=True)
@@ -52,9 +37,9 @@ class _Machine:
 
 
 class Machines:
-    """All machines except the job owner's. `watcher` must be set before the first event."""
+    """All machines except the job owner's. `watcher`, the job's driver, must be set before the first event."""
 
-    watcher: Watcher
+    watcher: SimulatedDriver
 
     def __init__(self, agenda: Agenda, broker: SimulatedBroker, names: Sequence[str], scenario: Scenario) -> None:
         self.names = tuple(sorted(names))

@@ -1,11 +1,8 @@
 """One process of a simulated machine: its stages, each on the shipped `StageMachine`, and the snapshots it holds.
 
-Corresponds to `execution.training.member` and `runtime`. In a round, stages get every event: attach, resume, states,
-every replayed step with its inputs, gradients and update. In steady steps a stage gets only the commits after which it
-may take a snapshot or stream its state, and the last commit before a round; its own forwards and backwards are
-fast-forwarded.
-
-`driver` commands it, `world` carries its messages and prices them.
+In a round, stages get every event: attach, resume, states, every replayed step with its inputs, gradients and update.
+In steady steps a stage gets only the commits after which it may take a snapshot or stream its state, and the last
+commit before a round; its own forwards and backwards are fast-forwarded.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Simulates transfers between peers: shared access links, latency, jitter, packet loss.
 
-Every peer has one uplink and one downlink, as in `scheduling.problem.types`. A transfer goes through the sender's
+Every peer has one uplink and one downlink, as in `scheduling.problem.types.hop`. A transfer goes through the sender's
 uplink and the receiver's downlink, each at its own speed. The second begins with the first byte, not the last, so an
 undisturbed transfer takes size / slower link + latency. Transfers of one connection follow each other; connections
-share a link evenly, as with TCP. An exceptional link (one described for a pair of peers) serves only its pair in its
-direction and uses no access link. Packet loss only reduces speed, by the formula of Mathis et al. 1997 (rate <= 1.22 *
-segment / (round trip * sqrt(loss))); jitter adds time.
-
-`step` and `generation` send over it; `scheduling.problem.stage_costs` knows the links.
+share a link evenly, as with TCP. An exceptional link serves only its pair in its direction and uses no access link.
+Packet loss only reduces speed, by the formula of Mathis et al. 1997 (rate <= 1.22 * segment / (round trip *
+sqrt(loss))); jitter adds time.
 """
 
 from __future__ import annotations
@@ -151,8 +149,7 @@ class SimulatedNetwork:
         self._arrived_s: defaultdict[Connection, float] = defaultdict(float)
 
     def send(self, sender: str, receiver: str, size_bytes: float, deliver: Callable[[], None]) -> None:
-        """Call `deliver` when everything has arrived. Peers without a profile have unlimited bandwidth and no
-        latency."""
+        """Call `deliver` when all has arrived. Without a profile, bandwidth is unlimited and latency 0."""
         if sender == receiver:
             self._agenda.after(0.0, deliver)
             return

@@ -75,8 +75,7 @@ class _StepUnderWay:
 
 
 class SteadySteps:
-    """The job's steps in virtual time. `computed(step)` is called when a step has been computed; `adopt` comes before
-    the first one."""
+    """The job's steps in virtual time; `computed(step)` is called at the end of each. `adopt` comes first."""
 
     timing: StepTiming
 

@@ -1,9 +1,7 @@
 """Plans of a simulated job after the first one: replacements for lost peers, and better plans.
 
-`client.pool.replanning` and `client.pool.watch` do this in a real job, against an asynchronous broker. Both use the
-same rules: `scheduling.standby` finds plans and says which lost machines may be used again.
-
-`driver` asks for plans and has them adopted.
+Follows the rules of `client.pool.replanning` and `client.pool.watch` without their asynchronous broker:
+`scheduling.standby` finds plans and says which lost machines may be used again.
 """
 
 from __future__ import annotations
@@ -17,16 +15,8 @@ import msgspec
 from fusionai.client.pool.replanning import LOOK_S
 from fusionai.client.pool.watch import LOOK_S as WATCH_S
 from fusionai.client.pool.watch import PATIENCE_S
-from fusionai.scheduling.problem.types import Plan, Problem
-from fusionai.scheduling.standby.continuation import (
-    Nothing,
-    Otherwise,
-    handed_on,
-    keeps_bits,
-    otherwise,
-    stand_in,
-    widened,
-)
+from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem
+from fusionai.scheduling.standby import continuation
 from fusionai.scheduling.standby.promotion import promoted
 from fusionai.scheduling.standby.straggling import COOL_DOWN
 from fusionai.scheduling.standby.takeover import Loss, WaitingForMachines, handed_over, lost, reinforced, sound
@@ -68,12 +58,8 @@ class SimulatedReplanner:
         self._shrunk = False
         """Whether the model was cut again because machines were missing."""
         self._leaving: tuple[frozenset[str], float] = (frozenset(), 0.0)
-        self._besides: tuple[object, Otherwise | Nothing] | None = None
+        self._besides: tuple[object, continuation.Otherwise | continuation.Nothing] | None = None
         """The alternative when no machine can take over, and the machines for which it was found."""
-
-    @property
-    def missing(self) -> frozenset[str]:
-        return self._missing
 
     def issue(self, plan: Plan) -> Plan | Refused:
         return self._broker.mint(plan, ENDLESS)
@@ -104,7 +90,7 @@ class SimulatedReplanner:
         if before is not None and after_loss:
             recut = before.ranges != plan.ranges
             self._shrunk = self._shrunk or recut
-            exact = keeps_bits(before, plan, self._problem)
+            exact = continuation.keeps_bits(before, plan, self._problem)
             self.takeovers["recut" if recut else "exact" if exact else "tolerant"] += 1
 
     # ------------------------------------------------------------------------------------------------- replacements
@@ -137,20 +123,20 @@ class SimulatedReplanner:
         gone |= {standby.peer for standby in plan.standbys} - present
         others = [self._profiles[peer] for peer in usable if peer not in gone]
         policy = self._scenario.takeover
-        found = stand_in(plan, self._problem, gone, others, policy)
+        found = continuation.stand_in(plan, self._problem, gone, others, policy)
         returned = [self._profiles[peer] for peer in usable if peer in self._missing and self._is_there(peer)]
         if isinstance(found, WaitingForMachines) and returned:
-            found = stand_in(plan, self._problem, gone, [*others, *returned], policy)
+            found = continuation.stand_in(plan, self._problem, gone, [*others, *returned], policy)
         if not isinstance(found, WaitingForMachines):
             return found, ""
         there, away = [*others, *returned], gone - {one.peer for one in returned}
         key = (plan, away, tuple(there))
         if self._besides is None or self._besides[0] != key:
-            self._besides = (key, otherwise(plan, self._problem, away, there, policy))
+            self._besides = (key, continuation.otherwise(plan, self._problem, away, there, policy))
         besides = self._besides[1]
         since_s = self._agenda.now_s if self._wait_began_s is None else self._wait_began_s
         over = self._agenda.now_s - since_s >= self._scenario.timings.grace_s
-        return (besides.plan if isinstance(besides, Otherwise) and over else None), found.sentence
+        return (besides.plan if isinstance(besides, continuation.Otherwise) and over else None), found.sentence
 
     def _is_back(self, peer: str) -> bool:
         loss = self._losses.get(peer)
@@ -180,11 +166,12 @@ class SimulatedReplanner:
         seen = (usable, leaving, late, self._driver.current.version, plan.standbys, warm_stages, rested)
         if seen == self._looked_at:
             return
+        candidates = [self._profiles[peer] for peer in usable]
         found = (
-            self._handed_over(plan, leaving, usable)
-            or self._widened(plan, usable, step, rested=rested)
-            or self._with_standbys(plan, usable)
-            or self._promoted(plan, usable, warm_stages, step, rested=rested)
+            self._handed_over(plan, leaving, [one for one in candidates if one.peer not in leaving])
+            or self._widened(plan, candidates, step, rested=rested)
+            or self._with_standbys(plan, candidates)
+            or self._promoted(plan, candidates, warm_stages, step, rested=rested)
         )
         if found is None:
             self._looked_at = seen
@@ -201,31 +188,35 @@ class SimulatedReplanner:
         for peer in working & self._losses.keys():
             self._losses[peer] = sound(self._losses[peer], self._agenda.now_s)
 
-    def _handed_over(self, plan: Plan, leaving: frozenset[str], usable: tuple[str, ...]) -> tuple[Plan, str] | None:
+    def _handed_over(
+        self, plan: Plan, leaving: frozenset[str], candidates: list[PeerProfile]
+    ) -> tuple[Plan, str] | None:
         if not leaving:
             return None
-        candidates = [self._profiles[peer] for peer in usable if peer not in leaving]
         policy, now_s = self._scenario.takeover, self._agenda.now_s
         found = handed_over(plan, self._problem if policy == "tolerant" else self._strict, leaving, candidates)
         if self._leaving[0] != leaving:
             self._leaving = (leaving, now_s)
         if found is None and now_s - self._leaving[1] >= self._scenario.timings.grace_s:
-            found = handed_on(plan, self._problem, leaving, candidates, policy)
+            found = continuation.handed_on(plan, self._problem, leaving, candidates, policy)
         if found is None:
             return None
         names = ", ".join(self._driver.world.costs.name(peer) for peer in sorted(leaving))
         works = any(stage.peer in leaving for stage in plan.stages)
         return found, f"{names} leaves and hands its work over" if works else f"{names} leaves"
 
-    def _widened(self, plan: Plan, usable: tuple[str, ...], step: int, *, rested: bool) -> tuple[Plan, str] | None:
+    def _widened(
+        self, plan: Plan, candidates: list[PeerProfile], step: int, *, rested: bool
+    ) -> tuple[Plan, str] | None:
         if not self._shrunk or not rested:
             return None
-        candidates = [self._profiles[peer] for peer in usable]
-        found = widened(plan, self._problem, candidates, steps_left=ENDLESS - step, tolerant=self._is_tolerant)
+        found = continuation.widened(
+            plan, self._problem, candidates, steps_left=ENDLESS - step, tolerant=self._is_tolerant
+        )
         return None if found is None else (found.plan, "there are machines again: the model is cut anew")
 
-    def _with_standbys(self, plan: Plan, usable: tuple[str, ...]) -> tuple[Plan, str] | None:
-        found = reinforced(plan, self._problem, [self._profiles[peer] for peer in usable])
+    def _with_standbys(self, plan: Plan, candidates: list[PeerProfile]) -> tuple[Plan, str] | None:
+        found = reinforced(plan, self._problem, candidates)
         if found is None:
             return None
         had = {(standby.stage, standby.peer) for standby in plan.standbys}
@@ -233,9 +224,8 @@ class SimulatedReplanner:
         return found, f"stage{'s' if len(stages) > 1 else ''} {', '.join(stages)} can have a standby now"
 
     def _promoted(
-        self, plan: Plan, usable: tuple[str, ...], warm_stages: frozenset[int], step: int, *, rested: bool
+        self, plan: Plan, candidates: list[PeerProfile], warm_stages: frozenset[int], step: int, *, rested: bool
     ) -> tuple[Plan, str] | None:
-        candidates = [self._profiles[peer] for peer in usable]
         found = promoted(
             *(plan, self._problem if self._is_tolerant else self._strict, candidates),
             warm_stages=warm_stages,

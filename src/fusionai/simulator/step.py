@@ -5,12 +5,9 @@ gradients, what waits for a commit. Here its commands take time: work on the pee
 network. The driver's part is that of `coordination.training.driver` in an undisturbed run: feed at most one step ahead
 of the vote and within the window, and commit when all losses and votes have arrived.
 
-Durations are the planner's: operations divided by measured speed, bytes divided by bandwidth. This module adds what the
-closed form leaves out: queueing for a link or a peer, credit that runs out between bursts, the vote's round trip, the
-update. `Rules(bare=True)` simulates only forward and backward of one step, from its first forward to its last backward,
-which is what `scheduling.training.prediction` predicts.
-
-`network` transfers, `scheduling.problem.stage_costs` gives costs, `course` asks how long a step takes with a plan.
+Durations are the planner's. This module adds what the closed form leaves out: queueing for a link or a peer, credit
+that runs out between bursts, the vote's round trip, the update. `Rules(bare=True)` simulates only forward and backward
+of one step, which is what `scheduling.training.prediction` predicts.
 """
 
 from __future__ import annotations
@@ -140,8 +137,7 @@ class StepRun:
 
     @property
     def utilisation(self) -> Mapping[str, float]:
-        """Peer -> fraction of time computing between the first and the last commit; of a single step, during the
-        step."""
+        """Peer -> fraction of time computing between the first and last commit; of a single step, during it."""
         begin_s, end_s = min(self.committed_s), max(self.committed_s)
         begin_s = begin_s if begin_s < end_s else 0.0
         busy: defaultdict[str, float] = defaultdict(float)

@@ -1,10 +1,8 @@
-"""The processes of one simulated job and what connects them: virtual time, links with costs, one process per machine.
+"""What connects the processes of a simulated job: virtual time, and links with costs.
 
-Processes run the shipped machines: `driver` a `DriverMachine`, `member` one `StageMachine` per stage. A message without
-data takes the link's latency, a state or snapshot is a transfer over `network`, so states and snapshots compete for
-links with each other. A dead process drops what arrives, a frozen one handles it when it wakes.
-
-Fast-forwarded, because hours of single messages would take too long: tensors of steady steps. A step's microbatches
+A message without data takes the link's latency, a state or snapshot is a transfer over `network`, so states and
+snapshots compete for links with each other. A dead process drops what arrives, a frozen one handles it when it wakes.
+Tensors of steady steps are fast-forwarded, because hours of single messages would take too long: a step's microbatches
 count as one microbatch, whose duration `pace` takes from a few steps simulated message by message.
 """
 
@@ -36,14 +34,11 @@ class World:
         self.agenda = agenda
         self.costs = costs
         self.owner = owner
-        self._network = SimulatedNetwork(agenda, costs, weather, seed, recording=False)
-
-    def send(self, sender: str, receiver: str, size_bytes: float, deliver: Callable[[], None]) -> None:
-        self._network.send(sender, receiver, size_bytes, deliver)
+        self.send = SimulatedNetwork(agenda, costs, weather, seed, recording=False).send
 
     def report(self, sender: str, fence: Fence, event: DriverEvent) -> None:
         """Send an event of a member to the driver."""
-        self._network.send(sender, self.owner, 0.0, partial(self.to_driver, fence, event))
+        self.send(sender, self.owner, 0.0, partial(self.to_driver, fence, event))
 
     def roles(self, plan: Plan) -> Roles:
         """Return the driver machine's view of a plan: a chain of stages, of which the first and the last are fed."""

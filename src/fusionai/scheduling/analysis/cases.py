@@ -127,26 +127,23 @@ GPT3_24: Final = Shape(
     sequence_tokens=2048,
     batch_tokens=2**20,
 )
-LLAMA_8B: Final = Shape(
-    name="Llama-3-8B",
-    parameters=8.03e9,
-    layers=32,
-    width=4096,
-    cache_token_bytes=2 * 32 * 1024 * 2,
-    vocabulary=128_256,
-    sequence_tokens=4096,
-    batch_tokens=2**21,
-)
-LLAMA_70B: Final = Shape(
-    name="Llama-3-70B",
-    parameters=70.6e9,
-    layers=80,
-    width=8192,
-    cache_token_bytes=2 * 80 * 1024 * 2,
-    vocabulary=128_256,
-    sequence_tokens=4096,
-    batch_tokens=2**21,
-)
+
+
+def _llama(name: str, parameters: float, layers: int, width: int) -> Shape:
+    return Shape(
+        name=name,
+        parameters=parameters,
+        layers=layers,
+        width=width,
+        cache_token_bytes=2 * layers * 1024 * 2,
+        vocabulary=128_256,
+        sequence_tokens=4096,
+        batch_tokens=2**21,
+    )
+
+
+LLAMA_8B: Final = _llama("Llama-3-8B", 8.03e9, 32, 4096)
+LLAMA_70B: Final = _llama("Llama-3-70B", 70.6e9, 80, 8192)
 LLAMA_70B_ADAPTERS: Final = replace(LLAMA_70B, name="Llama-3-70B, adapters", trainable=0.003)
 TRAINED: Final = (BERT, GPT3_24, LLAMA_8B, LLAMA_70B, LLAMA_70B_ADAPTERS)
 DECODED: Final = (GPT3_24, LLAMA_8B, LLAMA_70B)
@@ -357,8 +354,7 @@ Sides = tuple[Fleet, Fleet, Assumptions]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swing:
-    """Ratio of one cell with one number a fifth lower (`low`), unchanged (`plain`) and a fifth higher (`high`). None:
-    the model does not fit."""
+    """Ratio of one cell with one number a fifth lower, unchanged and a fifth higher. None: the model does not fit."""
 
     what: str
     cell: str
@@ -390,8 +386,7 @@ def _home_ratio(cell: str, fleet: Fleet, reference: Fleet, known: Assumptions) -
 
 
 def _changes(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[tuple[str, list[Sides]]]:
-    """Yield what is varied, and both sides with the number lowered and raised. A fraction (`_part`) grows to 1 at
-    most."""
+    """Yield what is varied, and both sides with it lowered and raised. A fraction (`_part`) is at most 1."""
     factors = (1 - PART, 1 + PART)
     for field, what in _FIGURES.items():
         ours = [replace(fleet, device=scaled(fleet.device, field, factor)) for factor in factors]

@@ -2,10 +2,7 @@
 
 Public tables mix dense and sparse speeds, and accumulation in half and in single precision. An entry states both, and
 plans use only dense speeds that accumulate in fp32. Most figures are data sheet peaks: a caller multiplies them by the
-fraction reached in practice, and prefers a measured profile if there is one.
-
-This module reads no file: the entries are in `data/catalogue.toml`, which `cli.planning.pool_file` reads. `analysis_*`
-compare fleets of catalogue devices; the description of a hypothetical pool names devices of the catalogue.
+fraction reached in practice, and prefers a measured profile. The entries are in `data/catalogue.toml`.
 """
 
 from __future__ import annotations
@@ -95,8 +92,7 @@ class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     devices: tuple[Device, ...]
 
     def find(self, name: str) -> Device:
-        """The device with this name or alias; case, spaces and punctuation don't count. Raises `UsageError` that
-        suggests the nearest names."""
+        """The device with this name or alias. Raises `UsageError` that suggests the nearest names."""
         known = self._names()
         found = known.get(_plain(name))
         if found is not None:

@@ -10,10 +10,7 @@
 
 An inner stage's uplink carries the activation of one microbatch and the gradient of another: `transfer` is both, and
 `larger` the larger of them. It begins a hop earlier than the last stage, and ends with the gradient that it sends last.
-If sending is hidden, so is the synchronisation of replicas: it counts only if it takes longer than the rest. The terms
-are public so that a discrete-event run can take the same numbers and compare its result.
-
-`analysis` derives the terms from models, devices and links; `pipeline` has the formulas of unequal stages.
+If sending is hidden, so is the synchronisation of replicas: it counts only if it takes longer than the rest.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 The numbers of stages and replicas are found by trying all of them with the closed forms; no real pool is planned. Every
 number that is not in the catalogue is a named assumption (`Assumptions`). The fleet in one box has free links, which
-favours it. Parameters are counted with the optimizer's state (16 bytes each in mixed precision). Activations are
-recomputed; if the inputs in flight don't fit beside the state, the outcome is marked as crowded.
-
-`closed_form` has the formulas, `analysis.cases` the models, networks and optimisations, `catalogue` the devices.
+favours it. Activations are recomputed; if the inputs in flight don't fit beside the state, the outcome is marked as
+crowded.
 """
 
 from __future__ import annotations
@@ -55,8 +53,7 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The numbers of a model. `trainable`: fraction of the parameters that is trained; the rest stays in half
-    precision."""
+    """The numbers of a model. `trainable`: fraction of the parameters that is trained, the rest in half precision."""
 
     name: str
     parameters: float
@@ -144,8 +141,7 @@ class Optimisations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedSpeed:
-    """Predicted speed. `terms`: the inputs of the closed form, which a discrete-event run can also take; None if the
-    speed needs no closed form."""
+    """Predicted speed. `terms`: the inputs of the closed form, which a discrete-event run can also take."""
 
     tokens_per_s: float
     stages: int = 1
@@ -220,8 +216,7 @@ def train_in_one_box(
     optimisations: Optimisations,  # noqa: ARG001
     known: Assumptions,
 ) -> PredictedSpeed | Misfit:
-    """Training speed in one box: links are free, memory is shared, nothing is recomputed, whatever the
-    optimisations."""
+    """Training speed in one box: links are free, memory is shared, nothing is recomputed."""
     missing = state_bytes(shape, known) - fleet.count * fleet.memory_bytes * known.memory_part
     if missing > 0:
         return Misfit(missing_bytes=missing)
@@ -284,8 +279,7 @@ def generate_in_one_box(
 def forward(
     shape: Shape, fleet: Fleet, network: FleetNetwork, optimisations: Optimisations, known: Assumptions
 ) -> PredictedSpeed | Misfit:
-    """Speed of forward passes over whole sequences (prefill, scoring, embeddings) with enough sequences in flight to
-    fill the pipeline."""
+    """Speed of forward passes over whole sequences (prefill, scoring, embeddings) in a filled pipeline."""
     # The logits of one sequence take memory beside the weights.
     logits = HALF_BYTES * shape.sequence_tokens * shape.vocabulary
     room = fleet.memory_bytes * known.memory_part - logits
@@ -319,8 +313,7 @@ def forward_in_one_box(
 
 
 def state_bytes(shape: Shape, known: Assumptions) -> float:
-    """Memory of training: weights, gradients and optimizer state of trained parameters, half-precision weights of the
-    rest."""
+    """Memory of training: state of the trained parameters, half-precision weights of the rest."""
     trained = shape.parameters * shape.trainable * known.state_bytes_per_parameter
     return trained + shape.parameters * (1 - shape.trainable) * HALF_BYTES
 

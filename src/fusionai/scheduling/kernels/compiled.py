@@ -1,12 +1,9 @@
 """Compiles numeric loops to machine code where numba is installed; the results are the same either way.
 
-Kernels are plain functions over numpy arrays in modules of this package. `compiled(kernel)` returns the same function
-as machine code; the kernels it calls are compiled with it. Without numba it returns the function itself, which is
-slower. Numba is loaded by the first call of `compiled`, never by an import. The machine code is cached on disk beside
-the kernels (or in the user's cache directory), so only the first run of an installation waits for the compiler.
-
-A kernel may also be called directly: small problems are solved before numba has loaded. Callers such as `search` choose
-between the two.
+Kernels are plain functions over numpy arrays in modules of this package. Numba is loaded by the first call of
+`compiled`, never by an import: a kernel may also be called directly, so small problems are solved before numba has
+loaded. The machine code is cached on disk beside the kernels (or in the user's cache directory), so only the first run
+of an installation waits for the compiler.
 """
 
 from __future__ import annotations

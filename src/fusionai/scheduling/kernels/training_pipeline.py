@@ -50,8 +50,7 @@ class CostTables(NamedTuple):
     able: Flags
     """[P, W]: True if the machine's backend supports the variant."""
     pinned: Integers
-    """[L]: the machine that must hold the block, -1 if none must, -2 if that machine is not among these. Empty: no
-    pins."""
+    """[L]: machine that must hold the block; -1: none must, -2: one that is not among these. Empty: no pins."""
     only: int
     """The machine that holds its pinned blocks and nothing else, or -1."""
     only_blocks: int
@@ -73,8 +72,7 @@ class CostTables(NamedTuple):
 
 
 class Before(NamedTuple):
-    """Least transit before a stage, for K intervals of the period and P peers; valid for steps shorter than a known
-    one."""
+    """Least transit before a stage, for K period intervals and P peers; valid for steps shorter than a known one."""
 
     periods: Floats
     """[K + 1]: ascending bounds of the intervals."""
@@ -213,8 +211,7 @@ def extend(tables: PeerTables, stages: int, suffix: Suffix, peer: int, start: in
 
 
 def longer(tables: PeerTables, stages: int, suffix: Suffix, peer: int, start: int) -> tuple[bool, Suffix]:
-    """Like `extend`, in the variant with the shortest step so far; False if no variant fits or a pin forbids the
-    stage."""
+    """Like `extend`, in the variant with the shortest step so far; False if none fits or a pin forbids the stage."""
     costs = tables.costs
     best = suffix
     best_s = np.inf
@@ -609,7 +606,7 @@ def changed(ranked: Integers, bounds: Integers, count: int, fewest: int, most: i
 
 
 def dropped(ranked: Integers, bounds: Integers, count: int, fewest: int, stage: int, draw: int) -> int:
-    """Drop `stage`: its blocks go to both neighbours. Returns the new number of stages, 0 if that is impossible."""
+    """Drop `stage`: its blocks go to both neighbours. Returns the new number of stages, 0 if impossible."""
     if count <= max(fewest, 1):
         return 0
     size = bounds[stage + 1] - bounds[stage]
@@ -629,8 +626,7 @@ def dropped(ranked: Integers, bounds: Integers, count: int, fewest: int, stage: 
 
 
 def added(ranked: Integers, bounds: Integers, count: int, most: int, stage: int, draw: int) -> int:
-    """Give part of `stage`, its beginning or its end, to an unused peer. Returns the new number of stages, 0 if that is
-    impossible."""
+    """Give the beginning or end of `stage` to an unused peer. Returns the new number of stages, 0 if impossible."""
     peers = ranked.shape[0]
     size = bounds[stage + 1] - bounds[stage]
     if count >= most or count == peers or size < 2:
@@ -660,8 +656,7 @@ class KindTables(NamedTuple):
     hop_down: Floats
     """[N]: highest bytes per second of one transfer; inf if some pair has a link of its own."""
     latency_s: Floats
-    """[N]: latency of uplink plus downlink; 0 if some pair has a link of its own and there are more than `PAIRED`
-    kinds."""
+    """[N]: latency of both links; 0 if some pair has its own link and there are more than `PAIRED` kinds."""
     plain: Flags
     """[N]: whether every transfer uses the machine's access link."""
     paired: Flags
@@ -976,8 +971,7 @@ def least_s(chain_s: Floats, prices_s: Floats, machines: Integers, fewest: int, 
 def turned(
     direction: Floats, prices_s: Floats, path: Integers, machines: Integers, fewest: int, most: int, required: Flags
 ) -> float:
-    """Turn `direction`, in which prices move, towards what the chain `path` uses too often. Returns the square of its
-    length."""
+    """Turn `direction` of price changes towards what `path` uses too often. Returns its length squared."""
     kinds = machines.shape[0]
     count = path.shape[0]
     slope = np.zeros(kinds + 1)

@@ -1,20 +1,13 @@
 """Converts a problem's costs so that one speed per machine describes measured training or serving performance.
 
 In training, an operator takes a fixed time per call, its operations at the speed of a training block, and the bytes it
-reads and writes (`primitives.pace`). In a small model the call time dominates; in a narrow one memory traffic is a
-large part.
+reads and writes (`primitives.pace`). The planner models a block's time as operations divided by speed. Therefore calls
+and bytes are converted to the number of operations that a typical (median) machine of the pool computes in the same
+time, and every machine gets the speed at which the whole model takes as long as its own measurements predict. Models
+consist mostly of similar layers, so the error is small.
 
 In serving, a machine gets the compute speed and the memory bandwidth measured for the requested weight format, if they
-were measured. Attention has its own speed (`StageCosts.attention_s`).
-
-The planner models a block's time as operations divided by speed. Therefore calls and bytes are converted to the number
-of operations that a typical (median) machine of the pool computes in the same time. Every machine then gets the speed
-at which the whole model takes as long as the machine's own measurements predict. The conversion is exact if all blocks
-have the same calls and bytes per operation, or if all machines compute the same number of operations in the time of a
-call and of a byte. Models consist mostly of similar layers, so the error is small.
-
-The functions are pure, and converting twice has no further effect. `replicated`, `planner` and `StageCosts` convert
-first. `backends.measurement` measures the speeds, and `ir.cost` counts operations, calls and bytes.
+were measured. Attention has its own speed (`StageCosts.attention_s`). Converting twice has no further effect.
 """
 
 from __future__ import annotations
@@ -67,8 +60,7 @@ def _with_profiles(problem: Problem, at_pace: Callable[[PeerProfile], PeerProfil
 
 
 def _with_flops(block: BlockCost, added: float) -> BlockCost:
-    """Replace the block's calls and bytes by `added` operations, two thirds of them in backward if it has a backward
-    pass."""
+    """Replace the block's calls and bytes by `added` operations, two thirds of them in backward if there is one."""
     share = 1 / 3 if block.backward_flops > 0 else 1.0
     return msgspec.structs.replace(
         block,

@@ -182,8 +182,7 @@ def logits_block(problem: Problem) -> int | None:
 
 
 def check_blocks(blocks: tuple[BlockCost, ...]) -> None:
-    """Raise `PlanError` unless the block numbers are consecutive, so that a range of numbers identifies the blocks of a
-    stage."""
+    """Raise `PlanError` unless block numbers are consecutive, so that a range of them identifies a stage's blocks."""
     if not blocks:
         raise PlanError("expected at least one block to place, got none.", hint="Capture a model first.")
     for before, after in pairwise(blocks):

@@ -1,8 +1,7 @@
 """Constraints on plans: the peers that may be used, those that must be used, pinned blocks and the number of stages.
 
 A pin acts like a memory limit: a range of blocks that violates a pin can't be held. Every search that asks whether a
-range fits therefore respects pins, and its bounds stay valid. `planner` sets the limits on stages, which every search
-and every bound obeys. Peers that can't be used are returned with the reason, which plans list.
+range fits therefore respects pins, and its bounds stay valid. Peers that can't be used are returned with the reason.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class Pins:
         return peers, -1 if self._only is None else self._only, self._only_count
 
     def allow(self, peer: int, start: int, end: int) -> bool:
-        """Return whether `peer` may hold [start, end): all blocks pinned to it are inside, and none pinned to another
-        peer."""
+        """Return whether `peer` may hold [start, end): all blocks pinned to it, and none pinned to another peer."""
         if peer == self._only and end - start != self._only_count:
             return False
         return not self._pins or all((start <= position < end) == (peer == owner) for position, owner in self._pins)
@@ -200,8 +198,7 @@ def refusal(problem: Problem, peer: PeerProfile, ops: Sequence[str]) -> str | No
 
 
 def check_links(exceptions: Mapping[str, Link], machines: Sequence[PeerProfile]) -> None:
-    """Raise `PlanError` if a key is not `from>to` of two of the machines, or if the bandwidth or latency of a link or
-    an access link is invalid."""
+    """Raise `PlanError` if a key is not `from>to` of two of the machines, or if any link has invalid values."""
     names = sorted({machine.peer for machine in machines})
     for key, link in exceptions.items():
         ends = key.split(">")

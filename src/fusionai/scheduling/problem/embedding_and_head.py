@@ -4,8 +4,6 @@ In training the last block, the loss, stays with the owner unless it is placed w
 model (`primitives.privacy`) keeps more on both sides: the blocks before the first layer and after the last. The owner's
 first blocks are planned like a pinned stage: the owner becomes a peer for these blocks only, and its machine and access
 link count for both ends.
-
-`planner` plans the middle, `pipeline` prices the ends, `ir.partition` counts the end blocks of a graph.
 """
 
 from __future__ import annotations
@@ -67,6 +65,12 @@ def middle(problem: Problem) -> tuple[BlockCost, ...]:
     return found
 
 
+def owners_blocks(problem: Problem) -> tuple[BlockCost, ...]:
+    """The blocks that stay with the job owner, of both ends."""
+    ends = embedding_and_head_of(problem)
+    return (*problem.blocks[: ends.first], *problem.blocks[len(problem.blocks) - ends.last :])
+
+
 def with_front(problem: Problem) -> Problem:
     """The problem with the owner as a peer to which its first blocks are pinned; the same problem if the owner keeps
     none. If the owner's machine is in the pool as well, that peer is replaced."""
@@ -98,18 +102,14 @@ def tail_chain(problem: Problem) -> Chain | None:
 
 def embedding_and_head_stay(plan: Plan, problem: Problem) -> bool:
     """Return whether `plan` places exactly those blocks with the owner that `problem` keeps there."""
-    ends = embedding_and_head_of(problem)
-    numbers = [block.block for block in problem.blocks]
-    own = {*numbers[: ends.first], *numbers[len(numbers) - ends.last :]}
+    own = {block.block for block in owners_blocks(problem)}
     return all((stage.peer == plan.feed) == (number in own) for stage in plan.stages for number in range(*stage.blocks))
 
 
 def check_embedding_and_head(plan: Plan, problem: Problem) -> None:
     """Raise `PlanError` if `plan` places a block elsewhere that must stay with the job owner. This also covers plans
     that were received from another machine."""
-    ends, owner = embedding_and_head_of(problem), problem.owner
-    numbers = [block.block for block in problem.blocks]
-    kept = {*numbers[: ends.first], *numbers[len(numbers) - ends.last :]}
+    owner, kept = problem.owner, {block.block for block in owners_blocks(problem)}
     for stage in plan.stages:
         if owner is not None and stage.peer != owner.peer and not kept.isdisjoint(range(*stage.blocks)):
             raise PlanError(

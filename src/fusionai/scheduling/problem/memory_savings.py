@@ -95,9 +95,7 @@ def weights_s(peer: PeerProfile | None, weight_bytes: float) -> float:
 
 def weights_bytes_per_s(peer: PeerProfile | None) -> float:
     """Speed at which offloaded weights are read."""
-    if peer is not None and peer.device != "cpu":
-        return COPY_BYTES_PER_S
-    return peer.scratch_bytes_per_s if peer is not None and peer.scratch_bytes_per_s > 0 else DISK_BYTES_PER_S
+    return COPY_BYTES_PER_S if peer is not None and peer.device != "cpu" else file_bytes_per_s(peer)
 
 
 def inability(savings: MemorySavings, peer: PeerProfile) -> str | None:
@@ -135,12 +133,6 @@ def _choices(recompute: SavingMode, offload: SavingMode, offload_weights: Saving
         for again in _CHOICES[recompute]
         if again or not weights
     )
-
-
-def unable_to_save(stage: StagePlacement, peer: PeerProfile) -> str | None:
-    """The reason why `peer` can't take over the stage with the savings of its plan; None if it can."""
-    unable = inability(savings_of_stage(stage), peer)
-    return None if unable is None else f"{unable}, as the stage does."
 
 
 def savings_of_stage(stage: StagePlacement) -> MemorySavings:

@@ -1,11 +1,8 @@
 """Costs of a placed stage on a given peer: state, boundary, compute, links.
 
-Stages are given as in a plan (ranges of block numbers); costs are those of the problem the plan was made for. A peer
-that is not in the problem (it left before the job's owner came back) has no profile. Its links are assumed to be no
-bottleneck, and its speed is what the plan predicted.
-
-`crossings` lists the transfers between a plan's stages. `chain` has the sums; `assignment`, `takeover`,
-`prediction` and `straggling` use these costs."""
+A peer that is not in the problem (it left before the job's owner came back) has no profile. Its links are assumed to be
+no bottleneck, and its speed is what the plan predicted.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +13,16 @@ from math import inf
 
 import msgspec
 
+from fusionai.scheduling.problem import memory_savings as saving
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.chain import Chain, codecs_of
-from fusionai.scheduling.problem.memory_savings import (
-    NO_SAVINGS,
-    MemorySavings,
-    flops_per_s,
-    offload_s,
-    savings_of_stage,
-    weights_s,
-)
+from fusionai.scheduling.problem.constraints import refusal
 from fusionai.scheduling.problem.types import DirectedLink, PeerProfile, Plan, Problem, StagePlacement, hop
 from fusionai.scheduling.serving.pipeline import block_s
 
 
 class StageCosts:
-    """The costs of `problem` by stage. `plan`: the plan whose codecs apply, if the job leaves the choice to its
-    plans."""
+    """The costs of `problem` by stage. `plan`: its codecs apply, if the job leaves the choice to its plans."""
 
     def __init__(self, problem: Problem, plan: Plan | None = None) -> None:
         self.problem = problem = paced(problem)
@@ -42,13 +32,13 @@ class StageCosts:
         """Chain of everything that is equal in all replicas, with the first replica's codecs."""
         others = range(0) if plan is None or not plan.codecs else range(1, plan.replicas)
         self._packed = {replica: self._chain.with_codecs(codecs_of(plan, replica)) for replica in others if plan}
+        self._operators: dict[tuple[int, int], list[str]] = {}
         self._hops: dict[tuple[str, str], DirectedLink] = {}
         self._first = problem.blocks[0].block
         self._microbatches = -(-problem.microbatches // (1 if plan is None else plan.replicas))
 
     def state_bytes(self, stage: StagePlacement) -> int:
-        """Return the bytes of parameters and optimizer slots; 0 for a stage that any peer can start without a
-        snapshot."""
+        """Return the bytes of parameters and optimizer slots; 0 if any peer can start the stage without a snapshot."""
         return round(self._chain.state_bytes(*self._positions(stage)))
 
     def snapshot_bytes(self, stage: StagePlacement) -> int:
@@ -75,37 +65,38 @@ class StageCosts:
         return self._chain.trained_bytes(max(start, others_start), min(end, others_end))
 
     def compute_s(self, stage: StagePlacement, peer: str) -> float:
-        """Return the seconds of forward and backward of one microbatch on `peer`; in serving, of a pass of one
-        position."""
+        """Return the seconds of a microbatch's forward and backward on `peer`; in serving, of a pass of one row."""
         if self.problem.task == "serve":
             return self.decode_s(stage, peer, 1)
         profile = self.profiles.get(peer)
         if profile is None or not profile.effective_flops_per_s > 0:
             return stage.compute_s
         start, end = self._positions(stage)
-        savings = savings_of_stage(stage)
-        return self._chain.flops(start, end, savings) / flops_per_s(profile, savings) + self.weights_s(stage, peer)
+        savings = saving.savings_of_stage(stage)
+        return self._chain.flops(start, end, savings) / saving.flops_per_s(profile, savings) + self.weights_s(
+            stage, peer
+        )
 
     def weights_s(self, stage: StagePlacement, peer: str) -> float:
         """Return the part of `compute_s` for reading weights from a file or host memory."""
         if not stage.offload_weights:
             return 0.0
-        return weights_s(self.profiles.get(peer), self._chain.weight_bytes(*self._positions(stage)))
+        return saving.weights_s(self.profiles.get(peer), self._chain.weight_bytes(*self._positions(stage)))
 
     def update_s(self, stage: StagePlacement) -> float:
         """Return the seconds per step that files add to the stage's update."""
         if not stage.offload_weights:
             return stage.offload_s
         trained_bytes = self._chain.trained_bytes(*self._positions(stage))
-        return stage.offload_s + weights_s(self.profiles.get(stage.peer), trained_bytes)
+        return stage.offload_s + saving.weights_s(self.profiles.get(stage.peer), trained_bytes)
 
-    def held_bytes(self, stage: StagePlacement, savings: MemorySavings) -> int:
+    def held_bytes(self, stage: StagePlacement, savings: saving.MemorySavings) -> int:
         """Return the memory of the stage with `savings`, its microbatches in flight included."""
         start, end = self._positions(stage)
         flight_bytes = self._chain_of(stage).in_flight_bytes(start, end, savings)
         return round(self._chain.resident_bytes(start, end, savings) + stage.in_flight * flight_bytes)
 
-    def with_savings(self, stage: StagePlacement, savings: MemorySavings) -> StagePlacement:
+    def with_savings(self, stage: StagePlacement, savings: saving.MemorySavings) -> StagePlacement:
         """Return the stage with `savings`: its compute and memory, and what each technique saves and costs."""
         start, end = self._positions(stage)
         held_bytes = self.held_bytes(stage, savings)
@@ -114,7 +105,7 @@ class StageCosts:
             recompute=savings.recompute,
             offload=savings.offload,
             offload_weights=savings.offload_weights,
-            offload_s=offload_s(self.profiles.get(stage.peer), self._chain.slot_bytes(start, end))
+            offload_s=saving.offload_s(self.profiles.get(stage.peer), self._chain.slot_bytes(start, end))
             if savings.offload
             else 0.0,
         )
@@ -140,17 +131,14 @@ class StageCosts:
         profile = self.profiles.get(peer)
         if profile is None or not profile.effective_flops_per_s > 0:
             return stage.compute_s
-        start, end = self._positions(stage)
-        return sum(block_s(block, profile, rows) for block in self._chain.blocks[start:end])
+        return sum(block_s(block, profile, rows) for block in self.problem.blocks_of(stage))
 
     def attention_s(self, stage: StagePlacement, before: int, rows: int) -> float:
-        """Return the seconds of attention of a prompt's `rows` positions to the `before` positions ahead and to each
-        other."""
+        """Return the seconds of attention of `rows` prompt positions to `before` earlier ones and each other."""
         profile = self.profiles.get(stage.peer)
         if profile is None or not profile.effective_flops_per_s > 0:
             return 0.0
-        start, end = self._positions(stage)
-        attended_flops = sum(block.attended_flops for block in self._chain.blocks[start:end])
+        attended_flops = sum(block.attended_flops for block in self.problem.blocks_of(stage))
         speed = profile.attention_flops_per_s * profile.share or profile.effective_flops_per_s
         return attended_flops * rows * (before + (rows - 1) / 2) / speed
 
@@ -161,12 +149,21 @@ class StageCosts:
             return 0.0
         if profile is None or not profile.effective_flops_per_s > 0:
             return stage.recompute_s
-        kept_s = self._chain.flops(*self._positions(stage), NO_SAVINGS) / profile.effective_flops_per_s
+        kept_s = self._chain.flops(*self._positions(stage), saving.NO_SAVINGS) / profile.effective_flops_per_s
         return self.compute_s(stage, peer) - self.weights_s(stage, peer) - kept_s
 
-    def operators(self, stage: StagePlacement) -> list[str]:
-        start, end = self._positions(stage)
-        return sorted({op for block in self._chain.blocks[start:end] for op in block.ops})
+    def refusal(self, stage: StagePlacement, peer: PeerProfile, *, exact: bool) -> str | None:
+        """Return why `peer` can't run the stage, regardless of memory; None if it can. `exact`: only with equal
+        numerics."""
+        if stage.blocks not in self._operators:
+            operators = {op for block in self.problem.blocks_of(stage) for op in block.ops}
+            self._operators[stage.blocks] = sorted(operators)
+        reason = refusal(self.problem, peer, self._operators[stage.blocks])
+        if reason is None and (unable := saving.inability(saving.savings_of_stage(stage), peer)) is not None:
+            return f"{unable}, as the stage does."
+        if reason is None and exact and not self.exact(stage, peer):
+            return "it computes other bits (its fingerprint differs)."
+        return reason
 
     def fingerprint(self, stage: StagePlacement) -> str:
         """Return the fingerprint of the numerics that computed the stage; empty if unknown."""
@@ -176,8 +173,7 @@ class StageCosts:
         return "" if profile is None else profile.fingerprint
 
     def exact(self, stage: StagePlacement, peer: PeerProfile) -> bool:
-        """Return whether `peer` computes the stage bit for bit like its current peer; False if a fingerprint is
-        unknown."""
+        """Return whether `peer` computes the stage's bits; False if a fingerprint is unknown."""
         return peer.fingerprint != "" and peer.fingerprint == self.fingerprint(stage)
 
     def hop(self, sender: str, receiver: str) -> DirectedLink:

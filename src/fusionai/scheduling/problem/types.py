@@ -53,8 +53,7 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
     """Measured serving speed by weight format. If the requested format is missing, `flops_per_s` and
     `memory_bandwidth_bytes_per_s` are used."""
     attention_flops_per_s: float = 0.0
-    """Serving: measured speed of attention to earlier positions (`BlockCost.attended_flops`). 0: not measured, so
-    `flops_per_s` is used."""
+    """Serving: measured speed of attention to earlier positions; 0: not measured, `flops_per_s` is used."""
     scratch_bytes_per_s: float = 0.0
     """Speed of reading and writing a file for optimizer state; 0 if not measured."""
     memory_bytes: int
@@ -75,8 +74,7 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
     roles: tuple[Literal["stage", "owner"], ...] = ("stage",)
     power_w: float | None = None
     endorsements: Annotated[tuple[Annotated[bytes, Meta(max_length=512)], ...], Meta(max_length=16)] = ()
-    """Signed statements by which other keys vouch for this peer's key (`transport.security.trust`); the peer can't
-    forge them."""
+    """Signed statements by which other keys vouch for this peer's key (`transport.security.trust`)."""
 
     @property
     def effective_flops_per_s(self) -> float:
@@ -124,8 +122,7 @@ class ServingNeeds(_Data, frozen=True, kw_only=True):
     sessions: int
     """Largest number of sessions at a time."""
     cache_tokens: int = 0
-    """Wanted size of the cache in positions. If memory is short the cache is smaller, but holds at least one whole
-    context."""
+    """Wanted size of the cache in positions; if memory is short it is smaller, but holds one whole context."""
     pass_tokens: int = 512
     retain: bool = True
     """Whether stages keep what they sent, so that the next stage's cache can be rebuilt."""
@@ -150,8 +147,7 @@ class SharedWeight(_Data, frozen=True, kw_only=True):
     nbytes: int
     blocks: tuple[int, ...]
     interleaves: bool = False
-    """Whether its order of uses returns to earlier blocks. Then even stages on one machine add its gradient in another
-    order."""
+    """Whether its uses return to earlier blocks: then even stages on one machine add in another order."""
 
 
 class Problem(_Data, frozen=True, kw_only=True):
@@ -177,8 +173,7 @@ class Problem(_Data, frozen=True, kw_only=True):
     links: dict[str, Link] = {}
     """Exceptions to the access-link model: `"<from>><to>"` -> link."""
     replicas: int | Literal["auto"] = 1
-    """Training: number of chains of stages. Each gets a share of every step's microbatches; their gradients are summed
-    at the end of the step."""
+    """Training: number of chains of stages, each with a share of the microbatches; gradients are summed per step."""
     reduction_bytes_per_trainable_byte: float = 0.0
     """Memory for other replicas' gradients while they are summed."""
     excluded: tuple[str, ...] = ()
@@ -188,18 +183,15 @@ class Problem(_Data, frozen=True, kw_only=True):
     incumbent: Plan | None = None
     spares_wanted: int | None = None
     takeover: Literal["exact", "tolerant"] = "exact"
-    """Whether only a machine with bit-identical results (`exact`) may stand by for or take over a stage, or any machine
-    (`tolerant`)."""
+    """Whether only a machine with bit-identical results (`exact`) may stand by for or take over a stage, or any."""
     compression: Compression = "none"
     """Training: how activations and gradients between stages are packed. `BlockCost` has their float32 sizes."""
     recompute: SavingMode = "never"
-    """Training: whether stages recompute activations in backward instead of keeping them; `auto`: only stages that
-    must."""
+    """Training: whether stages recompute activations in backward; `auto`: only stages that must."""
     offload: SavingMode = "never"
     """Training: whether optimizer state is kept in a file on the peer between updates."""
     offload_weights: SavingMode = "never"
-    """Training: whether weights are kept in a file on the peer (with an accelerator: in host memory) until a block
-    needs them."""
+    """Training: whether weights are in a file (with an accelerator: in host memory) until a block needs them."""
     shared_weights: tuple[SharedWeight, ...] = ()
     """Training: parameters whose gradients differ in the last bits between cuts (`scheduling.training.cut_bits`)."""
     serving: ServingNeeds | None = None
@@ -246,8 +238,7 @@ class StagePlacement(_Data, frozen=True, kw_only=True):
     blocks: tuple[int, int]
     roles: tuple[Literal["feed", "loss", "stage"], ...] = ("stage",)
     replica: int = 0
-    """Replica that the stage belongs to. A replica's stages are consecutive; microbatch m crosses replica m mod
-    replicas."""
+    """Replica of the stage; its stages are consecutive, and microbatch m crosses replica m mod replicas."""
     in_flight: int = 1
     compute_s: float = 0.0
     """Predicted seconds of forward and backward of one microbatch."""
@@ -258,8 +249,7 @@ class StagePlacement(_Data, frozen=True, kw_only=True):
     in_flight_bytes: int = 0
     """Part of `memory_bytes` that one microbatch in flight takes."""
     recompute: bool = False
-    """Training: the stage keeps only its blocks' inputs and runs the blocks again in backward; `compute_s` includes
-    that."""
+    """Training: the stage keeps only its blocks' inputs and runs them again in backward, as `compute_s` includes."""
     recompute_s: float = 0.0
     """Part of `compute_s` for running blocks again."""
     recompute_saves_bytes: int = 0
@@ -271,8 +261,7 @@ class StagePlacement(_Data, frozen=True, kw_only=True):
     offload_saves_bytes: int = 0
     """Additional memory the stage would need without it."""
     offload_weights: bool = False
-    """Training: weights are in a file on the peer (with an accelerator: in host memory) and are read block by block;
-    `compute_s` includes that."""
+    """Training: weights are in a file (with an accelerator: in host memory) and are read block by block."""
     offload_weights_s: float = 0.0
     """Seconds per step for reading weights for each microbatch, and for the update."""
     offload_weights_saves_bytes: int = 0
@@ -291,8 +280,7 @@ class Excluded(_Data, frozen=True, kw_only=True):
 
 
 class Certificate(_Data, frozen=True, kw_only=True):
-    """How close the plan is to the best possible: `optimality_gap` = bound / predicted - 1 of tokens per second, 0.0 if
-    proven optimal."""
+    """How close the plan is to the best possible. `optimality_gap` = bound / predicted - 1, 0.0 if proven optimal."""
 
     method: str
     exact: bool
@@ -310,8 +298,7 @@ class Certificate(_Data, frozen=True, kw_only=True):
 
 
 class Standby(_Data, frozen=True, kw_only=True):
-    """A spare that keeps snapshots of a stage and takes it over when its peer is lost. One spare may stand by for
-    several stages."""
+    """A spare that keeps snapshots of a stage, or of several, and takes it over when its peer is lost."""
 
     stage: int
     peer: str
@@ -354,8 +341,7 @@ class ServingSizes(_Data, frozen=True, kw_only=True):
     tokens_per_s_together: float
     """Predicted tokens per second of all sessions together."""
     prompt_tokens_per_s: float = 0.0
-    """Predicted speed of a prompt of `PROMPT_TOKENS` until its first token, without other requests; 0 if not
-    predicted."""
+    """Predicted speed of a prompt of `PROMPT_TOKENS`, without other requests; 0 if not predicted."""
 
 
 class Plan(_Data, frozen=True, kw_only=True):
@@ -391,8 +377,7 @@ class Plan(_Data, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
     certificate: Certificate
     serving: ServingSizes | None = None
-    """Serving: set for serving plans, in which a step is one token of one session and `tokens_per_s` is one session's
-    speed."""
+    """Set for serving plans, in which a step is one token and `tokens_per_s` one session's speed."""
     tolerant_takeovers: tuple[TolerantTakeover, ...] = ()
     """Training: plan changes of this job that may have changed bits, oldest first; if there are very many, the first
     and the newest. Empty: results are bit-identical to the job's first plan."""

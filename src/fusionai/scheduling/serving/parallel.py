@@ -1,13 +1,10 @@
-"""Compares several serving pipelines (pipelines) to the single pipeline of a plan, in pools larger than the model
-needs, and decides whether to report them.
+"""Compares several serving pipelines to the single pipeline of a plan, in pools larger than the model needs.
 
-Lines share no machine except the job owner's. Each serves its own sessions: as many as its memory holds and as get a
-token within `SLOWER` times the seconds that the plan predicts for a single session (`serving.load`). The objective is
-the tokens a second of all pipelines under that limit. The plan's pipeline is the first. Further pipelines copy a known
-pipeline on similar machines, the least capable ones that suffice. If there are none left, the fastest pipeline of the
-remaining machines becomes a new pattern.
-
-`serving.load` has the upper bound, `serving` plans pipelines, `cli.lines_view` shows them.
+Pipelines share no machine except the job owner's. Each serves its own sessions: as many as its memory holds and as get
+a token within `SLOWER` times the seconds that the plan predicts for a single session. The objective is the tokens a
+second of all pipelines under that limit. The plan's pipeline is the first. Further pipelines copy a known pipeline on
+similar machines, the least capable ones that suffice. If there are none left, the fastest pipeline of the remaining
+machines becomes a new pattern.
 """
 
 from __future__ import annotations
@@ -272,8 +269,7 @@ class _Free:
 
 
 def _fastest(problem: Problem, left: Sequence[PeerProfile], room: int) -> tuple[StagePlacement, ...] | None:
-    """The pipeline of the remaining peers that a token crosses soonest, with `room` times the wanted cache; None if
-    there is none."""
+    """The pipeline of the remaining peers that a token crosses soonest, with `room` times the wanted cache, or None."""
     needs = problem.needs
     needs = msgspec.structs.replace(needs, cache_tokens=room * max(needs.cache_tokens, needs.context_tokens))
     links = problem.links_among({problem.owner_id, *(peer.peer for peer in left)})

@@ -7,8 +7,8 @@
               probe + workspace
 
 The first block and the head belong to the job owner or to the chain. Predictions are for short contexts: the time of
-reading the cache is not included. `serving.search` builds pipelines of stages with these costs; `serving` writes the
-plan."""
+reading the cache is not included.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from itertools import accumulate
 from math import inf
 
 from fusionai.scheduling.problem.constraints import Pins
-from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of
+from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of, owners_blocks
 from fusionai.scheduling.problem.types import BlockCost, DirectedLink, PeerProfile, Problem, ServingNeeds, hop
 
 
@@ -30,8 +30,7 @@ def block_s(block: BlockCost, profile: PeerProfile, positions: int = 1) -> float
 
 
 def stage_bytes(blocks: Sequence[BlockCost], needs: ServingNeeds, sent_bytes: int, cache_tokens: int) -> int:
-    """Return the memory of a stage of these blocks. `sent_bytes`: bytes retained per token, 0 if no later stage could
-    need them."""
+    """Return a stage's memory. `sent_bytes`: bytes retained per token, 0 if no later stage could need them."""
     weights = sum(block.parameter_bytes for block in blocks)
     workspace = max(block.workspace_bytes for block in blocks)
     return weights + ring_bytes(blocks, needs) + workspace + cache_tokens * token_bytes(blocks, sent_bytes)
@@ -76,11 +75,9 @@ class ServingPipeline:
         self._enter = [free if owner is None else hop(owner, peer, links) for peer in self.peers]
         self._leave = [free if owner is None else hop(peer, owner, links) for peer in self.peers]
         self._hops = [[hop(one, other, links) for other in self.peers] for one in self.peers]
-        self.ends_s = sum(block_s(block, owner) for block in self.owner_blocks()) if owner is not None else 0.0
+        self.owner_blocks = owners_blocks(problem)
+        self.ends_s = sum(block_s(block, owner) for block in self.owner_blocks) if owner is not None else 0.0
         self._result_bytes = self._sent(self.length) if ends.last else needs.result_bytes
-
-    def owner_blocks(self) -> list[BlockCost]:
-        return [*self.blocks[: self.first], *self.blocks[self.first + self.length :]]
 
     def compute_s(self, peer: int, start: int, end: int) -> float:
         return self._sums[peer][end] - self._sums[peer][start]

@@ -4,16 +4,14 @@ The fastest pipeline of stages that fits into memory is found by exact search (`
 requested cache. If it can't, half of that cache is tried, then a quarter and so on down to one whole context. Most of
 the memory that is then left becomes further pages, up to every session's whole context. One more page is reserved for
 the probe. The first block (embedding) and the last (final norm, head) belong to the job owner if the roles `feed` and
-`loss` are placed there, which is the default. Tokens and logits then never leave that process.
-
-For several sessions, cuts are then evened out at a small cost for a single session (`serving.search`).
-
-`planner` calls this module for task `serve`. `serving.pipeline` has the formulas, `serving.prediction` predicts the
-placed stages, and `standby.assignment` gives every stage a spare that holds its weights."""
+`loss` are placed there, which is the default. Tokens and logits then never leave that process. For several sessions,
+cuts are then evened out at a small cost for a single session.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Final
 
@@ -63,8 +61,7 @@ from fusionai.scheduling.training.prediction import against_one
 SEARCH_BUDGET: Final = 100_000
 """Search budget, in extensions, if all usable peers are searched; chosen."""
 LISTED_BUDGET: Final = 20_000
-"""Search budget in a large pool, of which only a shortlist is searched: there, more search gains less than more peers
-would."""
+"""Search budget over a shortlist in a large pool, where more peers would gain more than more search."""
 MOST_ROOM: Final = 4
 """Factor on the shortlist's length if the peers of the usual one can't hold the model."""
 MOST_PAGES: Final = 1_048_576
@@ -200,25 +197,23 @@ def _found_in_pool(
 def _found(
     problem: Problem, pipeline: ServingPipeline, needs: ServingNeeds, budget: int | None, usual: int
 ) -> tuple[FoundPipeline, int]:
-    """Return the fastest pipeline with room for as much of the wanted cache as possible, and that number of cache
-    tokens."""
+    """Return the fastest pipeline with room for as much wanted cache as possible, and the cache's tokens."""
     fewest_tokens = least_tokens(needs)
     wanted_pages = -(-needs.cache_tokens // needs.page_tokens) + 1
     cache_tokens = max(wanted_pages * needs.page_tokens, fewest_tokens)
     while pipeline.owner is not None and pipeline.owner_bytes(cache_tokens) > pipeline.owner.memory_bytes:
         cache_tokens = _halved(cache_tokens, needs)  # `_check_owner` made sure that the least fits
+    fastest = partial(fastest_pipeline, pipeline, budget=usual if budget is None else budget, settle=budget is None)
     limits = _limits(problem, pipeline, cache_tokens)
     while True:
-        found = fastest_pipeline(pipeline, limits, budget=usual if budget is None else budget, settle=budget is None)
+        found = fastest(limits)
         if found.best is not None:
             single = _single(pipeline, limits, needs)
             if single is None or single[0] >= found.seconds * (1 - ROUNDING):
                 return found, limits.cache_tokens
             # One machine alone with a smaller cache is faster: then allow all pipelines that smaller cache.
             limits = _limits(problem, pipeline, single[1])
-            again = fastest_pipeline(
-                pipeline, limits, budget=usual if budget is None else budget, settle=budget is None
-            )
+            again = fastest(limits)
             assert again.best is not None, "one machine holds it"
             return again, limits.cache_tokens
         if limits.cache_tokens <= fewest_tokens:
@@ -293,27 +288,18 @@ def _placed(best: PartialPipeline) -> list[tuple[int, int, int]]:
 def _stages(
     pipeline: ServingPipeline, best: PartialPipeline, needs: ServingNeeds, cache_tokens: int
 ) -> list[StagePlacement]:
-    stages: list[StagePlacement] = []
-    owner = pipeline.owner
-    if pipeline.first and owner is not None:
-        stages.append(_stage(pipeline, needs, 0, owner, (0, pipeline.first), ("feed",), cache_tokens))
-    for k, (peer, start, end) in enumerate(_placed(best)):
-        whole = end == pipeline.length and pipeline.first + pipeline.length == len(pipeline.blocks)
-        stages.append(
-            _stage(
-                pipeline,
-                needs,
-                len(stages),
-                pipeline.peers[peer],
-                (pipeline.first + start, pipeline.first + end),
-                (*(("feed",) if k == 0 and not pipeline.first else ()), "stage", *(("loss",) if whole else ())),
-                cache_tokens,
-            )
-        )
-    end = pipeline.first + pipeline.length
-    if end < len(pipeline.blocks) and owner is not None:
-        stages.append(_stage(pipeline, needs, len(stages), owner, (end, len(pipeline.blocks)), ("loss",), cache_tokens))
-    return stages
+    owner, first = pipeline.owner, pipeline.first
+    end = first + pipeline.length
+    parts: list[tuple[PeerProfile, int, int, tuple[str, ...]]] = []
+    for k, (peer, a, b) in enumerate(_placed(best)):
+        whole = first + b == len(pipeline.blocks)
+        roles = (*(("feed",) if k == 0 and not first else ()), "stage", *(("loss",) if whole else ()))
+        parts.append((pipeline.peers[peer], first + a, first + b, roles))
+    if owner is not None and first:
+        parts.insert(0, (owner, 0, first, ("feed",)))
+    if owner is not None and end < len(pipeline.blocks):
+        parts.append((owner, end, len(pipeline.blocks), ("loss",)))
+    return [_stage(pipeline, needs, number, *part, cache_tokens) for number, part in enumerate(parts)]
 
 
 def _stage(
@@ -321,13 +307,14 @@ def _stage(
     needs: ServingNeeds,
     number: int,
     profile: PeerProfile,
-    positions: tuple[int, int],
+    start: int,
+    end: int,
     roles: tuple[str, ...],
     cache_tokens: int,
 ) -> StagePlacement:
-    blocks = pipeline.blocks[positions[0] : positions[1]]
-    sent = retained_bytes(pipeline.blocks, positions[1], needs)
-    last = positions[1] == len(pipeline.blocks)
+    blocks = pipeline.blocks[start:end]
+    sent = retained_bytes(pipeline.blocks, end, needs)
+    last = end == len(pipeline.blocks)
     return msgspec.structs.replace(
         StagePlacement(stage=number, peer=profile.peer, blocks=(blocks[0].block, blocks[-1].block + 1)),
         roles=roles,
@@ -430,14 +417,8 @@ def _checked(problem: Problem) -> ServingNeeds:
     needs = problem.serving
     if needs is None:
         raise PlanError("expected a serving problem to say what it needs (`serving`), got nothing.")
-    counts = {
-        "context_tokens": needs.context_tokens,
-        "sessions": needs.sessions,
-        "page_tokens": needs.page_tokens,
-        "pass_tokens": needs.pass_tokens,
-    }
-    for name, count in counts.items():
-        if count < 1:
+    for name in ("context_tokens", "sessions", "page_tokens", "pass_tokens"):
+        if (count := getattr(needs, name)) < 1:
             raise PlanError(f"expected {name} of at least 1, got {count}.")
     if len(problem.blocks) < 3:
         raise PlanError(f"expected an embedding, layers and a head to serve, got {len(problem.blocks)} blocks.")
@@ -454,7 +435,7 @@ def _checked(problem: Problem) -> ServingNeeds:
 
 def _check_owner(pipeline: ServingPipeline, needs: ServingNeeds) -> None:
     owner = pipeline.owner
-    mine = pipeline.owner_blocks()
+    mine = pipeline.owner_blocks
     if owner is None or not mine:
         return
     missing = sorted({op for block in mine for op in block.ops} & set(owner.unsupported_ops))

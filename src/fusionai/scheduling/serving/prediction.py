@@ -37,7 +37,7 @@ import numpy as np
 
 from fusionai.primitives.units import format_seconds
 from fusionai.scheduling.kernels.compiled import Floats
-from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of, middle
+from fusionai.scheduling.problem.embedding_and_head import middle, owners_blocks
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem, ServingNeeds, StagePlacement
 from fusionai.scheduling.serving.pipeline import block_s, retained_bytes, ring_bytes, stage_bytes, token_bytes
@@ -52,8 +52,7 @@ def predict_serving(stages: Sequence[StagePlacement], costs: StageCosts) -> Pred
 
 
 def together(stages: Sequence[StagePlacement], costs: StageCosts, needs: ServingNeeds) -> tuple[int, float]:
-    """Return the best number of passes in flight, and the tokens per second of all `needs.sessions` sessions
-    together."""
+    """Return the best number of passes in flight, and the tokens per second of all sessions together."""
     best = (1, 0.0)
     for passes in range(1, min(needs.sessions, 2 * len(stages)) + 1):
         round_s = round_trip_s(stages, costs, needs.sessions, passes)
@@ -118,8 +117,7 @@ def _parts(stages: Sequence[StagePlacement], costs: StageCosts, rows: int, wante
 
 
 def _compute_s(stage: StagePlacement, costs: StageCosts, rows: int, wanted: int) -> float:
-    """Return a stage's compute seconds; the head, if the stage has it as its last block, computes `wanted` rows
-    only."""
+    """Return a stage's compute seconds; a head as its last block computes `wanted` rows only."""
     if "loss" not in stage.roles or wanted == rows:
         return costs.decode_s(stage, stage.peer, rows)
     start, end = stage.blocks
@@ -227,8 +225,7 @@ class LoadedPipeline:
         return PipelineLoad(rows * passes, passes, whole_s, owner_busy)
 
     def filled(self, most_sessions: int, most_s: float = inf) -> PipelineLoad | None:
-        """The load with the most tokens a second, for at most `most_sessions` sessions with rounds of at most `most_s`;
-        None if not even one session fits."""
+        """The load with the most tokens a second, with rounds of at most `most_s`; None if not one session fits."""
         sessions = most_sessions if self.room is None else min(most_sessions, self.room)
         best: PipelineLoad | None = None
         for passes in range(1, min(sessions, 2 * len(self._peers)) + 1):
@@ -261,8 +258,6 @@ def bound_tokens_per_s(problem: Problem, chain_plan: Plan, most_sessions: int, m
     """Upper bound for pipelines with at most `most_sessions` sessions each and rounds of at most `most_s`.
     `chain_plan`: plan of the fastest pipeline, whose certificate bounds the shortest round."""
     needs = problem.needs
-    ends = embedding_and_head_of(problem)
-    first, last = ends.first, len(problem.blocks) - ends.last
     blocks = middle(problem)
     usable = {*chain_plan.spares, *(stage.peer for stage in chain_plan.stages if "stage" in stage.roles)}
     peers = [peer for peer in problem.peers if peer.peer in usable]
@@ -270,7 +265,7 @@ def bound_tokens_per_s(problem: Problem, chain_plan: Plan, most_sessions: int, m
     bounds = [
         _bound_by_work(peers, blocks, needs, most_sessions),
         _bound_by_rounds(problem, peers, blocks, needs, most_sessions, soonest_s, most_s),
-        _bound_by_owner(problem, needs, [*problem.blocks[:first], *problem.blocks[last:]], most_sessions),
+        _bound_by_owner(problem, needs, owners_blocks(problem), most_sessions),
     ]
     # Raised by 1e-9, so that rounding can't put the bound below a speed that pipelines reach.
     return min(bounds) * (1 + 1e-9)
@@ -329,7 +324,8 @@ def _bound_by_rounds(
     if not able.any():
         return 0.0
     memory, seconds, most_part = memory[able, None], seconds[able, None], most_part[able, None]
-    shares = most_s * np.array([_most_rate(peer, counted) for peer in peers])[able, None]
+    whole_flops = max(count * min(block.forward_flops for block in counted), 1e-9)
+    shares = most_s * np.array([peer.effective_flops_per_s / whole_flops for peer in peers])[able, None]
     hop_s = _hops(problem, peers, blocks)[able, None]
     grid = np.linspace(0.0, 1.0, CELLS + 1)[None, :]
     parts = 1 / count + (most_part - 1 / count) * grid
@@ -351,11 +347,6 @@ def _bound_by_rounds(
     return best
 
 
-def _most_rate(peer: PeerProfile, blocks: list[BlockCost]) -> float:
-    """Models (all counted blocks) a second that `peer` computes, by arithmetic alone."""
-    return peer.effective_flops_per_s / max(len(blocks) * min(block.forward_flops for block in blocks), 1e-9)
-
-
 def _hops(problem: Problem, peers: list[PeerProfile], blocks: tuple[BlockCost, ...]) -> Floats:
     """[N]: least seconds of a hop into each peer; 0 for the owner's machine and peers with links of their own."""
     crossing = min((block.output_bytes for block in blocks[:-1]), default=0)
@@ -372,7 +363,7 @@ def _hops(problem: Problem, peers: list[PeerProfile], blocks: tuple[BlockCost, .
     )
 
 
-def _bound_by_owner(problem: Problem, needs: ServingNeeds, ends: list[BlockCost], most_sessions: int) -> float:
+def _bound_by_owner(problem: Problem, needs: ServingNeeds, ends: tuple[BlockCost, ...], most_sessions: int) -> float:
     owner = problem.owner
     if owner is None:
         return float("inf")

@@ -85,8 +85,7 @@ def shortlist(
 def with_fastest(
     problem: Problem, needs: ServingNeeds, usable: list[PeerProfile], listed: list[PeerProfile]
 ) -> list[PeerProfile]:
-    """Return `listed` plus the machine that passes a token fastest among those that hold all pool blocks and one
-    context."""
+    """Return `listed` plus the fastest of the machines that hold all pool blocks and one context."""
     if len(listed) == len(usable):
         return listed
     blocks = middle(problem)
@@ -112,8 +111,7 @@ def _block_seconds(peers: Sequence[PeerProfile], blocks: Sequence[BlockCost]) ->
 
 
 def _most_blocks(peers: Sequence[PeerProfile], needs: ServingNeeds, blocks: Sequence[BlockCost]) -> Integers:
-    """Return [N]: consecutive blocks that memory could hold with one context, without workspace and retained
-    boundary."""
+    """Return [N]: consecutive blocks that fit with one context, without workspace and retained boundary."""
     tokens = needs.context_tokens
     sizes = [float(b.parameter_bytes + tokens * b.cache_token_bytes + ring_bytes([b], needs)) for b in blocks]
     sums = np.concatenate([[0.0], np.cumsum(np.array(sizes))])
@@ -145,8 +143,7 @@ def _poured_s(each: Floats, most: Integers, length: int) -> float:
 
 
 SETTLED_PEERS: Final = 16
-"""Number of peers up to which compiled loops, which search exhaustively, settle what the best-first search leaves
-open."""
+"""Number of peers up to which compiled loops settle exhaustively what the best-first search leaves open."""
 SETTLED_STEPS: Final = 2_000_000
 """Upper limit on pipelines that the compiled loops keep."""
 BEAM: Final = 12
@@ -175,8 +172,7 @@ class PartialPipeline(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FoundPipeline:
-    """Result of a search. `seconds`: time of `best`, the way back and the owner's part included. `bound_s`: no pipeline
-    takes less."""
+    """Result of a search. `seconds`: whole trip of `best`. `bound_s`: no pipeline takes less."""
 
     best: PartialPipeline | None
     seconds: float
@@ -228,7 +224,7 @@ class _Search:
             sum(
                 1 << earlier
                 for earlier in range(peer)
-                if pipeline.alike(earlier, peer) and self._same_wish(earlier, peer)
+                if pipeline.alike(earlier, peer) and (limits.required >> earlier & 1) == (limits.required >> peer & 1)
             )
             for peer in range(pipeline.count)
         ]
@@ -332,8 +328,7 @@ class _Search:
         )
 
     def _glance(self) -> None:
-        """Find a good pipeline quickly: keep the most promising beginnings per number of stages, and try few stage
-        lengths."""
+        """Find a good pipeline quickly: keep the best beginnings per number of stages, try few stage lengths."""
         level = [PartialPipeline(0.0, 0, (), (0,))]
         for _ in range(self.limits.most):
             grown: dict[tuple[int, int, int], PartialPipeline] = {}
@@ -392,12 +387,8 @@ class _Search:
         if seconds < self.best_s:
             self.best, self.best_s = pipeline, seconds
 
-    def _same_wish(self, one: int, other: int) -> bool:
-        return (self.limits.required >> one & 1) == (self.limits.required >> other & 1)
-
     def _rests(self) -> list[float]:
-        """Return for each position the least seconds of everything behind it, the way back included; inf if it fits
-        nowhere."""
+        """Return for each position the least seconds behind it, the way back included; inf if it fits nowhere."""
         pipeline = self.line
         back_s = min((pipeline.leave_s(peer) for peer in range(pipeline.count)), default=inf)
         rests = [back_s]
@@ -477,8 +468,7 @@ def _trip_s(pipeline: ServingPipeline, order: tuple[int, ...], cuts: tuple[int, 
 def _quickest(
     pipeline: ServingPipeline, order: tuple[int, ...], needed: list[list[int]], lent: list[int], most_s: float
 ) -> tuple[float, tuple[int, ...] | None]:
-    """Return the shortest trip with no stage above `most_s`, and its cuts; dynamic programming from the first stage
-    on."""
+    """Return the shortest trip with no stage above `most_s`, and its cuts, by dynamic programming."""
     length, last = pipeline.length, len(order) - 1
     reached: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for k, peer in enumerate(order):

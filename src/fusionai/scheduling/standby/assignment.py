@@ -37,8 +37,6 @@ from typing import Final
 import msgspec
 
 from fusionai.primitives.units import format_bytes, format_seconds
-from fusionai.scheduling.problem.constraints import refusal
-from fusionai.scheduling.problem.memory_savings import unable_to_save
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Excluded, PeerProfile, Plan, Problem, StagePlacement, Standby
 from fusionai.scheduling.training.prediction import reduced_bytes
@@ -56,8 +54,7 @@ COPY_BYTES_PER_S: Final = 1e9
 
 
 class SnapshotInterval(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Interval of the snapshots. `every`: K in steps, 0 if no stage has a standby. `reason`: a sentence for the
-    user."""
+    """Interval of the snapshots. `every`: K in steps, 0 without standbys. `reason`: a sentence for the user."""
 
     every: int
     reason: str
@@ -101,11 +98,6 @@ def snapshot_interval(plan: Plan, problem: Problem) -> SnapshotInterval:
         reason=f"a snapshot every {steps}: {why}; a lost peer's stand-in replays at most {format_seconds(replay_s)}.",
         replay_s=replay_s,
     )
-
-
-def _sent_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement) -> float:
-    """Return the bytes that `stage` sends in a step, to neighbours and to other replicas."""
-    return plan.microbatches_of(stage) * costs.sent_bytes(stage) + reduced_bytes(plan, costs, stage)
 
 
 def _least(plan: Plan, costs: StageCosts, pairs: list[tuple[StagePlacement, str]], extra: float) -> tuple[int, str]:
@@ -157,7 +149,7 @@ def _held(plan: Plan, costs: StageCosts) -> tuple[int, str]:
     sent: defaultdict[str, float] = defaultdict(float)
     for stage in plan.stages:
         free[stage.peer] = free.get(stage.peer, costs.memory_bytes(stage)) - stage.memory_bytes
-        sent[stage.peer] += _sent_bytes(plan, costs, stage)
+        sent[stage.peer] += plan.microbatches_of(stage) * costs.sent_bytes(stage) + reduced_bytes(plan, costs, stage)
     least, holder = MOST_STEPS, ""
     for peer, room in free.items():
         if sent[peer] > 0 and floor((room / sent[peer] - 1) / 2) < least:
@@ -258,7 +250,6 @@ class _Watch:
         self.spares = {spare.peer: spare for spare in spares}
         self.standby_of: dict[int, Standby] = {}
         self.stages_of: defaultdict[str, list[StagePlacement]] = defaultdict(list)
-        self._operators = {stage.stage: costs.operators(stage) for stage in stages}
 
     def assigned(self) -> tuple[Standby, ...]:
         """Assign all standbys; returns them in order of stages."""
@@ -324,11 +315,8 @@ class _Watch:
     def refusal(self, stage: StagePlacement, peer: str, *, exact: bool) -> str | None:
         """The reason why `peer` can't stand by for `stage` besides the stages it has already; None if it can."""
         spare, costs = self.spares[peer], self.costs
-        reason = refusal(costs.problem, spare, self._operators[stage.stage]) or unable_to_save(stage, spare)
-        if reason is not None:
+        if (reason := costs.refusal(stage, spare, exact=exact)) is not None:
             return reason
-        if exact and not costs.exact(stage, spare):
-            return "it computes other bits (its fingerprint differs)."
         stages = [*self.stages_of[peer], stage]
         needed = self._needed_bytes(stages)
         if needed > spare.memory_bytes:

@@ -90,18 +90,18 @@ def numerics(takeover: Takeover) -> Literal["exact", "tolerant"]:
 def stand_in(
     plan: Plan, problem: Problem, lost: frozenset[str], candidates: Sequence[PeerProfile], takeover: Takeover
 ) -> Plan | WaitingForMachines:
-    """Replace the lost peers at once, with machines that compute the same bits unless the job is `tolerant`. See
-    `takeover.replaced`."""
+    """Replace the lost peers at once; unless the job is `tolerant`, with machines that compute the same bits."""
     strict: Literal["exact", "tolerant"] = "tolerant" if takeover == "tolerant" else "exact"
     found = replaced(plan, msgspec.structs.replace(problem, takeover=strict), lost, candidates)
-    return found if isinstance(found, WaitingForMachines) else _with_own_choice(found, problem)
+    if isinstance(found, WaitingForMachines) or problem.takeover == "exact":
+        return found
+    return with_standbys(found, problem)  # a tolerant job may also get inexact standbys
 
 
 def otherwise(
     plan: Plan, problem: Problem, lost: frozenset[str], candidates: Sequence[PeerProfile], takeover: Takeover
 ) -> Otherwise | Nothing:
-    """The best alternative if `stand_in` waits. `candidates`: all peers that may be used, including those that run
-    stages."""
+    """The best alternative if `stand_in` waits. `candidates`: all usable peers, those with stages included."""
     there = [peer for peer in candidates if peer.peer not in lost]
     alike = recut(plan, problem, _alike(plan, there))
     if takeover in ("exact", "refuse"):
@@ -279,14 +279,8 @@ def widened(
     return Otherwise(found, exact=exact, recut=True, takers=takers)
 
 
-def _with_own_choice(found: Plan, problem: Problem) -> Plan:
-    """`found` with standbys chosen under the job's own `takeover`: a tolerant job may also get inexact standbys."""
-    return found if problem.takeover == "exact" else with_standbys(found, problem)
-
-
 def _same_numerics(one: StagePlacement, other: StagePlacement) -> bool:
-    """Return whether both placements have equal fingerprints. An unknown fingerprint only equals that of the same
-    peer."""
+    """Return whether both have equal fingerprints; an unknown one only equals that of the same peer."""
     return one.fingerprint == other.fingerprint and (one.fingerprint != "" or one.peer == other.peer)
 
 
@@ -344,7 +338,10 @@ def regrown(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> 
     has another number of stages, any number is allowed."""
     known = with_profiles(problem, candidates)
     least = REGROWN * _speed(plan, known)
-    found = _as_asked(plan, known, candidates)
+    try:
+        found = served_with(plan, offered(known, candidates))
+    except PlanError:
+        found = None
     if found is None or _speed(found, known) < least:
         asked = known.stages in (None, sum("stage" in stage.roles for stage in plan.stages))
         cut = None if asked else recut(plan, problem, candidates)
@@ -355,14 +352,6 @@ def regrown(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> 
     takers = frozenset(stage.peer for stage in found.stages if (stage.blocks, stage.peer) not in kept) - {found.feed}
     same = [stage.blocks for stage in plan.stages] == [stage.blocks for stage in found.stages]
     return Otherwise(found, exact=keeps_bits(plan, found, problem), recut=not same, takers=takers)
-
-
-def _as_asked(plan: Plan, known: Problem, candidates: Sequence[PeerProfile]) -> Plan | None:
-    posed = offered(known, candidates)
-    try:
-        return served_with(plan, posed)
-    except PlanError:
-        return None
 
 
 def _speed(plan: Plan, known: Problem) -> float:

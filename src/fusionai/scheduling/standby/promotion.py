@@ -1,23 +1,17 @@
 """Finds a standby machine that would compute a stage faster than its current peer, and the plans for moving it there.
 
-After a failure a stage lies on the machine that stood by for it. When a faster machine returns or joins, the stage
-moves to it. The machine first becomes the stage's standby, which costs the job only a snapshot. Then the two machines
-swap roles, which costs the replay of a few of that stage's steps and no checkpoint. If a swap is impossible (the
-current peer has other stages, or one of the two lacks memory for snapshots), the stage moves by way of a checkpoint, if
-the gain is larger.
-
-Both placements are predicted from the current profiles, so stages don't move back and forth. A measured slowdown of a
-machine is already part of its profile. Only the fraction of a predicted gain counts that earlier moves of this job
-achieved.
+When a faster machine returns or joins, it first becomes the stage's standby, which costs the job only a snapshot. Then
+the two machines swap roles, which costs the replay of a few of that stage's steps and no checkpoint. If a swap is
+impossible (the current peer has other stages, or one of the two lacks memory for snapshots), the stage moves by way of
+a checkpoint, if the gain is larger. Both placements are predicted from the current profiles, so stages don't move back
+and forth.
 
 Predictions don't know what machines share, such as cores, a network link or cooling. A job therefore compares each
-predicted gain with its own step times: the median before the move with the median after it, each over steps with
-unchanged placement. The trust is the ratio of measured to predicted gains. An additional gain of `BENEFIT` counts as
-predicted and measured, so that a small prediction has little weight and the trust without any prediction is 1. Outcomes
-are dropped after `FORGOTTEN_S`, because machines change.
-
-`takeover` makes the plans, `prediction` compares them, and `straggling` has the measured speeds. `client.pool.watch`
-reports the steps."""
+predicted gain with its own step times: the median before the move with the median after it. The trust is the ratio of
+measured to predicted gains. An additional gain of `BENEFIT` counts as predicted and measured, so that a small
+prediction has little weight and the trust without any prediction is 1. Outcomes are dropped after `FORGOTTEN_S`,
+because machines change.
+"""
 
 from __future__ import annotations
 

@@ -1,18 +1,14 @@
 """Detects stages that have become so slow that another plan is worth its cost, and makes that plan; moves nothing.
 
-Measured times are not compared with predicted ones directly: if machines share cores, or the model's cost was
-underestimated, all stages are slower than planned together. A stage's *slow-down* is the ratio of its measured to its
-planned compute, divided by the median of that ratio over all stages (the lower of two middle ones, so that of two
-stages the slower one is identified). A stage becomes a straggler when its slow-down was above `SLOW` for `STEPS` steps
-in a row and the other stages waited for it. It has recovered when its slow-down was below `RECOVERED` for as many
-steps. Between the two values nothing changes.
+If machines share cores, or the model's cost was underestimated, all stages are slower than planned together. So a
+stage's *slow-down* is the ratio of its measured to its planned compute, divided by the median of that ratio over all
+stages (the lower of two middle ones, so that of two stages the slower one is identified). A stage becomes a straggler
+when its slow-down was above `SLOW` for `STEPS` steps in a row and the other stages waited for it. It has recovered when
+its slow-down was below `RECOVERED` for as many steps. Between the two values nothing changes.
 
 The new plan is made with the measured speeds and adopted only if its step is at least the fraction `GAIN` shorter.
-After a new plan, and after a search without one, the next search waits for `COOL_DOWN` steps. Therefore a machine that
-is slow occasionally moves nothing, and periodic slowness moves stages no more often than that.
-
-`planner` plans, `prediction` compares. `training` reports the spans' seconds and runs `better_plan`, which may take
-seconds, outside the event loop.
+After a new plan, and after a search without one, the next search waits for `COOL_DOWN` steps. `better_plan` may take
+seconds; `training` runs it outside the event loop.
 """
 
 from __future__ import annotations
@@ -56,8 +52,7 @@ class Straggling:
     slowdowns: Mapping[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
     """Last `STEPS` slow-downs by stage, oldest first."""
     turning: Mapping[int, int] = field(default_factory=dict[int, int])
-    """Consecutive steps, by stage, in which a straggler was fast enough or another stage slow enough to change
-    state."""
+    """Consecutive steps, by stage, that speak for a change of state: a straggler fast or another stage slow."""
     stragglers: frozenset[int] = frozenset()
 
     def due(self, step: int) -> bool:

@@ -10,9 +10,7 @@ A machine that was lost, or that failed as a standby, may be used in plans again
 consecutive loss (`Loss`). A machine that has joined again waits for at most `LONGEST_SETTLE_S`, because a new process
 may work better. A process that fails repeatedly without ending waits for up to `LONGEST_RETRY_S`: each attempt costs a
 plan, a load of weights and a log line, and its cause has not changed.
-
-`standby.assignment` assigns standbys to the result, `prediction` predicts its speed; `training` calls this module when
-a peer is lost."""
+"""
 
 from __future__ import annotations
 
@@ -25,8 +23,6 @@ import msgspec
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling.problem.constraints import refusal
-from fusionai.scheduling.problem.memory_savings import unable_to_save
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Certificate, Excluded, PeerProfile, Plan, Problem, StagePlacement, Standby
 from fusionai.scheduling.serving.prediction import predict_serving
@@ -55,8 +51,7 @@ class WaitingForMachines:
 
     @property
     def sentence(self) -> str:
-        """The wait in words, e.g. `waiting for a peer that lends 1.2 GB and computes the same bits as ada did (stage
-        1)`."""
+        """The wait in words: `waiting for a peer that lends 1.2 GB and computes the same bits as ada did (stage 1)`."""
         wanted = [_wish(stage) for stage in self.stages]
         if len(wanted) == 1:
             return f"waiting for a peer that {wanted[0]}"
@@ -252,11 +247,9 @@ class _Placing:
 
     def _refusal(self, stage: StagePlacement, peer: str) -> str | None:
         profile, costs = self.idle[peer], self.costs
-        reason = refusal(costs.problem, profile, costs.operators(stage)) or unable_to_save(stage, profile)
+        reason = costs.refusal(stage, profile, exact=costs.problem.takeover == "exact")
         if reason is not None:
             return reason
-        if costs.problem.takeover == "exact" and not costs.exact(stage, profile):
-            return "it computes other bits (its fingerprint differs)."
         needed, lent = self._least_bytes(stage), profile.memory_bytes - self.load[peer]
         if needed > lent:
             return f"it lends {format_bytes(lent)}, the stage takes {format_bytes(needed)}."
@@ -320,8 +313,7 @@ def _wish(stage: Unplaced) -> str:
 
 
 SETTLE_S: Final = 1.0
-"""Wait after a first loss, in seconds. The broker must have heard from the machine at least this long after its
-loss."""
+"""Seconds after a first loss after which the broker must have heard from the machine."""
 LONGEST_SETTLE_S: Final = 30.0
 """Longest wait of a machine that has joined again since its loss, in seconds."""
 LONGEST_RETRY_S: Final = 3600.0
@@ -357,8 +349,7 @@ class Loss:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether this is the first of the consecutive losses whose wait exceeds `LONGEST_SETTLE_S`; callers report
-        it."""
+        """Whether this is the first consecutive loss whose wait exceeds `LONGEST_SETTLE_S`; callers report it."""
         return self.times > 1 and _doubled_s(self.times - 1) <= LONGEST_SETTLE_S < _doubled_s(self.times)
 
 

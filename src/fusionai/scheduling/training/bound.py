@@ -3,15 +3,12 @@
 All pipelines are divided into boxes by their period and by the time that files add to an update. In one box no step is
 shorter than the box's least period and update plus the least transit of a chain whose stages fit the box's largest
 period and update. That transit is a shortest path over cuts and machines with exact costs of stages, hops, memory and
-savings, but a machine may appear more than once.
+savings, but a machine may appear more than once. Equal machines form one kind, with as many uses as machines.
 
 Each use of a machine has a price, and the price of one use per machine is subtracted from the result (Lagrangian
 relaxation, M. Held and R. Karp, 1970; relaxed states as N. Christofides, A. Mingozzi and P. Toth, 1981). Prices rise
 until no machine is used more often than it exists. Machines without a path shorter than the best known step are dropped
-from the box. The box with the least bound is divided next. Equal machines form one kind, with as many uses as machines.
-
-`planner` reports the gap to this bound, `solving` asks which machines a shorter step may still use, `search` prunes
-with the cost of what lies before a stage, and `kernels.training_pipeline` has the loops.
+from the box. The box with the least bound is divided next. `kernels.training_pipeline` has the loops.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ from fusionai.scheduling.problem.constraints import PipelineLimits
 from fusionai.scheduling.training.pipeline import Pipeline, cost_tables
 
 PAIRED: Final = 72
-"""Largest number of kinds for which every pair's hop is exact; above it, hops cost the least their access links
-allow."""
+"""Largest number of kinds with exact hops for every pair; above it, hops cost what access links allow."""
 HALVINGS: Final = 8
 """How often the largest period is halved to form the initial boxes."""
 ROUNDS: Final = 40
@@ -87,8 +83,7 @@ class Box:
 
 
 class Relaxation:
-    """Lower bound for the pipelines within `limits`. `narrow` improves it; `bound_s` and `matter` return the
-    results."""
+    """Lower bound for the pipelines within `limits`. `narrow` improves it."""
 
     def __init__(self, pipeline: Pipeline, limits: PipelineLimits) -> None:
         self._pipeline = pipeline
@@ -134,8 +129,7 @@ class Relaxation:
             done_s = min((box.bound_s for box in self._done), default=inf)
 
     def _refine(self) -> bool:
-        """Continue the price updates of the narrow box with the least bound; return False once the bound hardly
-        rises."""
+        """Continue the price updates of the narrow box with the least bound; return whether it still rises."""
         box = min(self._done)
         refined = self._bounded(box)
         self._done.remove(box)

@@ -4,8 +4,6 @@ A slow link gets a small codec and a fast link a large one, up to `none`, as Ada
 ratios. Stages are cut as if every boundary had the smallest codec. Then codecs grow one rung at a time, each time where
 the step gets longer by the least, until a step would exceed `SLACK`. A plan with the same stages as the running plan
 keeps its codecs, so that a replay packs as before.
-
-`planner` calls this module, `pipeline` has the prices, `wire.codecs` the codecs in order of size.
 """
 
 from __future__ import annotations

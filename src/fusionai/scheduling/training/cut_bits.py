@@ -3,8 +3,6 @@
 At every cut, gradients of values that cross it are summed in the order of a single process (`ir.gradients`). Three
 things still depend on the cut: large parameters shared by blocks on several machines, whose sums cross once per step;
 boundaries packed by a codec; and backends that compile a whole stage (JAX), whose rounding depends on the stage.
-
-`continuation` and `client.pool.watch` ask before they change the cut, `planner` adds the sentences to plans.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def same_sums(before: Plan, after: Plan, problem: Problem) -> bool:
-    """Return whether both plans add every gradient in the same order, pack boundaries in the same way and compile the
-    same stages."""
+    """Return whether both plans add all gradients in one order, pack boundaries alike and compile the same stages."""
     if any(_groups(before, weight) != _groups(after, weight) for weight in problem.shared_weights):
         return False
     if before.ranges == after.ranges:

@@ -31,16 +31,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from fusionai.scheduling.kernels.training_pipeline import CostTables
+from fusionai.scheduling.problem import memory_savings as saving
 from fusionai.scheduling.problem.chain import Chain, stage_tables
 from fusionai.scheduling.problem.constraints import Pins
 from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of, front_of, tail_chain
-from fusionai.scheduling.problem.memory_savings import (
-    file_bytes_per_s,
-    flops_per_s,
-    inability,
-    savings_choices,
-    weights_bytes_per_s,
-)
 from fusionai.scheduling.problem.types import DirectedLink, PeerProfile, Problem, hop
 from fusionai.wire.codecs import Codec
 
@@ -143,8 +137,7 @@ LOSS_IN_FLIGHT: Final = 2
 
 
 class Pipeline:
-    """Costs of a problem's stages and hops on the usable peers, in an order that does not depend on how they were
-    listed."""
+    """Costs of a problem's stages and hops on the usable peers, in whatever order these were listed."""
 
     def __init__(self, problem: Problem, peers: Sequence[PeerProfile]) -> None:
         self.problem = problem
@@ -161,7 +154,7 @@ class Pipeline:
         self.front = front_of(problem, self.peers)
         """Index of the peer that stands for the owner's machine with its first blocks; None if there is none."""
         self.pins = Pins(problem.pinned, blocks, self.peers, only=self.front)
-        self.variants = savings_choices(problem)
+        self.variants = saving.savings_choices(problem)
         """Techniques that a stage may combine to fit its memory."""
         self.tables = stage_tables(self.chain, self.variants)
         self.linked = problem.linked
@@ -215,10 +208,6 @@ class Pipeline:
                 if one.held >= self.microbatches:
                     needless |= int(self.tables.needless[variant])
         return found
-
-    def best_longer(self, suffix: Suffix, peer: int, start: int) -> Suffix | None:
-        """Return the suffix from `longer` with the shortest step so far."""
-        return min(self.longer(suffix, peer, start), key=self.step_s, default=None)
 
     def fold(self, order: Sequence[int], cuts: Sequence[int]) -> Suffix | None:
         """Return the pipeline in which `order[k]` holds [cuts[k], cuts[k + 1]), with the variants that are best
@@ -384,10 +373,10 @@ class Pipeline:
             MachineCosts(
                 profile=profile,
                 flops_per_s=profile.effective_flops_per_s,
-                variant_flops_per_s=tuple(flops_per_s(profile, variant) for variant in self.variants),
-                able=tuple(inability(variant, profile) is None for variant in self.variants),
-                away_bytes_per_s=weights_bytes_per_s(profile),
-                file_bytes_per_s=file_bytes_per_s(profile),
+                variant_flops_per_s=tuple(saving.flops_per_s(profile, variant) for variant in self.variants),
+                able=tuple(saving.inability(variant, profile) is None for variant in self.variants),
+                away_bytes_per_s=saving.weights_bytes_per_s(profile),
+                file_bytes_per_s=saving.file_bytes_per_s(profile),
                 up=up,
                 down=down,
                 memory_bytes=float(profile.memory_bytes),
@@ -451,8 +440,7 @@ def cost_tables(pipeline: Pipeline, peers: Sequence[int]) -> CostTables:
 
 
 def _unbeaten(suffixes: list[Suffix]) -> list[Suffix]:
-    """Return the suffixes, of equal machines and cuts, that no other one equals or beats in period, transit and
-    update."""
+    """Return the suffixes, of equal machines and cuts, that no other one equals or beats in its three times."""
     kept: list[Suffix] = []
     for one in sorted(suffixes, key=lambda s: (s.period_s, s.transit_s, s.update_s)):
         if not any(other.transit_s <= one.transit_s and other.update_s <= one.update_s for other in kept):

@@ -1,23 +1,16 @@
-"""Predicts how long a training step takes for a given placement.
+"""Predicts how long a training step takes for a given placement, and how fast one machine is alone.
 
 Applies the formulas of `pipeline` to a placement that already exists: stages keep their microbatches in flight, and a
 peer may hold several stages, which then share its compute and its access link. Replicas run side by side, so a period
-takes one microbatch through each of them. All replicas share the job owner's process and access link.
+takes one microbatch through each of them.
 
-A step is committed when every stage has reported to the job owner that its gradients are summed. A stage begins the
-next step when the owner has confirmed that. The first stage of a chain finishes last and begins first: it waits for one
-message to the owner and one back (docs/recovery.md). The other stages receive the confirmation before their next
-microbatch arrives.
+A step is committed when every stage has reported to the job owner that its gradients are summed. The first stage of a
+chain finishes last and begins first: it waits for one message to the owner and one back (docs/recovery.md). The other
+stages receive the confirmation before their next microbatch arrives.
 
 With several replicas, every stage of the first one is the home of its parameters. The other replicas send it their
-gradients. The home adds them in the order of replicas, which fixes the bits of the sum, and sends the sums back.
-Gradients are sent when a stage has finished all its microbatches, sums when the last gradient has arrived. All homes
-work at once, so the slowest link determines the time. `coordination.training.stage` runs the summation.
-
-The baseline of every plan is the fastest machine without a pipeline (`fastest_alone`): M microbatches one after the
-other, with one in flight. A machine of the pool also pays one round trip to the job owner per step.
-
-`takeover` and `straggling` compare placements with these predictions; `pipeline` explains the terms.
+gradients. The home adds them in the order of replicas, which fixes the bits of the sum, and sends the sums back. All
+homes work at once, so the slowest link determines the time.
 """
 
 from __future__ import annotations
@@ -32,15 +25,8 @@ import msgspec
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_seconds, format_speed
+from fusionai.scheduling.problem import memory_savings as saving
 from fusionai.scheduling.problem.chain import Chain
-from fusionai.scheduling.problem.memory_savings import (
-    MemorySavings,
-    flops_per_s,
-    inability,
-    offload_s,
-    savings_choices,
-    weights_s,
-)
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, RolePlacement, StagePlacement, hop
 
@@ -174,7 +160,7 @@ class Alone:
 def fastest_alone(problem: Problem, peers: Sequence[PeerProfile]) -> Alone | None:
     """The fastest of `peers` on its own (the eligible peers and the job owner); None if the model fits none of them."""
     chain = Chain(problem, problem.blocks)
-    variants = savings_choices(problem)
+    variants = saving.savings_choices(problem)
     ops = {op for block in problem.blocks for op in block.ops}
     best: Alone | None = None
     for peer in sorted(peers, key=lambda p: p.peer):
@@ -183,7 +169,7 @@ def fastest_alone(problem: Problem, peers: Sequence[PeerProfile]) -> Alone | Non
         steps_s = [
             _step_s(problem, chain, peer, one)
             for one in variants
-            if _needed_bytes(chain, one) <= peer.memory_bytes and inability(one, peer) is None
+            if _needed_bytes(chain, one) <= peer.memory_bytes and saving.inability(one, peer) is None
         ]
         if not steps_s:
             continue
@@ -240,15 +226,15 @@ def _report_s(problem: Problem, peer: PeerProfile) -> float:
     return there.latency_s + back.latency_s
 
 
-def _step_s(problem: Problem, chain: Chain, peer: PeerProfile, savings: MemorySavings) -> float:
-    microbatch_s, update_s = max(chain.flops(0, chain.length, savings) / flops_per_s(peer, savings), 1e-12), 0.0
+def _step_s(problem: Problem, chain: Chain, peer: PeerProfile, savings: saving.MemorySavings) -> float:
+    microbatch_s, update_s = max(chain.flops(0, chain.length, savings) / saving.flops_per_s(peer, savings), 1e-12), 0.0
     if savings.offload:
-        update_s += offload_s(peer, chain.slot_bytes(0, chain.length))
+        update_s += saving.offload_s(peer, chain.slot_bytes(0, chain.length))
     if savings.offload_weights:
-        microbatch_s += weights_s(peer, chain.weight_bytes(0, chain.length))
-        update_s += weights_s(peer, chain.trained_bytes(0, chain.length))
+        microbatch_s += saving.weights_s(peer, chain.weight_bytes(0, chain.length))
+        update_s += saving.weights_s(peer, chain.trained_bytes(0, chain.length))
     return problem.microbatches * microbatch_s + update_s
 
 
-def _needed_bytes(chain: Chain, savings: MemorySavings) -> float:
+def _needed_bytes(chain: Chain, savings: saving.MemorySavings) -> float:
     return chain.resident_bytes(0, chain.length, savings) + chain.in_flight_bytes(0, chain.length, savings)

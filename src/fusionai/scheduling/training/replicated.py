@@ -67,7 +67,8 @@ class Exchanging:
 def divide(problem: Problem, most: int) -> tuple[Group, ...]:
     """Return at most `most` groups of the problem's peers; raise the planner's `PlanError` if not even one fits."""
     kept_out = set(problem.excluded)
-    peers = sorted((one for one in problem.peers if one.peer not in kept_out), key=_strength, reverse=True)
+    peers = [one for one in problem.peers if one.peer not in kept_out]
+    peers.sort(key=lambda one: (one.effective_flops_per_s, one.memory_bytes, one.peer), reverse=True)
     for count in range(min(most, len(peers)), 1, -1):
         groups = _planned_groups(problem, _dealt(peers, count, _replica_bytes(problem)))
         if groups is not None:
@@ -76,8 +77,7 @@ def divide(problem: Problem, most: int) -> tuple[Group, ...]:
 
 
 def fastest(problem: Problem, most: int, exchange: Exchanging | None = None) -> tuple[Group, ...]:
-    """Return the groups whose number gives the most steps per second in total; the smallest such number. Raises like
-    `divide`."""
+    """Return the smallest number of groups that gives the most steps per second in total. Raises like `divide`."""
     share_s = 0.0 if exchange is None else exchange_s(problem, exchange)
     beside = 0.0 if exchange is None else exchange.beside
     best = divide(problem, 1)
@@ -115,10 +115,6 @@ def anchored(problem: Problem) -> Problem:
     parameters, the outer momentum and the packing error, each as large as the trainable parameters."""
     kept = problem.optimizer_bytes_per_trainable_byte + 3.0
     return msgspec.structs.replace(problem, optimizer_bytes_per_trainable_byte=kept)
-
-
-def _strength(peer: PeerProfile) -> tuple[float, int, str]:
-    return peer.effective_flops_per_s, peer.memory_bytes, peer.peer
 
 
 def _replica_bytes(problem: Problem) -> float:
@@ -193,8 +189,7 @@ def _improved(problem: Problem, groups: list[Group]) -> list[Group]:
 
 
 def _exchanges(groups: Sequence[Group], slow: int) -> Iterator[tuple[int, list[str], list[str]]]:
-    """Yield another group's index and the two groups' new members: one peer exchanged, or one moved to the slow
-    group."""
+    """Yield another group's index and both groups' new members: one peer exchanged, or moved to the slow group."""
     mine = groups[slow].peers
     for other, group in enumerate(groups):
         if other == slow:
@@ -344,8 +339,7 @@ def _bound_tokens_per_s(problem: Problem) -> float:
 
 
 def _check_owner(problem: Problem, found: Plan) -> None:
-    """Raise `PlanError` if the model ends of all replicas don't fit the job owner's memory; its process computes them
-    all."""
+    """Raise `PlanError` if the model ends of all replicas don't fit the job owner's memory."""
     if problem.owner is None:
         return
     needed = sum(stage.memory_bytes for stage in found.stages if stage.peer == found.feed)
@@ -358,8 +352,7 @@ def _check_owner(problem: Problem, found: Plan) -> None:
 
 
 def _against(found: Plan, chained: Plan | None) -> Plan:
-    """Return `found` with the speed of the fastest machine alone, and a warning if one machine or one chain is
-    faster."""
+    """Return `found` with the fastest machine's speed, and a warning if one machine or one chain is faster."""
     if chained is None:
         return found
     speed, alone = found.tokens_per_s, chained.single_peer_tokens_per_s

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 from typing import Final
 
@@ -119,7 +119,7 @@ def _neighbours(pipeline: Pipeline, layout: Layout) -> Iterator[Layout]:
             # The peers keep their number of blocks.
             sizes = [b - a for a, b in pairwise(cuts)]
             sizes[i], sizes[j] = sizes[j], sizes[i]
-            yield tuple(swapped), _cuts(sizes)
+            yield tuple(swapped), (0, *accumulate(sizes))
     for k in range(last + 1):
         for peer in unused:
             yield (*order[:k], peer, *order[k + 1 :]), cuts
@@ -153,7 +153,8 @@ class _Filling:
                     continue
                 layout: Layout = ((peer, *taken), (start, *cuts))
                 if layout not in self._priced:
-                    self._priced[layout] = self._pipeline.best_longer(suffix, peer, start)
+                    grown = self._pipeline.longer(suffix, peer, start)
+                    self._priced[layout] = min(grown, key=self._pipeline.step_s, default=None)
                 longer = self._priced[layout]
                 if longer is not None and longer.period_s <= max(period_s, suffix.period_s):
                     suffix = longer
@@ -192,13 +193,6 @@ def _first_periods(pipeline: Pipeline, limits: PipelineLimits) -> list[float]:
     # Most good plans lie within twice the ideal, so the first part of the range is sampled more densely.
     fine = [low_s * (1 + 0.15 * step) for step in range(FIRST_PERIODS)]
     return [*fine, *(low_s * ratio**step for step in range(FIRST_PERIODS)), inf]
-
-
-def _cuts(sizes: list[int]) -> tuple[int, ...]:
-    cuts = [0]
-    for size in sizes:
-        cuts.append(cuts[-1] + size)
-    return tuple(cuts)
 
 
 GLANCE_BUDGET: Final = 6_000
@@ -283,14 +277,14 @@ def _simply_before(pipeline: Pipeline) -> Before:
 
 def twins(pipeline: Pipeline, required: int) -> list[int]:
     """Return for each peer the mask of earlier peers with equal costs; these must be used before it."""
-    masks: list[int] = []
-    for peer in range(pipeline.owner):
-        mask = 0
-        for earlier in range(peer):
-            if pipeline.alike(earlier, peer) and (required >> peer & 1) == (required >> earlier & 1):
-                mask |= 1 << earlier
-        masks.append(mask)
-    return masks
+    return [
+        sum(
+            1 << earlier
+            for earlier in range(peer)
+            if pipeline.alike(earlier, peer) and (required >> peer & 1) == (required >> earlier & 1)
+        )
+        for peer in range(pipeline.owner)
+    ]
 
 
 def _searched(

@@ -1,13 +1,9 @@
 """Finds the pipeline with the shortest step among the usable machines, and a bound on how good it is.
 
-The result says which peer holds which blocks and what each stage does to fit its memory. A first pipeline is
-constructed and improved by local changes. A relaxation then proves a bound and determines which machines a shorter step
-could still use. If those are few, an exact search among them ends with the best pipeline of all. Otherwise pipelines of
-them are improved by simulated annealing, and the bound is the certificate.
-
-If there is no pipeline, `PlanError` names the tightest constraint and what to do about it.
-
-`planner` calls this module; `search` finds pipelines, `bound` proves bounds.
+A first pipeline is constructed and improved by local changes. A relaxation (`bound`) then proves a bound and determines
+which machines a shorter step could still use. If those are few, an exact `search` among them ends with the best
+pipeline of all. Otherwise pipelines of them are improved by simulated annealing, and the bound is the certificate. If
+there is no pipeline, `PlanError` names the tightest constraint and what to do about it.
 """
 
 from __future__ import annotations
@@ -165,8 +161,7 @@ class _Solving:
         return list(found)
 
     def _anneal(self, peers: Sequence[int], relaxation: Relaxation | None = None) -> None:
-        """Anneal pipelines among `peers`; with a relaxation, start from its chains after machines used twice are
-        replaced."""
+        """Anneal pipelines among `peers`; with a relaxation, start from its chains with repeated machines replaced."""
         chains = [] if relaxation is None else self._mended(relaxation)
         running = [] if self.best is None else [stage.head for stage in self.whole.pool_stages(self.best)]
         named = dict.fromkeys([*running, *(stage.head for one in chains for stage in self.whole.pool_stages(one))])
@@ -192,8 +187,7 @@ class _Solving:
         return found
 
     def _stand_in(self, order: Sequence[int], chain: Sequence[tuple[int, int]], start: int, end: int) -> int:
-        """Return the fastest machine outside the chain with room for the stage and its microbatches in flight; -1 if
-        none."""
+        """Return the fastest machine outside the chain with room for the stage and what is in flight; -1 if none."""
         taken = {*order, *(peer for peer, _ in chain)}
         needed, _ = self.whole.least_bytes(start, end, min(self.whole.microbatches, len(chain)))
         return next(
@@ -219,15 +213,12 @@ class _Solving:
 
     def _among(self, peers: Sequence[int]) -> tuple[Pipeline, PipelineLimits, Suffix | None]:
         """Return the pipeline of some peers, its limits, and the best known pipeline if it uses no other peers."""
-        pipeline = Pipeline(self.problem, [self.whole.peers[peer] for peer in sorted(set(peers) | self._must())])
+        must = {peer for peer in range(self.whole.owner) if self.limits.required >> peer & 1}
+        must |= set() if self.whole.front is None else {self.whole.front}
+        pipeline = Pipeline(self.problem, [self.whole.peers[peer] for peer in sorted({*peers, *must})])
         limits = limits_among(self.problem, pipeline.peers, self.asked)
         known = None if self.best is None else _carried(pipeline, self.whole, _layout(self.whole, self.best))
         return pipeline, limits, known
-
-    def _must(self) -> set[int]:
-        required = self.limits.required
-        found = {peer for peer in range(self.whole.owner) if required >> peer & 1}
-        return found if self.whole.front is None else found | {self.whole.front}
 
 
 def _layout(pipeline: Pipeline, suffix: Suffix) -> Layout:
@@ -243,8 +234,7 @@ def _carried(to: Pipeline, of: Pipeline, layout: Layout) -> Suffix | None:
 
 
 def _incumbent(problem: Problem, pipeline: Pipeline, limits: PipelineLimits) -> Suffix | None:
-    """Return the running plan as a pipeline of this problem, or None if it no longer fits; it stays unless another is
-    faster."""
+    """Return the running plan as a pipeline, or None if it no longer fits; it stays unless another is faster."""
     running = problem.incumbent
     if running is None or running.graph_hash != problem.graph_hash:
         return None
