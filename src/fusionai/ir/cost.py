@@ -136,7 +136,7 @@ class _Prices:
             ),
             trainable_bytes=sum(self._bytes(value) for value, spec in params.items() if spec.trainable),
             activation_bytes=self._kept_bytes(nodes),
-            # Of one node: its results and, in training, their gradients, which exist only briefly.
+            # One node's results and, in training, their gradients exist only briefly.
             workspace_bytes=(2 if self.training else 1)
             * max((sum(self._bytes(value) for value in node.outputs) for node in nodes), default=0),
             output_bytes=output_bytes,

@@ -35,8 +35,6 @@ RULES = {
 }
 COMMENT = re.compile(r"^(?:.*? )?# (\S.*)$")
 """The text of a comment. A string with the same form is text for readers too."""
-PENDING = "fusionai.coordination."
-"""Modules that have such text still. Delete this exception with the last of it."""
 GENERATED = "<!-- generated below this line"
 
 
@@ -95,10 +93,7 @@ def test_docstrings_and_comments_are_read():
 
 def test_the_source_reads_as_plain_english():
     found = [
-        one
-        for name, module in modules().items()
-        if not name.startswith(PENDING)
-        for one in found_in(name, texts_of_source(module.path, module.nodes))
+        one for name, module in modules().items() for one in found_in(name, texts_of_source(module.path, module.nodes))
     ]
     assert not found, "\n".join(found)
 
