@@ -1,1 +1,1 @@
-"""What the machines of training and serving jobs share: roles, events, faults, liveness, verification, reputation."""
+"""What the machines of both jobs share: state, roles, events, commands, faults, liveness, verification."""

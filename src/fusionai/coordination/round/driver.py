@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from fusionai.coordination.machine import C, P, StatefulMachine
-from fusionai.coordination.round.interface import DriverEvent, PlanRoles
+from fusionai.coordination.round.interface import DriverEvent, LinkBroken, PlanRoles
 from fusionai.wire.base import Fence
 
 R = TypeVar("R", bound=PlanRoles)
@@ -26,10 +26,16 @@ class Faults:
     stages: Counter[int] = field(default_factory=Counter[int])
     """Stage -> failures."""
 
-    def link_broke(self, pair: frozenset[str]) -> int:
-        """Count a broken link. Returns how often it has broken."""
+    def link_broken(
+        self, event: LinkBroken, roles: PlanRoles, peers: Set[str], has_standby: Collection[int]
+    ) -> str | None:
+        """Count a broken link. Returns the peer to remove if it is the second break; "" at the first, after which
+        another round under the same plan tries the link again; None if these are not two of `peers`."""
+        pair = frozenset((event.reporter, event.other))
+        if len(pair) < 2 or not pair <= peers:
+            return None
         self.links[pair] += 1
-        return self.links[pair]
+        return self.blamed(pair, roles, has_standby) if self.links[pair] > 1 else ""
 
     def stage_failed(self, stage: int) -> int:
         """Count a failed stage. Returns how often it has failed."""

@@ -108,21 +108,20 @@ class Takeovers:
     # ------------------------------------------------------------------------------------------- links and stages
 
     def on_link_broken(self, event: LinkBroken) -> list[ServingCommand]:
-        """First break of a link: another round under the same plan. Second break before a pass came back: one of the
-        two peers is removed."""
         roles = self.job.roles
-        pair = frozenset((event.reporter, event.other))
-        if len(pair) < 2 or not pair <= set(roles.places.values()) | {roles.owner}:
+        peers = {*roles.places.values(), roles.owner}
+        blamed = self.job.faults.link_broken(event, roles, peers, roles.standbys)
+        if blamed is None:
             return []
-        if self.job.faults.link_broke(pair) > 1:
-            return self.lose([self.job.faults.blamed(pair, roles, roles.standbys)], "link", event.reason)
+        if blamed:
+            return self.lose([blamed], "link", event.reason)
         fault = ReportFault("link", event.other, roles.stages_of(event.other), event.reason)
         return [fault, *self.rounds.begin(event.reason)]
 
     def on_stage_failed(self, event: StageFailure) -> list[ServingCommand]:
         """A running stage that fails gets another round first, and another peer if it fails again before a pass came
-        back. If the job was never ready, a third failure ends it, because the peer is not the cause. For a with a
-        standby or prepared stage another standby is chosen."""
+        back. If the job was never ready, a third failure ends it, because the peer is not the cause. If a
+        standby or a peer that prepares a stage fails, another one is chosen."""
         if self.job.roles.places.get(event.stage) != event.peer:
             return self._fail_standby(event)
         return self._fail_stage(event.stage, event.reason, fatal=event.fatal)

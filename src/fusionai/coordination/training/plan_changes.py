@@ -89,13 +89,12 @@ class PlanChanges:
                 return []
 
     def on_link_broken(self, event: LinkBroken) -> list[DriverCommand]:
-        """First break of a link: another round over the same plan. Second break before any commit: one of the two peers
-        is removed."""
-        job, pair = self.job, frozenset((event.reporter, event.other))
-        if len(pair) < 2 or not pair <= job.members | {job.roles.owner}:
+        job = self.job
+        blamed = job.faults.link_broken(event, job.roles, job.members | {job.roles.owner}, job.standbys)
+        if blamed is None:
             return []
-        if self.job.faults.link_broke(pair) > 1:
-            return self._lose(self.job.faults.blamed(pair, job.roles, job.standbys), "link", event.reason)
+        if blamed:
+            return self._lose(blamed, "link", event.reason)
         stages = job.roles.stages_of(event.other)
         return [ReportFault("link", event.other, stages, event.reason, job.step), *self.rounds.begin()]
 
