@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -208,7 +208,46 @@ class _Dialling:
     task: asyncio.Task[None]
 
 
-class Links:
+class _Connected:
+    """Connections to other members, one per peer, kept alive and watched for silence."""
+
+    def __init__(self, transport: Transport, now_s: Callable[[], float]) -> None:
+        self._transport = transport
+        self._now_s = now_s
+        self._silence = Silence()
+        self._connections: dict[PeerId, KeepaliveConnection] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Tasks that dial or read. The event loop alone would not keep them alive."""
+        self._closing = False
+
+    def _start(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def beat(self) -> None:
+        """Call every `Silence.ping_s`: ping all peers and end connections that were silent for too long."""
+        now_s, connections = self._now_s(), self._connections
+        for peer, connection in connections.items():
+            if connection.usable and connection.beat(now_s):
+                self._silence.heard(peer, now_s)
+        taking = [peer for peer, connection in connections.items() if connection.channel.acknowledges is not False]
+        for peer, deadline_s in self._silence.tick(now_s, taking).items():
+            if (connection := connections.get(PeerId(peer))) is not None:
+                connection.lost(f"it has been silent for {deadline_s:.3g} s")
+
+    async def close(self) -> None:
+        """End all connections. Queued messages are discarded, since no peer waits for them any more."""
+        self._closing = True
+        for task in self._tasks:
+            task.cancel()
+        for connection in self._connections.values():
+            connection.drop()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class Links(_Connected):
     """Links to all other members. `on_message` gets every message except pings and pongs; `on_lost` is called once per
     lost link."""
 
@@ -220,18 +259,12 @@ class Links:
         on_lost: Callable[[PeerId, str], None],
         now_s: Callable[[], float],
     ) -> None:
-        self._transport = transport
+        super().__init__(transport, now_s)
         self._on_message = on_message
         self._on_lost = on_lost
-        self._now_s = now_s
-        self._silence = Silence()
-        self._connections: dict[PeerId, KeepaliveConnection] = {}
         self._waiting: dict[PeerId, asyncio.Future[None]] = {}
         """Futures that are resolved when a link to the peer is up."""
         self._dialling: dict[PeerId, _Dialling] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        """Tasks that dial and then read. The event loop alone would not keep them alive."""
-        self._closing = False
 
     def post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
         """Queue a message for `peer`. Raises `TransportError` if there is no usable link (`up` waits for one)."""
@@ -267,10 +300,7 @@ class Links:
             if under_way.opening == opening:
                 return
             under_way.task.cancel()
-        task = asyncio.create_task(self._dial(peer, addresses, opening))
-        self._dialling[peer] = _Dialling(opening, task)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._dialling[peer] = _Dialling(opening, self._start(self._dial(peer, addresses, opening)))
 
     async def _dial(self, peer: PeerId, addresses: Sequence[str], opening: wire.OpenJob) -> None:
         try:
@@ -311,10 +341,6 @@ class Links:
             reason = f"{type(error).__name__}: {error}"
         connection.lost(reason)
 
-    def beat(self) -> None:
-        """Call every `Silence.ping_s`: ping all peers and end links that were silent for too long."""
-        _beat(self._connections, self._silence, self._now_s())
-
     def _lost(self, peer: PeerId, connection: KeepaliveConnection, reason: str) -> None:
         if self._connections.get(peer) is connection:
             del self._connections[peer]
@@ -323,28 +349,17 @@ class Links:
             self._on_lost(peer, reason)
 
     async def close(self) -> None:
-        """End all links. Queued messages are discarded, since no peer waits for them any more."""
-        self._closing = True
         for waiting in self._waiting.values():
             waiting.cancel()
-        for task in self._tasks:
-            task.cancel()
-        for connection in self._connections.values():
-            connection.drop()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await super().close()
 
 
-class StateConnections:
+class StateConnections(_Connected):
     """Sends messages to other members. `send` delivers the message or raises; it never retries."""
 
     def __init__(self, transport: Transport, *, now_s: Callable[[], float]) -> None:
-        self._transport = transport
-        self._now_s = now_s
-        self._silence = Silence()
-        self._connections: dict[PeerId, KeepaliveConnection] = {}
+        super().__init__(transport, now_s)
         self._opening: dict[PeerId, asyncio.Lock] = {}
-        self._readers: set[asyncio.Task[None]] = set()
-        self._closing = False
 
     async def send(
         self,
@@ -371,9 +386,7 @@ class StateConnections:
             raise TransportError(f"the connection to peer {short(peer)} is not needed: this member is closing.")
         connection = self._connections[peer] = KeepaliveConnection(channel)
         self._silence.watch(peer, self._now_s())
-        reader = asyncio.create_task(self._read(connection))
-        self._readers.add(reader)
-        reader.add_done_callback(self._readers.discard)
+        self._start(self._read(connection))
         return connection
 
     async def _read(self, connection: KeepaliveConnection) -> None:
@@ -383,27 +396,3 @@ class StateConnections:
             connection.lost(f"it sent a {type(message).__name__}")
         except FusionError as error:
             connection.lost(str(error))
-
-    def beat(self) -> None:
-        """Like `Links.beat`: ping all peers and end silent connections, so that the next `send` fails or opens a new
-        one."""
-        _beat(self._connections, self._silence, self._now_s())
-
-    async def close(self) -> None:
-        self._closing = True
-        for connection in self._connections.values():
-            connection.drop()
-        for reader in self._readers:
-            reader.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
-
-
-def _beat(connections: Mapping[PeerId, KeepaliveConnection], silence: Silence, now_s: float) -> None:
-    """Ping all peers and end the connections that were silent for too long."""
-    for peer, connection in connections.items():
-        if connection.usable and connection.beat(now_s):
-            silence.heard(peer, now_s)
-    taking = [peer for peer, connection in connections.items() if connection.channel.acknowledges is not False]
-    for peer, deadline_s in silence.tick(now_s, taking).items():
-        if (connection := connections.get(PeerId(peer))) is not None:
-            connection.lost(f"it has been silent for {deadline_s:.3g} s")

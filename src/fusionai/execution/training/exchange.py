@@ -59,8 +59,8 @@ def keep(program: StageProgram, keys: Iterable[str], slot: str) -> None:
 def pseudo_gradients(
     program: StageProgram, keys: Iterable[str], codec: Exchanged, *, overlapped: bool
 ) -> Iterator[tuple[str, Carried]]:
-    """Yield each parameter's difference, packed, float32 and flat. `overlapped`: from the stored
-    parameters (`REPORTED`) instead of the present ones."""
+    """Yield each parameter's difference, packed, float32 and flat. `overlapped`: from the stored parameters
+    (`REPORTED`) instead of the present ones."""
     for key in keys:
         yield key, pack(key, _pseudo_gradient(program, key, overlapped=overlapped)[0], codec)
 
