@@ -114,15 +114,10 @@ def best_checkpoint(root: Path, best: Evaluation | None) -> Path | None:
     """Return the complete checkpoint of the best evaluation, or None, and correct `best.json`. Raises
     `StorageError`."""
     if best is None or not step_directory(root, best.step).is_dir():
-        forget_best(root)
+        with storage_errors(root / BEST_FILE, "removed"):
+            (root / BEST_FILE).unlink(missing_ok=True)
         return None
     return name_best(root, best)
-
-
-def forget_best(root: Path) -> None:
-    """Remove `best.json`, because the checkpoint it names is gone. Raises `StorageError`."""
-    with storage_errors(root / BEST_FILE, "removed"):
-        (root / BEST_FILE).unlink(missing_ok=True)
 
 
 _CHUNK_BYTES: Final = 2**20

@@ -203,7 +203,7 @@ def test_another_stage_under_the_same_number_is_loaded_anew():
         other = stage_graph(layers(width=8))
         status = await stand.round(running.control, fence, **hashed(other))
         assert (status.fence, status.applied) == (fence, -1), "no state of the former stage"
-        assert stand.member._stages[0].identity[0] == schema.content_hash(other)
+        assert stand.member._stages.runtimes[0].identity[0] == schema.content_hash(other)
 
     with_running(body)
 
@@ -309,7 +309,7 @@ def test_what_no_work_can_use_takes_no_memory(name: str):
         await running.return_gradient(0)
         await running.return_gradient(1)
         assert isinstance((await receive(running.control)).message, wire.Prepared)
-        runtime = running.stand.member._stages[0]
+        runtime = running.stand.member._stages.runtimes[0]
         assert runtime._machine.dropped == 20
         assert runtime.held.nbytes == 0
         assert runtime.held.microbatches == 0
@@ -350,7 +350,7 @@ def test_duplicates_are_summed_once():
         await running.feed_microbatch(1)
         await running.return_gradient(1)
         assert isinstance((await receive(running.control)).message, wire.Prepared)
-        assert running.stand.member._stages[0]._machine.dropped == 4
+        assert running.stand.member._stages.runtimes[0]._machine.dropped == 4
 
     with_running(body)
 
@@ -378,7 +378,7 @@ def test_a_neighbour_that_plays_the_driver_loses_its_link_and_the_driver_hears_o
         lost = await running.link_lost()
         assert (lost.fence, lost.peer) == (FENCE, NEIGHBOUR)
         assert "only the driver may" in lost.reason
-        assert running.stand.member._stages[0]._machine.applied == 0, "nothing was obeyed"
+        assert running.stand.member._stages.runtimes[0]._machine.applied == 0, "nothing was obeyed"
         assert await running.alive()
 
     with_running(body)
@@ -462,7 +462,7 @@ def test_a_lost_link_in_the_middle_of_a_step_is_reported_once_and_fails_no_stage
         assert (lost.peer, lost.fence) == (NEIGHBOUR, FENCE)
         message, carried = forward(microbatch=1)
         await running.feed.send(message, tuple(carried.values()))
-        await until(lambda: running.stand.member._stages[0]._machine.microbatches.in_flight == 2)
+        await until(lambda: running.stand.member._stages.runtimes[0]._machine.microbatches.in_flight == 2)
         assert await running.alive(), "what can't be sent is no second report"
 
     with_running(body)
@@ -516,7 +516,7 @@ def test_what_waits_for_later_work_is_bounded_in_bytes(monkeypatch: pytest.Monke
             message, carried = forward(mode="eval", step=1, microbatch=index)
             await running.feed.send(message, tuple(carried.values()))
         assert "for later work" in (await running.failure()).reason
-        assert running.stand.member._stages[0].held.microbatches == 3
+        assert running.stand.member._stages.runtimes[0].held.microbatches == 3
 
     with_running(body)
 
@@ -531,7 +531,7 @@ def test_a_commit_sent_again_is_applied_once():
             await running.commit()
         assert (await receive(running.control)).message == wire.Applied(fence=FENCE, stage=0, step=0)
         assert await running.alive()
-        assert running.stand.member._stages[0]._machine.applied == 1
+        assert running.stand.member._stages.runtimes[0]._machine.applied == 1
 
     with_running(body)
 
@@ -550,7 +550,7 @@ def test_an_order_at_the_wrong_moment_is_refused_to_the_driver(message: wire.Mes
     async def body(running: Running) -> None:
         await running.control.send(message)
         assert (await running.failure()).code == "bad_message"
-        assert running.stand.member._stages[0]._machine.applied == 0
+        assert running.stand.member._stages.runtimes[0]._machine.applied == 0
         assert await running.alive()
 
     with_running(body)
@@ -687,7 +687,7 @@ def test_nobody_overwrites_the_state_of_a_running_stage():
         await running.state.send(message, tuple(entries.values()))
         await running.feed_microbatch(0)
         await running.return_gradient(0)
-        program: Any = running.stand.member._stages[0].program
+        program: Any = running.stand.member._stages.runtimes[0].program
         assert not program._imported
         assert await running.alive()
 
@@ -711,7 +711,7 @@ def test_a_backends_bug_reaches_the_driver_as_a_report(monkeypatch: pytest.Monke
         def broken(*args: object) -> None:
             raise ZeroDivisionError("a bug")
 
-        monkeypatch.setattr(type(running.stand.member._stages[0].program), "forward", broken)
+        monkeypatch.setattr(type(running.stand.member._stages.runtimes[0].program), "forward", broken)
         message, carried = forward()
         await running.feed.send(message, tuple(carried.values()))
         assert (await running.failure()).reason == "ZeroDivisionError: a bug"

@@ -311,7 +311,7 @@ def test_a_peer_the_pool_went_on_without_forgets_everything_at_once():
         with pytest.raises(TransportError):
             await receive(running.control)
         control, _ = await stand.attached(fence=Fence(1, 1, 0))
-        assert stand.member._stages[0]._machine.applied == -1
+        assert stand.member._stages.runtimes[0]._machine.applied == -1
         await control.close()
 
     with_stand(body)

@@ -45,7 +45,7 @@ class Stages:
         self._job = job
         self._member = member
         self.runtimes: dict[int, StageRuntime] = {}
-        self._ahead: dict[int, tuple[Identity, LoadedStage]] = {}
+        self.ahead: dict[int, tuple[Identity, LoadedStage]] = {}
         """Stages with a standby here whose programs are loaded and rehearsed. They have no state."""
         self._standby_of: frozenset[int] = frozenset()
 
@@ -56,14 +56,6 @@ class Stages:
     @property
     def all(self) -> tuple[StageRuntime, ...]:
         return tuple(self.runtimes.values())
-
-    @property
-    def ready(self) -> frozenset[int]:
-        """Stages with a standby here that an attach need not load."""
-        return frozenset(self._ahead)
-
-    def __getitem__(self, stage: int) -> StageRuntime:
-        return self.runtimes[stage]
 
     async def made(
         self, attach: wire.Attach, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId]
@@ -76,8 +68,8 @@ class Stages:
         present = self.runtimes.get(attach.stage)
         if present is not None and present.identity == identity:
             return present
-        ahead = self._ahead.pop(attach.stage, None)
-        self._ahead.clear()  # the memory is needed by this stage; other stages it stands by for are prepared again
+        ahead = self.ahead.pop(attach.stage, None)
+        self.ahead.clear()  # the memory is needed by this stage; other stages it stands by for are prepared again
         if ahead is not None and ahead[0] == identity:
             loaded = ahead[1]
             await self._host.compute.run(loaded.program.discard)  # a recheck may have been in progress
@@ -104,13 +96,13 @@ class Stages:
         not fit in memory beside the snapshots: `kept_bytes` of other stages, and the most that a standby may hold of
         this one. Raises what an attach would raise."""
         identity = _identity(request)
-        runtime, ahead = self.runtimes.get(request.stage), self._ahead.get(request.stage)
+        runtime, ahead = self.runtimes.get(request.stage), self.ahead.get(request.stage)
         if (runtime is not None and runtime.identity == identity) or (ahead is not None and ahead[0] == identity):
             return
-        self._ahead.pop(request.stage, None)
+        self.ahead.pop(request.stage, None)
         limit_bytes = self._unused_bytes()
         if limit_bytes is not None:
-            limit_bytes -= kept_bytes + sum(loaded.program.resident_bytes for _, loaded in self._ahead.values())
+            limit_bytes -= kept_bytes + sum(loaded.program.resident_bytes for _, loaded in self.ahead.values())
         loaded = await load_stage(self._host, request, tensors, places=places, memory_limit_bytes=limit_bytes)
         if limit_bytes is not None:
             entries = state_entries(loaded.graph, request.options.optimizer)
@@ -119,7 +111,7 @@ class Stages:
                 return
         await self._host.compute.run(lambda: rehearse(loaded, request.options))
         if request.stage in self._standby_of:  # a later round may have begun meanwhile
-            self._ahead[request.stage] = (identity, loaded)
+            self.ahead[request.stage] = (identity, loaded)
 
     async def lent(
         self, request: wire.Recheck, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId], kept_bytes: int
@@ -127,13 +119,13 @@ class Stages:
         """Return a program of a stage that runs elsewhere, to recheck it. If one is ready for a takeover, it is used,
         since a takeover brings its own state; otherwise another is loaded into the memory left beside `kept_bytes` of
         snapshots. Raises what an attach would raise."""
-        ahead = self._ahead.get(request.stage)
+        ahead = self.ahead.get(request.stage)
         if ahead is not None and ahead[0] == _identity(request):
             await self._host.compute.run(ahead[1].program.discard)
             return ahead[1]
         limit_bytes = self._unused_bytes()
         if limit_bytes is not None:
-            limit_bytes -= kept_bytes + sum(loaded.program.resident_bytes for _, loaded in self._ahead.values())
+            limit_bytes -= kept_bytes + sum(loaded.program.resident_bytes for _, loaded in self.ahead.values())
         return await load_stage(self._host, request, tensors, places=places, memory_limit_bytes=limit_bytes)
 
     async def adopt(self, runtime: StageRuntime) -> None:
@@ -157,7 +149,7 @@ class Stages:
         takeover stay."""
         gone = [self.runtimes.pop(stage) for stage in self.numbers if stage not in stages | aside]
         self._standby_of = standby_of
-        self._ahead = {stage: one for stage, one in self._ahead.items() if stage in stages | standby_of}
+        self.ahead = {stage: one for stage, one in self.ahead.items() if stage in stages | standby_of}
         for runtime in self.all:
             if runtime.stage not in stages:
                 runtime.set_aside()

@@ -203,7 +203,7 @@ def test_an_attach_waits_for_the_work_under_way_while_the_connection_goes_on(
 
     async def body(running: Running) -> None:
         stand = running.stand
-        gate.hold(monkeypatch, stand.member._stages[0].program, call)
+        gate.hold(monkeypatch, stand.member._stages.runtimes[0].program, call)
         if call == "apply":
             await running.prepared()
             await running.commit()
@@ -249,7 +249,7 @@ def test_an_import_under_way_gives_way_to_the_next_round(monkeypatch: pytest.Mon
         control, _ = await stand.attached()
         state, _ = await stand.open("state")
         await stand.open("tensors")
-        runtime = stand.member._stages[0]
+        runtime = stand.member._stages.runtimes[0]
         gate.hold(monkeypatch, runtime.program, "import_state")
         await control.send(wire.Resume(fence=FENCE, stage=0, committed=8, source="import", base=8))
         chunk = {"model/layer0.weight": tensor(np.full((4, 4), 5.0, np.float32))}
@@ -296,7 +296,7 @@ def test_a_state_that_waits_for_a_resume_is_dropped_with_its_fence():
 
 def test_work_that_failed_leaves_a_stage_that_can_be_attached_again(monkeypatch: pytest.MonkeyPatch):
     async def body(running: Running) -> None:
-        program = running.stand.member._stages[0].program
+        program = running.stand.member._stages.runtimes[0].program
         original = program.forward
         failing = [True]
 
@@ -325,7 +325,7 @@ def test_an_apply_that_failed_leaves_no_state(monkeypatch: pytest.MonkeyPatch):
         def broken(**kwargs: object) -> None:
             raise ZeroDivisionError("a bug")
 
-        monkeypatch.setattr(running.stand.member._stages[0].program, "apply", broken)
+        monkeypatch.setattr(running.stand.member._stages.runtimes[0].program, "apply", broken)
         await running.prepared()
         await running.commit()
         await running.failure()

@@ -227,7 +227,7 @@ def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 async def made_ready(stand: Stand, standby: Channel, number: int = 1, **changes: Any) -> None:
     message, carried = stand.prepare(**changes)
     await standby.send(message, tuple(carried.values()))
-    await until(lambda: 0 in stand.member_of(number)._stages.ready)
+    await until(lambda: 0 in stand.member_of(number)._stages.ahead)
 
 
 def test_a_round_that_takes_the_stage_from_its_standby_leaves_nothing_ready():
@@ -237,9 +237,9 @@ def test_a_round_that_takes_the_stage_from_its_standby_leaves_nothing_ready():
         stages = stand.member_of(1)._stages
         ticket = stand.pool.ticket(stand.pool.hosts[1].peer, version=2)
         await stand.enlisted(standby, standbys=(0,), fence=Fence(2, 1, 0), ticket=ticket)
-        assert stages.ready == {0}, "with a standby as before"
+        assert stages.ahead.keys() == {0}, "with a standby as before"
         await stand.enlisted(standby, standbys=(), fence=Fence(2, 1, 1), ticket=ticket)
-        assert stages.ready == frozenset()
+        assert stages.ahead.keys() == frozenset()
 
     with_stand(body)
 
@@ -258,7 +258,7 @@ def test_what_was_made_ready_for_other_options_is_loaded_anew(monkeypatch: pytes
         await stand.enlisted(standby, fence=later, neighbours=stand.neighbours(at=1), ticket=ticket)
         assert isinstance(await stand.attach_on(standby, fence=later, options=options), wire.Status)
         assert len(loads) == 2
-        assert stand.member_of(1)._stages.ready == frozenset()
+        assert stand.member_of(1)._stages.ahead.keys() == frozenset()
 
     with_stand(body)
 
@@ -281,7 +281,7 @@ def test_a_wrong_order_to_have_a_stage_ready_harms_nobody(
         message, carried = stand.prepare(**changes)
         await standby.send(message, tuple(carried.values()))
         await until(lambda: member.stale_dropped == dropped and said in caplog.text)
-        assert member._stages.ready == frozenset()
+        assert member._stages.ahead.keys() == frozenset()
         await made_ready(stand, standby)  # it goes on
 
     with_stand(body)
@@ -303,7 +303,7 @@ def test_a_stage_is_made_ready_only_where_there_is_room_beside_its_snapshots(
         await standby.send(message, tuple(carried.values()))
         await until(lambda: len(loads) == 1 and not member._attaching.locked())
         assert loads == [lent]
-        assert member._stages.ready == (frozenset({0}) if fits else frozenset())
+        assert member._stages.ahead.keys() == (frozenset({0}) if fits else frozenset())
 
     with_stand(body)
 
