@@ -66,7 +66,7 @@ SIMULATING: Final = (
     "simulator/*.py",
     "coordination/training/stage.py",
     "scheduling/problem/chain.py",
-    "scheduling/problem/links.py",
+    "scheduling/problem/types.py",
     "scheduling/problem/stage_costs.py",
 )
 GOALS: Final = {"median": 0.05, "p95": 0.10}
