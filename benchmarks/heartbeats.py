@@ -29,7 +29,7 @@ HEARTBEAT_S = 3.0
 BROKER = """
 import asyncio, signal, sys
 from pathlib import Path
-from fusionai.broker.main import BrokerOptions, run_broker
+from fusionai.broker.server import BrokerOptions, run_broker
 from fusionai.cli.running import run
 
 async def main():

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from fusionai.broker.main import BrokerOptions, run_broker
+from fusionai.broker.server import BrokerOptions, run_broker
 from fusionai.cli.running import run
 from fusionai.client.pool.job_trust import job_trust
 from fusionai.client.pool.session import PoolSession
@@ -59,6 +59,7 @@ async def serve(home: Path, invitation: str) -> None:
         jobs=tuple,
         on_registered=lambda _: say(peer=membership.peer, addresses=addresses),
         on_leave=lambda _: None,
+        on_lost=lambda: None,
         on_meet=lambda notice, broker: transport.answer(notice, (broker.host, broker.port)),
         links=lambda: transport.links,
         addresses_now=candidates_now,

@@ -139,7 +139,7 @@ class MaliciousPool:
         """Its own doing: no invitation is asked for."""
         from fusionai.coordination.broker.requests import Enrol, Invite
 
-        self.service._decide(Invite(self.service.desk.rules.broker, f"digest of {peer}", 1, 60.0))
+        self.service._decide(Invite(self.service.state.rules.broker, f"digest of {peer}", 1, 60.0))
         self.service._decide(Enrol(f"digest of {peer}", peer, "owner" if purpose == "owner" else "provider"))
 
     async def lend(self, name: str, *endorsements: bytes, memory_bytes: int = 10**9) -> Lender:

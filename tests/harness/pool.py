@@ -22,7 +22,7 @@ from fusionai.coordination.round.interface import EndJob
 from fusionai.execution.connections import Deployment
 from fusionai.execution.host import ComputeThread, Host
 from fusionai.ir.schema import Graph
-from fusionai.peer.door import JobAcceptor
+from fusionai.peer.acceptor import JobAcceptor
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import JobId, PeerId

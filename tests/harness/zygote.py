@@ -29,7 +29,7 @@ _MODULES: Final = (
     "fusionai.cli.pool.broker",
     "fusionai.cli.pool.join",
     "fusionai.cli.training.train",
-    "fusionai.broker.main",
+    "fusionai.broker.server",
     "fusionai.peer.daemon",
     "fusionai.client.training.train",
     "fusionai.backends.torch.backend",

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import asyncio, json, signal, sys
 from pathlib import Path
-from fusionai.broker.main import BrokerOptions, run_broker
+from fusionai.broker.server import BrokerOptions, run_broker
 from fusionai.primitives.errors import FusionError
 from fusionai.cli.running import run
 

@@ -1,7 +1,7 @@
 """A malicious broker beside a served model: tickets of its own open no peer's door, for passes or for weights.
 
 Whole jobs over the memory network with real stages. The broker here is the test: it has the key that signs tickets.
-Neighbour: `tests/unit/peer/test_door_placements` does the same to a training job's peer.
+Neighbour: `tests/unit/peer/test_acceptor_placements` does the same to a training job's peer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The broker's journal on disk: every fact of the pool, in order, in two copies.
 
     journal.sqlite   a database (`table`)
-    journal.mirror   an append-only file (`mirror`)
+    journal.mirror   an append-only file (`history`)
 
 `append(expected_sequence, facts)` is all or nothing, and on disk in both copies when it returns; the broker
 acknowledges nothing before. The mirror is written first. If the broker is killed in between, the facts in the mirror
@@ -19,7 +19,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,11 +27,9 @@ from typing import Final
 import msgspec
 
 from fusionai.broker import history as histories
-from fusionai.broker import mirror as mirrors
 from fusionai.broker import table as tables
-from fusionai.broker.history import Copy, IncompleteHistory, PoolHistory
-from fusionai.broker.mirror import Mirror, MirrorReading
-from fusionai.broker.table import Head, JournalDatabase, TableReading
+from fusionai.broker.history import Copy, IncompleteHistory, Mirror, MirrorCopy, PoolHistory
+from fusionai.broker.table import Head, JournalDatabase, TableCopy
 from fusionai.coordination.broker.events import Fact, decode, encode
 from fusionai.primitives.errors import StorageError, UsageError
 from fusionai.storage.atomic import JobLock
@@ -92,25 +90,19 @@ class Journal:
         is another pool's, `StorageError` when neither copy has all of it or nothing can be written."""
         with _errors(path):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = _lock(path)
-        try:
+        with ExitStack() as opened:
+            lock = _lock(path)
+            opened.callback(lock.release)
             with _errors(path):
                 history, healed = _mend(path, pool)
                 mirror = Mirror(mirror_path(path))
-                try:
-                    table = tables.open_table(path)
-                    try:
-                        tables.upgrade_table(table, history.base)
-                        return cls(path, pool, lock, table, mirror, history, healed)
-                    except BaseException:
-                        table.close()
-                        raise
-                except BaseException:
-                    mirror.close()
-                    raise
-        except BaseException:
-            lock.release()
-            raise
+                opened.callback(mirror.close)
+                table = tables.open_table(path)
+                opened.callback(table.close)
+                tables.upgrade_table(table, history.base)
+                journal = cls(path, pool, lock, table, mirror, history, healed)
+            opened.pop_all()
+            return journal
 
     def append(self, expected_sequence: int, facts: Sequence[Fact]) -> int:
         """Write `facts` after row `expected_sequence` and return the new last row. On any error nothing is written.
@@ -151,9 +143,9 @@ class Journal:
         """Read and check both copies. Raises `StorageError` naming a bad row or file."""
         with _errors(self.path):
             reading = self._table.read()
-            mirrored = mirrors.read_mirror(mirror_path(self.path))
-            kept = _whole(self.path, self.pool, reading.copy, reading.damaged)
-            other = _whole(mirror_path(self.path), self.pool, mirrored.copy, "frames" if mirrored.damaged else "")
+            mirrored = histories.read_mirror(mirror_path(self.path))
+            kept = _whole(self.path, self.pool, reading, reading.damaged)
+            other = _whole(mirror_path(self.path), self.pool, mirrored, "frames" if mirrored.damaged else "")
             if not _is_end(kept, self._table.head()) or not _is_end(other, self._table.head()):
                 raise StorageError(f"{self.path} and its mirror are damaged: they differ.", hint=_RESTORE)
         return Remembered(kept.sequence, kept.base.state, _facts(self.path, kept))
@@ -174,7 +166,7 @@ class Journal:
             if head.sequence == 0:
                 return
             base = histories.make_base(self.pool, head.sequence, head.chain, state)
-            renewed = mirrors.replace_mirror(mirror_path(self.path), self.pool, PoolHistory(base, ()))
+            renewed = histories.replace_mirror(mirror_path(self.path), self.pool, PoolHistory(base, ()))
             self._mirror.close()
             self._mirror = renewed
             with self._table.transaction():
@@ -219,21 +211,21 @@ class Journal:
 
 
 def mirror_path(path: Path) -> Path:
-    return path.with_suffix(mirrors.SUFFIX)
+    return path.with_suffix(histories.MIRROR_SUFFIX)
 
 
 def _mend(path: Path, pool: str) -> tuple[PoolHistory, tuple[str, ...]]:
     """Read both copies, assemble the history, and write a copy anew that lacks part of it."""
     mirror = mirror_path(path)
-    reading, mirrored = tables.read_table(path), mirrors.read_mirror(mirror)
+    reading, mirrored = tables.read_table(path), histories.read_mirror(mirror)
     _check_belongs(path, pool, reading, mirrored)
     if not reading.present and not mirrored.present:
         history = PoolHistory(histories.origin(pool), ())
-        mirrors.replace_mirror(mirror, pool, history).close()
+        histories.replace_mirror(mirror, pool, history).close()
         tables.write_table(path, pool, history, 0)
         return history, ()
     try:
-        history = histories.merge(pool, (reading.copy, mirrored.copy))
+        history = histories.merge(pool, (reading, mirrored))
     except IncompleteHistory as error:
         raise StorageError(
             f"{path} and {mirror.name} are both damaged: row {error.expected} of {error.newest} is missing or not as "
@@ -250,7 +242,7 @@ def _mend(path: Path, pool: str) -> tuple[PoolHistory, tuple[str, ...]]:
         )
     # The mirror first: the database is moved away only when the other copy is whole.
     if mirror_fault is not None:
-        mirrors.replace_mirror(mirror, pool, history).close()
+        histories.replace_mirror(mirror, pool, history).close()
     if table_fault is not None:
         term = reading.head.term if reading.head is not None else 0
         tables.write_table(path, pool, history, max(term, history.term))
@@ -266,25 +258,25 @@ def _mend(path: Path, pool: str) -> tuple[PoolHistory, tuple[str, ...]]:
     return history, healed
 
 
-def _confirmed(history: PoolHistory, reading: TableReading, mirrored: MirrorReading) -> bool:
+def _confirmed(history: PoolHistory, reading: TableCopy, mirrored: MirrorCopy) -> bool:
     """Return whether one of two faulty copies confirms the end of the history."""
     head = reading.head
     by_table = head is not None and (head.sequence, head.chain) == (history.sequence, history.chain)
     return by_table or (mirrored.last_row == history.sequence and history.sequence > 0)
 
 
-def _table_fault(pool: str, reading: TableReading, mirrored: MirrorReading, history: PoolHistory) -> str | None:
+def _table_fault(pool: str, reading: TableCopy, mirrored: MirrorCopy, history: PoolHistory) -> str | None:
     """Return the fault of the database. None: intact. Empty: it must be written anew, but that is not reported."""
     if not reading.present:
         # Before the first fact the mirror may have been made and the broker killed.
         return "was missing" if history.sequence else ""
     if reading.damaged:
         return f"was damaged ({reading.damaged})"
-    end = _end(pool, reading.copy)
+    end = _end(pool, reading)
     head = reading.head
     if end is None or head is None or not _is_end(end, head) or head.pool != pool or not tables.is_consistent(reading):
         return "was damaged"
-    if reading.copy.bases and reading.copy.bases[0] != end.base:
+    if reading.bases and reading.bases[0] != end.base:
         return "was damaged"
     if end.sequence == history.sequence:
         return None
@@ -292,11 +284,11 @@ def _table_fault(pool: str, reading: TableReading, mirrored: MirrorReading, hist
     return "" if end.sequence + 1 == mirrored.last_append and not mirrored.damaged else "was cut off"
 
 
-def _mirror_fault(pool: str, mirrored: MirrorReading, history: PoolHistory) -> str | None:
+def _mirror_fault(pool: str, mirrored: MirrorCopy, history: PoolHistory) -> str | None:
     """Return the fault of the mirror. None: intact. Empty: it must be written anew, but that is not reported."""
     if not mirrored.present:
         return "was missing"
-    end = _end(pool, mirrored.copy)
+    end = _end(pool, mirrored)
     if mirrored.damaged or end is None:
         return "was damaged"
     if end.sequence < history.sequence:
@@ -315,15 +307,16 @@ def _end(pool: str, copy: Copy) -> PoolHistory | None:
         return None
 
 
-def _check_belongs(path: Path, pool: str, reading: TableReading, mirrored: MirrorReading) -> None:
+def _check_belongs(path: Path, pool: str, reading: TableCopy, mirrored: MirrorCopy) -> None:
     """Files of another pool, program or version are left alone, unless the other copy proves that they are damaged."""
-    ours = mirrored.pool == pool and mirrored.format == mirrors.FORMAT and not mirrored.damaged
-    if mirrored.format is not None and mirrored.format != mirrors.FORMAT:
+    ours = mirrored.pool == pool and mirrored.format == histories.MIRROR_FORMAT and not mirrored.damaged
+    if mirrored.format is not None and mirrored.format != histories.MIRROR_FORMAT:
         raise StorageError(
-            f"expected mirror format {mirrors.FORMAT} in {mirror_path(path)}, found {mirrored.format}.", hint="Update."
+            f"expected mirror format {histories.MIRROR_FORMAT} in {mirror_path(path)}, found {mirrored.format}.",
+            hint="Update.",
         )
     head = reading.head
-    if ours and (head is None or head.pool == pool or not _is_end(_end(head.pool, reading.copy), head)):
+    if ours and (head is None or head.pool == pool or not _is_end(_end(head.pool, reading), head)):
         return
     if reading.foreign:
         raise StorageError(f"{path} is a database, but no broker's journal.", hint="Choose another directory.")

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from fusionai.coordination.broker.requests import Refusal
@@ -30,30 +30,26 @@ from fusionai.transport.security.signed import LIFETIME_S, MEETING_BYTES, Pairin
 from fusionai.wire.messages import Introduced, Meet, MeetNotice, Observe, Observed
 
 
-def draw_meeting() -> bytes:
-    return secrets.token_bytes(MEETING_BYTES)
-
-
 @dataclass(frozen=True, slots=True)
 class Introducer:
     """Introduces members. `relays`: this broker has a relay. `draw` returns the random number of a meeting."""
 
     authority: Authority
     relays: bool = False
-    draw: Callable[[], bytes] = draw_meeting
+    draw: Callable[[], bytes] = lambda: secrets.token_bytes(MEETING_BYTES)
 
     def introduce(
-        self, desk: BrokerState, remote: Remote, message: Meet, *, now_wall_s: float
+        self, state: BrokerState, remote: Remote, message: Meet, *, now_wall_s: float
     ) -> tuple[Introduced, int, MeetNotice]:
         """Return the answer, the other side's connection, and the notice for it. Raises `Refusal`."""
         asking = remote.peer
         if asking is None:
             raise Refusal("not_authorised", "Only members are introduced.")
-        member = desk.pool.members.get(PeerId(message.peer))
+        member = state.pool.members.get(PeerId(message.peer))
         if member is None or member.peer == asking:
             raise Refusal("unknown_peer", "There is no such other peer in this pool.")
-        connection = desk.links.get(member.peer)
-        if connection is None or not desk.reachable(member):
+        connection = state.links.get(member.peer)
+        if connection is None or not state.reachable(member):
             raise Refusal("unknown_peer", f"Peer {short(member.peer)} is not connected to the broker now.")
         if not any(address.startswith(f"{RELAY_SCHEME}://") for address in member.addresses):
             raise Refusal("not_authorised", f"Peer {short(member.peer)} wants to be dialled only.")
@@ -64,13 +60,10 @@ class Introducer:
                 return b""
             return sign_pairing(PairingToken(meeting, peer, other, side, expires_at_s), self.authority.key)
 
+        own = tuple(address for address in message.addresses if remote.host and host_of(address) == remote.host)
         answer = Introduced(token=token(asking, member.peer, "dials"), addresses=member.addresses)
-        notice = MeetNotice(peer=asking, token=token(member.peer, asking, "answers"), addresses=_own(remote, message))
+        notice = MeetNotice(peer=asking, token=token(member.peer, asking, "answers"), addresses=own)
         return answer, connection, notice
-
-
-def _own(remote: Remote, message: Meet) -> tuple[str, ...]:
-    return tuple(address for address in message.addresses if remote.host and host_of(address) == remote.host)
 
 
 TIMEOUT_S: Final = 2.0
@@ -110,32 +103,30 @@ class Observer:
 _LOG: Final = logging.getLogger(__name__)
 
 
+@dataclass
 class UdpPort:
     """The broker's UDP port. `port`: number of its TCP port, which is preferred."""
 
-    def __init__(self, credentials: MemberCredentials, accept: Accept, host: str, port: int) -> None:
-        self._credentials = credentials
-        self._accept = accept
-        self._place = (host, port)
-        self._opening = asyncio.Lock()
-        self._tried = False
-        self._listener: QuicListener | None = None
+    credentials: MemberCredentials
+    accept: Accept
+    host: str
+    port: int
+    _opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _tried: bool = False
+    _listener: QuicListener | None = None
 
     async def opened(self) -> int:
         """Open the port if this was not tried before; return its number, or 0."""
         async with self._opening:
             if not self._tried:
                 self._tried = True
-                await self._open()
+                try:
+                    transport = QuicTransport(self.credentials)
+                    self._listener = await transport.listen(self.accept, host=self.host, port=self.port)
+                except FusionError as error:
+                    _LOG.info("this broker has no UDP port: %s", error)
         return 0 if self._listener is None else self._listener.port
 
     async def close(self) -> None:
         if self._listener is not None:
             await self._listener.close()
-
-    async def _open(self) -> None:
-        host, port = self._place
-        try:
-            self._listener = await QuicTransport(self._credentials).listen(self._accept, host=host, port=port)
-        except FusionError as error:
-            _LOG.info("this broker has no UDP port: %s", error)

@@ -15,7 +15,7 @@ import ipaddress
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Final
 
 import msgspec
@@ -36,30 +36,7 @@ from fusionai.transport.interface import Remote
 from fusionai.transport.security.certificates import Authority
 from fusionai.transport.security.identity import peer_of, public_key_of
 from fusionai.transport.security.signed import DRIVER_STAGE, Role, Ticket, sign_ticket
-from fusionai.wire.messages import (
-    MAX_NEAR,
-    Heartbeat,
-    Invited,
-    InviteRequest,
-    JobGranted,
-    JobQuery,
-    JobReport,
-    JobRequest,
-    JobStop,
-    JoinGranted,
-    JoinRequest,
-    Leave,
-    LinkView,
-    Meet,
-    Message,
-    Near,
-    PoolQuery,
-    PoolView,
-    Refused,
-    Register,
-    Registered,
-    TicketFor,
-)
+from fusionai.wire import messages as wire
 
 TOKEN_BYTES: Final = 32
 MAX_PROFILE_BYTES: Final = 16_384
@@ -73,65 +50,57 @@ class Notice:
     """A message for a connection that did not request it."""
 
     connection: int
-    message: Message
+    message: wire.Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replies:
     """Messages to send after a request. `answer` is None if there is no sender (a timer, a broken connection)."""
 
-    answer: Message | None
+    answer: wire.Message | None
     notices: tuple[Notice, ...] = ()
 
 
+@dataclass(kw_only=True)
 class BrokerService:
     """One pool's state and its journal. Calls are made from one thread; none of them waits for the network. Writing the
-    journal blocks for one disk synchronisation. `draw_token` is the source of invitation tokens."""
+    journal blocks for one disk synchronisation. `draw_token` is the source of invitation tokens. `admits` raises
+    `TrustError` for a machine, with the endorsements it shows, that may not lend itself here; None: every member may.
+    Making the service rebuilds the pool from the journal, and raises `StorageError` where that is damaged."""
 
-    def __init__(
-        self,
-        *,
-        rules: BrokerRules,
-        journal: Journal,
-        authority: Authority,
-        clock: Clock,
-        ticket_lifetime_s: float = 600.0,
-        draw_token: Callable[[], bytes] = lambda: secrets.token_bytes(TOKEN_BYTES),
-        introducer: Introducer | None = None,
-        admits: Callable[[PeerId, Sequence[bytes]], None] | None = None,
-    ) -> None:
-        """Rebuilds the pool from the journal; raises `StorageError` where that is damaged. `admits` raises `TrustError`
-        for a machine, with the endorsements it shows, that may not lend itself here; None: every member may."""
-        self._journal = journal
-        self._authority = authority
-        self._clock = clock
-        self._ticket_lifetime_s = ticket_lifetime_s
-        self._draw_token = draw_token
-        self._introducer = introducer or Introducer(authority)
-        self._admits = admits
-        self._links: dict[PeerId, tuple[LinkView, ...]] = {}
-        """Links that each peer reported last. They are not journalled."""
-        self._seen_at: dict[PeerId, str] = {}
-        """Source host of the connection by which each peer registered last."""
-        self._sequence, known = remembered(journal)
-        self._desk = recovered(rules, known, clock.now_s())
-        self.addresses: tuple[str, ...] = ()
-        """Addresses of this broker, for invitations."""
+    rules: InitVar[BrokerRules]
+    journal: Journal
+    authority: Authority
+    clock: Clock
+    ticket_lifetime_s: float = 600.0
+    draw_token: Callable[[], bytes] = lambda: secrets.token_bytes(TOKEN_BYTES)
+    introducer: Introducer | None = None
+    admits: Callable[[PeerId, Sequence[bytes]], None] | None = None
+    addresses: tuple[str, ...] = ()
+    """Addresses of this broker, for invitations."""
+    _links: dict[PeerId, tuple[wire.LinkView, ...]] = field(default_factory=dict)
+    """Links that each peer reported last. They are not journalled."""
+    _seen_at: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
+    """Source host of the connection by which each peer registered last."""
 
-    @property
-    def desk(self) -> BrokerState:
-        return self._desk
+    def __post_init__(self, rules: BrokerRules) -> None:
+        self._sequence, known = remembered(self.journal)
+        self.state: BrokerState = recovered(rules, known, self.clock.now_s())
 
     @property
     def next_deadline_s(self) -> float | None:
-        return self._desk.next_deadline_s
+        return self.state.next_deadline_s
 
-    def receive(self, remote: Remote, connection: int, message: Message) -> Replies:
+    def receive(self, remote: Remote, connection: int, message: wire.Message) -> Replies:
         """Return exactly one answer to a message. Raises only `JournalTaken`: another broker has taken over."""
         try:
             if remote.peer is None:
-                return self._greet_stranger(message)
-            if not self._desk.knows(remote.peer):
+                if not isinstance(message, wire.JoinRequest):
+                    raise Refusal(
+                        "not_authorised", "Without a certificate one may only ask to join, with an invitation."
+                    )
+                return self._enrol(message)
+            if not self.state.knows(remote.peer):
                 raise Refusal("unknown_peer", "This certificate is of a pool that no longer knows it; join again.")
             return self._serve(remote, remote.peer, connection, message)
         except Refusal as refusal:
@@ -140,7 +109,7 @@ class BrokerService:
             raise
         except StorageError as error:
             _LOG.error("nothing could be journalled: %s", error)
-            return Replies(answer=Refused(code="failed", reason=str(error)))
+            return Replies(answer=wire.Refused(code="failed", reason=str(error)))
 
     def disconnected(self, connection: int) -> Replies:
         return self._decide(requests.Disconnected(connection))
@@ -155,64 +124,49 @@ class BrokerService:
 
     def invite(self, *, uses: int, lifetime_s: float) -> str:
         """Return an invitation made by the broker itself. Raises `StorageError` or `RefusedError`."""
-        request = InviteRequest(uses=uses, lifetime_s=lifetime_s)
-        answer = self._hand_out(self._desk.rules.broker, request).answer
-        match answer:
-            case Invited():
-                return answer.invitation
-            case Refused():
-                raise RefusedError("the broker could not invite.", code=answer.code, hint=answer.reason)
-            case _:
-                raise FusionError(f"expected an invitation, got {answer}.")
+        request = wire.InviteRequest(uses=uses, lifetime_s=lifetime_s)
+        answer = self._hand_out(self.state.rules.broker, request).answer
+        if isinstance(answer, wire.Refused):
+            raise RefusedError("the broker could not invite.", code=answer.code, hint=answer.reason)
+        if not isinstance(answer, wire.Invited):
+            raise FusionError(f"expected an invitation, got {answer}.")
+        return answer.invitation
 
-    # ------------------------------------------------------------------------------------------------- messages
+    def _enrol(self, message: wire.JoinRequest) -> Replies:
+        return self._decide(requests.Enrol(_digest(message.token), peer_of(message.public_key), message.purpose))
 
-    def _greet_stranger(self, message: Message) -> Replies:
-        if not isinstance(message, JoinRequest):
-            raise Refusal("not_authorised", "Without a certificate one may only ask to join, with an invitation.")
-        return self._enrol(message)
-
-    def _enrol(self, message: JoinRequest) -> Replies:
-        digest = _digest(message.token)
-        return self._decide(requests.Enrol(digest, peer_of(message.public_key), message.purpose))
-
-    def _serve(self, remote: Remote, peer: PeerId, connection: int, message: Message) -> Replies:
+    def _serve(self, remote: Remote, peer: PeerId, connection: int, message: wire.Message) -> Replies:
         match message:
-            case Heartbeat():
+            case wire.Heartbeat():
                 self._check_lender(peer, None)
                 self._links[peer] = message.links
                 return self._decide(requests.Beat(peer, connection, message.boot, message.jobs))
-            case Register():
+            case wire.Register():
                 self._check_lender(peer, _check_profile(message.profile, peer))
-                profile = bytes(message.profile)
-                outcome = self._decide(
-                    requests.RegisterMember(peer, connection, message.boot, profile, tuple(message.addresses))
-                )
-                return self._with_neighbours(outcome, peer, remote.host)
-            case Leave():
+                profile, addresses = bytes(message.profile), tuple(message.addresses)
+                register = requests.RegisterMember(peer, connection, message.boot, profile, addresses)
+                return self._with_neighbours(self._decide(register), peer, remote.host)
+            case wire.Leave():
                 return self._decide(requests.AskLeave(peer, connection, message.drain))
-            case PoolQuery():
+            case wire.PoolQuery():
                 return Replies(answer=self._pool_view())
-            case Meet():
+            case wire.Meet():
                 return self._introduce(remote, message)
-            case JobQuery():
-                return Replies(answer=state.job_list(self._desk, JobId(message.job) if message.job else None))
-            case JobRequest():
+            case wire.JobQuery():
+                return Replies(answer=state.job_list(self.state, JobId(message.job) if message.job else None))
+            case wire.JobRequest():
                 request = _job_request(peer, connection, message)
                 for placement in request.members:
                     self._check_lender(PeerId(placement.peer), None)
                 return self._decide(request)
-            case JobReport():
-                return self._decide(
-                    requests.ReportJob(
-                        peer, connection, JobId(message.job), message.state, message.step, message.detail
-                    )
-                )
-            case JobStop():
+            case wire.JobReport():
+                job, phase, step = JobId(message.job), message.state, message.step
+                return self._decide(requests.ReportJob(peer, connection, job, phase, step, message.detail))
+            case wire.JobStop():
                 return self._decide(requests.StopJob(peer, JobId(message.job)))
-            case InviteRequest():
+            case wire.InviteRequest():
                 return self._hand_out(peer, message)
-            case JoinRequest():
+            case wire.JoinRequest():
                 # A token renews the certificate of this key. Without one, the member asks for a further key of its
                 # machine.
                 if message.token:
@@ -225,15 +179,15 @@ class BrokerService:
     def _check_lender(self, peer: PeerId, profile: PeerProfile | None) -> None:
         """Raise `Refusal` if the peer may not lend. Without `profile`, the registered one is checked again, because it
         may be older than this broker's rule, or its endorsements may have expired."""
-        if self._admits is None:
+        if self.admits is None:
             return
         if profile is None:
-            member = self._desk.pool.members.get(peer)
+            member = self.state.pool.members.get(peer)
             if member is None or not member.profile:
                 return  # it has not registered a machine
             profile = msgspec.msgpack.decode(member.profile, type=PeerProfile)
         try:
-            self._admits(peer, profile.endorsements)
+            self.admits(peer, profile.endorsements)
         except TrustError as error:
             raise Refusal(
                 "untrusted",
@@ -241,82 +195,68 @@ class BrokerService:
                 "(`fusion trust sign`) by a key it trusts, carry that (`fusion trust carry`), and join again.",
             ) from error
 
-    def _pool_view(self) -> PoolView:
-        view = state.pool_view(self._desk, self._clock.now_s(), self._clock.wall_s())
-        return msgspec.structs.replace(
-            view,
-            members=tuple(
-                msgspec.structs.replace(member, links=self._links.get(PeerId(member.peer), ()))
-                if member.state != "lost"
-                else member
-                for member in view.members
-            ),
-        )
+    def _pool_view(self) -> wire.PoolView:
+        def with_links(member: wire.MemberView) -> wire.MemberView:
+            links = () if member.state == "lost" else self._links.get(PeerId(member.peer), ())
+            return msgspec.structs.replace(member, links=links) if links else member
+
+        view = state.pool_view(self.state, self.clock.now_s(), self.clock.wall_s())
+        return msgspec.structs.replace(view, members=tuple(with_links(member) for member in view.members))
 
     def _with_neighbours(self, outcome: Replies, peer: PeerId, host: str) -> Replies:
         """Add the peers seen at the same address, which may share a network with this one. Loopback connections come
         from this machine and are left out."""
-        if not isinstance(outcome.answer, Registered) or not host or _is_loopback(host):
+        if not isinstance(outcome.answer, wire.Registered) or not host or _is_loopback(host):
             return outcome
         self._seen_at[peer] = host
-        members = self._desk.pool.members
+        members = self.state.pool.members
         near = [
-            Near(other, members[other].addresses)
+            wire.Near(other, members[other].addresses)
             for other, seen_at in self._seen_at.items()
             if seen_at == host and other != peer and other in members and members[other].phase in state.PRESENT
         ]
-        answer = msgspec.structs.replace(outcome.answer, near=tuple(near[-MAX_NEAR:]))
+        answer = msgspec.structs.replace(outcome.answer, near=tuple(near[-wire.MAX_NEAR :]))
         return Replies(answer=answer, notices=outcome.notices)
 
-    def _introduce(self, remote: Remote, message: Meet) -> Replies:
-        answer, connection, notice = self._introducer.introduce(
-            self._desk, remote, message, now_wall_s=self._clock.wall_s()
-        )
+    def _introduce(self, remote: Remote, message: wire.Meet) -> Replies:
+        introducer = self.introducer or Introducer(self.authority)
+        answer, connection, notice = introducer.introduce(self.state, remote, message, now_wall_s=self.clock.wall_s())
         return Replies(answer=answer, notices=(Notice(connection=connection, message=notice),))
 
-    def _hand_out(self, sender: PeerId, message: InviteRequest) -> Replies:
-        token = self._draw_token()
-        text = format_invitation(
-            InvitationContent(
-                pool=self._authority.pool,
-                addresses=self.addresses,
-                authority_key=self._authority.public_key,
-                token=token,
-            )
-        )
+    def _hand_out(self, sender: PeerId, message: wire.InviteRequest) -> Replies:
+        token = self.draw_token()
+        content = InvitationContent(self.authority.pool, self.addresses, self.authority.public_key, token)
         request = requests.Invite(sender, _digest(token), message.uses, message.lifetime_s)
-        return self._decide(request, invitation=text)
-
-    # ------------------------------------------------------------------------------------------------ decisions
+        return self._decide(request, invitation=format_invitation(content))
 
     def _decide(self, request: Request, *, invitation: str = "") -> Replies:
         """Decide, journal, adopt, perform: in this order."""
-        decision = handle(self._desk, request, now_s=self._clock.now_s(), wall_s=self._clock.wall_s())
+        decision = handle(self.state, request, now_s=self.clock.now_s(), wall_s=self.clock.wall_s())
         if decision.facts:
-            self._sequence = self._journal.append(self._sequence, decision.facts)
+            self._sequence = self.journal.append(self._sequence, decision.facts)
             for fact in decision.facts:
                 _LOG.info("%s", type(fact).__name__)
-        self._desk = decision.desk
-        if self._journal.compaction_due:
+        self.state = decision.desk
+        if self.journal.compaction_due:
             self._compact()
         return self._perform(decision, invitation)
 
     def _compact(self) -> None:
         """Start the journal anew with the present pool. Decisions stand whether or not this succeeds."""
         try:
-            frozen = pool.freeze(self._desk.pool)
-            if pool.thaw(frozen) != self._desk.pool:
+            frozen = pool.freeze(self.state.pool)
+            if pool.thaw(frozen) != self.state.pool:
                 # A defect of freezing or thawing: keep the facts.
                 raise StorageError("the pool read back from its frozen form is another one.")
-            self._journal.compact(frozen)
+            self.journal.compact(frozen)
         except JournalTaken:
             raise
         except StorageError as error:
             _LOG.warning("the journal stays as long as it is: %s", error)
-            self._journal.postpone_compaction()
+            self.journal.postpone_compaction()
 
     def _perform(self, decision: Decision, invitation: str) -> Replies:
-        answer: Message | None = None
+        answer: wire.Message | None = None
         notices: list[Notice] = []
         for command in decision.commands:
             match command:
@@ -329,39 +269,36 @@ class BrokerService:
                 case requests.IssueTickets():
                     answer = self._issue_tickets(command.job, command.version)
                 case requests.HandOut():
-                    answer = Invited(invitation=invitation)
+                    answer = wire.Invited(invitation=invitation)
         return Replies(answer=answer, notices=tuple(notices))
 
-    def _certify(self, peer: PeerId) -> JoinGranted:
-        return JoinGranted(
+    def _certify(self, peer: PeerId) -> wire.JoinGranted:
+        return wire.JoinGranted(
             peer=peer,
-            certificate=self._authority.issue(public_key_of(peer), "member", now_wall_s=self._clock.wall_s()),
-            authority=self._authority.certificate,
+            certificate=self.authority.issue(public_key_of(peer), "member", now_wall_s=self.clock.wall_s()),
+            authority=self.authority.certificate,
         )
 
-    def _issue_tickets(self, job: JobId, version: int) -> JobGranted:
+    def _issue_tickets(self, job: JobId, version: int) -> wire.JobGranted:
         """Return a ticket for each stage in the plan's order, for each spare that is only a standby, and for the
         driver."""
-        minted = self._desk.pool.plans[version]
+        minted = self.state.pool.plans[version]
         plan = msgspec.structs.replace(msgspec.msgpack.decode(minted.plan, type=Plan), version=version)
-        owner = self._desk.pool.jobs[job].owner
-        expires_at_s = self._clock.wall_s() + self._ticket_lifetime_s
+        owner = self.state.pool.jobs[job].owner
+        expires_at_s = self.clock.wall_s() + self.ticket_lifetime_s
         holders: list[tuple[str, int, Role]] = [
             *((placement.peer, placement.stage, "stage") for placement in plan.stages),
             *((member.peer, member.standbys[0], "standby") for member in minted.members if not member.stages),
             (owner, DRIVER_STAGE, "driver"),
         ]
-        tickets = [
-            Ticket(job=job, peer=peer, stage=stage, plan_version=version, role=role, expires_at_s=expires_at_s)
-            for peer, stage, role in holders
-        ]
+        tickets = [Ticket(job, peer, stage, version, role, expires_at_s) for peer, stage, role in holders]
         peers = tuple(PeerId(placement.peer) for placement in minted.members)
-        return JobGranted(
+        return wire.JobGranted(
             job=job,
             plan=msgspec.Raw(msgspec.msgpack.encode(plan)),
-            tickets=tuple(TicketFor(one.peer, sign_ticket(one, self._authority.key)) for one in tickets),
-            members=state.members_view(self._desk, peers, self._clock.now_s(), self._clock.wall_s()),
-            wall_s=self._clock.wall_s(),
+            tickets=tuple(wire.TicketFor(one.peer, sign_ticket(one, self.authority.key)) for one in tickets),
+            members=state.members_view(self.state, peers, self.clock.now_s(), self.clock.wall_s()),
+            wall_s=self.clock.wall_s(),
         )
 
 
@@ -378,7 +315,7 @@ def remembered(journal: Journal) -> tuple[int, pool.Pool]:
     return kept.sequence, pool.replay(kept.facts, known)
 
 
-def _job_request(owner: PeerId, connection: int, message: JobRequest) -> requests.RequestJob:
+def _job_request(owner: PeerId, connection: int, message: wire.JobRequest) -> requests.RequestJob:
     """Decode the plan against its schema and check what the broker relies on. Raises `Refusal`."""
     try:
         plan = msgspec.msgpack.decode(message.plan, type=Plan)

@@ -13,12 +13,15 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
+
+import msgspec
 
 from fusionai.broker.history import Base, Copy, PoolHistory, Row
 from fusionai.primitives.errors import StorageError, UsageError
 from fusionai.storage.atomic import sync_directory
 
+_Kind = TypeVar("_Kind", "Head", Base, Row)
 FORMAT: Final = 2
 _FIRST_FORMAT: Final = 1
 """Format without a base: its first row is the pool's first fact."""
@@ -48,8 +51,7 @@ _NOT_DAMAGE: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(msgspec.Struct, frozen=True, array_like=True):
     format: int
     pool: str
     term: int
@@ -58,10 +60,8 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableReading:
-    copy: Copy
+class TableCopy(Copy):
     head: Head | None = None
-    present: bool = True
     damaged: str = ""
     """Description of the damage; empty: none that shows without the history."""
     foreign: bool = False
@@ -81,21 +81,19 @@ class JournalDatabase:
             raise StorageError(f"{self.path} is damaged: its head is missing.")
         return found
 
-    def read(self) -> TableReading:
+    def read(self) -> TableCopy:
         """Return everything that can be read."""
         return _read(self.connection)
 
     def insert(self, rows: Sequence[Row]) -> None:
         self.connection.executemany(
-            "INSERT INTO journal VALUES (?, ?, ?, ?)", [(row.sequence, row.term, row.fact, row.chain) for row in rows]
+            "INSERT INTO journal VALUES (?, ?, ?, ?)", [msgspec.structs.astuple(row) for row in rows]
         )
         self.connection.execute("UPDATE head SET sequence = ?, chain = ?", (rows[-1].sequence, rows[-1].chain))
 
     def rebase(self, base: Base) -> None:
         """Start the history at `base` and delete the rows before it."""
-        self.connection.execute(
-            "INSERT OR REPLACE INTO base VALUES (1, ?, ?, ?, ?)", (base.sequence, base.chain, base.state, base.seal)
-        )
+        self.connection.execute("INSERT OR REPLACE INTO base VALUES (1, ?, ?, ?, ?)", msgspec.structs.astuple(base))
         self.connection.execute("DELETE FROM journal WHERE sequence <= ?", (base.sequence,))
 
     def set_term(self, term: int) -> None:
@@ -133,18 +131,18 @@ def open_table(path: Path) -> JournalDatabase:
     return JournalDatabase(path, connection)
 
 
-def read_table(path: Path) -> TableReading:
+def read_table(path: Path) -> TableCopy:
     """Return everything that can be read from the file. Raises `sqlite3.Error` for errors other than damage (a
     lock)."""
     if not path.exists():
-        return TableReading(copy=Copy(), present=False)
+        return TableCopy(present=False)
     # SQLite takes a file shorter than its header for a new database and would overwrite it.
     if path.stat().st_size < _SMALLEST_BYTES:
-        return TableReading(copy=Copy(), damaged="it is cut off")
+        return TableCopy(damaged="it is cut off")
     try:
         table = open_table(path)
     except _UNREADABLE as error:
-        return TableReading(copy=Copy(), damaged=_damage(error))
+        return TableCopy(damaged=_damage(error))
     try:
         return table.read()
     finally:
@@ -188,13 +186,13 @@ def upgrade_table(table: JournalDatabase, base: Base) -> None:
             table.connection.execute("UPDATE head SET format = ?", (FORMAT,))
 
 
-def is_consistent(reading: TableReading) -> bool:
+def is_consistent(reading: TableCopy) -> bool:
     """Return whether the row numbers of head, base and rows fit together."""
-    head, copy = reading.head, reading.copy
-    if head is None or not knows_format(head) or len(copy.bases) != (head.format == FORMAT):
+    head = reading.head
+    if head is None or not knows_format(head) or len(reading.bases) != (head.format == FORMAT):
         return False
-    first = copy.bases[0].sequence if copy.bases else 0
-    return head.sequence - first == len(copy.rows) and all(first < row <= head.sequence for row in copy.rows)
+    first = reading.bases[0].sequence if reading.bases else 0
+    return head.sequence - first == len(reading.rows) and all(first < row <= head.sequence for row in reading.rows)
 
 
 def knows_format(head: Head) -> bool:
@@ -229,7 +227,7 @@ def disk_full(path: Path) -> StorageError:
     )
 
 
-def _read(connection: sqlite3.Connection) -> TableReading:
+def _read(connection: sqlite3.Connection) -> TableCopy:
     problem = ""
     head: Head | None = None
     bases: tuple[Base, ...] = ()
@@ -237,7 +235,7 @@ def _read(connection: sqlite3.Connection) -> TableReading:
     try:
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if not tables & _TABLES:
-            return TableReading(copy=Copy(), foreign=bool(tables), damaged="" if tables else "it is empty")
+            return TableCopy(foreign=bool(tables), damaged="" if tables else "it is empty")
         checked = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         problem = "" if checked == "ok" else str(checked)
         head = _head(connection)
@@ -248,17 +246,14 @@ def _read(connection: sqlite3.Connection) -> TableReading:
     for order in ("ASC", "DESC"):
         try:
             for found in connection.execute(f"{_ROWS} {order}"):
-                row = Row(*found)
-                numbers = _fits(row.sequence, int) and _fits(row.term, int)
-                if numbers and _fits(row.fact, bytes) and _fits(row.chain, bytes):
+                if (row := _typed(found, Row)) is not None:
                     rows[row.sequence] = row
             break
         except _UNREADABLE as error:
             problem = _damage(error)
     if head is None:
         problem = problem or "its head is missing"
-    copy = Copy(bases=bases, rows=rows, newest=_newest(head, bases, rows))
-    return TableReading(copy=copy, head=head, damaged=problem)
+    return TableCopy(bases=bases, rows=rows, newest=_newest(head, bases, rows), head=head, damaged=problem)
 
 
 def _newest(head: Head | None, bases: Sequence[Base], rows: dict[int, Row]) -> int:
@@ -270,26 +265,20 @@ def _newest(head: Head | None, bases: Sequence[Base], rows: dict[int, Row]) -> i
 
 
 def _head(connection: sqlite3.Connection) -> Head | None:
-    row = connection.execute("SELECT format, pool, term, sequence, chain FROM head").fetchone()
-    if row is None:
-        return None
-    head = Head(*row)
-    numbers = _fits(head.format, int) and _fits(head.term, int) and _fits(head.sequence, int)
-    return head if numbers and _fits(head.pool, str) and _fits(head.chain, bytes) else None
+    return _typed(connection.execute("SELECT format, pool, term, sequence, chain FROM head").fetchone(), Head)
 
 
 def _bases(connection: sqlite3.Connection) -> tuple[Base, ...]:
-    found = (Base(*row) for row in connection.execute("SELECT sequence, chain, state, seal FROM base"))
-    return tuple(
-        base
-        for base in found
-        if _fits(base.sequence, int) and all(_fits(value, bytes) for value in (base.chain, base.state, base.seal))
-    )
+    found = connection.execute("SELECT sequence, chain, state, seal FROM base")
+    return tuple(base for row in found if (base := _typed(row, Base)) is not None)
 
 
-def _fits(value: object, kind: type) -> bool:
-    """Return whether the value has this type, because values of a damaged page may have any."""
-    return isinstance(value, kind)
+def _typed(row: object, kind: type[_Kind]) -> _Kind | None:
+    """Return the row as a record, None if its values have other types: those of a damaged page may have any."""
+    try:
+        return msgspec.convert(row, kind)
+    except msgspec.ValidationError:
+        return None
 
 
 def _damage(error: Exception) -> str:

@@ -159,7 +159,7 @@ def _computes_still() -> bool:
     """Return whether an abandoned background thread still computes."""
     if threading.active_count() == 1:
         return False
-    from fusionai.client.pool.background import THREAD_NAME
+    from fusionai.primitives.process import THREAD_NAME
 
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())
 

@@ -6,7 +6,7 @@ for a key of its own. A peer is checked against the placement of the member's pr
 a later round first is checked against the signed placement it shows.
 
 It keeps the tensor links to other members. Stages belong to the subclasses: `execution.training.member` trains,
-`execution.serving.member` serves. `peer.door` opens members for drivers that show a ticket;
+`execution.serving.member` serves. `peer.acceptor` opens members for drivers that show a ticket;
 `execution.connections` holds the driver's own."""
 
 from __future__ import annotations

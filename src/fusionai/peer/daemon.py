@@ -1,6 +1,6 @@
 """The daemon behind `fusion join`: joins the pool with an invitation and lends this machine until it is stopped.
 
-`run_peer` joins, measures, listens, and stays in the pool whenever the machine is lent. `peer.door` accepts jobs,
+`run_peer` joins, measures, listens, and stays in the pool whenever the machine is lent. `peer.acceptor` accepts jobs,
 `peer.registration` keeps the lease, `peer.lending` says when the machine is lent, `transport.enrolment` joins the pool.
 """
 
@@ -11,15 +11,19 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
+from fusionai.backends.interface import Backend, DeviceReport
 from fusionai.backends.registry import open_backend
 from fusionai.execution.host import ComputeThread, Host, return_code_pages, return_freed_memory
-from fusionai.peer.door import JobAcceptor
+from fusionai.peer.acceptor import JobAcceptor
 from fusionai.peer.lending import Lending, PeerOptions, PeerReady
 from fusionai.peer.profile import UNMEASURED, NearLinks, make_profile, measured_device, measured_links
 from fusionai.peer.registration import Registration
-from fusionai.primitives.clock import PoolClock, SystemClock
+from fusionai.primitives.clock import Clock, PoolClock, SystemClock
+from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.storage.weight_manifest import WeightsInFiles
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.channels.uplink import TransferLimits
@@ -65,19 +69,8 @@ async def run_peer(
     """Lend this machine until `stop` is set, the pool's broker refuses it, or its owner asks it to leave. `notice`
     gets a sentence when lending pauses or resumes."""
     membership = await join(options)
-    compute = ComputeThread(options.share)
-    backend, _ = await compute.run(
-        lambda: open_backend(options.backend, device=options.device, threads=options.threads)
-    )
-    compute.works_in(backend.works_in)
-    clock = SystemClock()
-    pool_clock = PoolClock(clock)
-    (report, measured_at_s), _ = await compute.run(
-        lambda: measured_device(backend, options.home, share=options.share, anew=options.measure, clock=clock)
-    )
-    await compute.run(backend.warm_up)
-    return_freed_memory()
-    return_code_pages()
+    compute, clock = ComputeThread(options.share), SystemClock()
+    backend, report, measured_at_s = await _ready_device(options, compute, clock)
     rates = TransferLimits(
         upload_bytes_per_s=options.upload_limit_bytes_per_s, download_bytes_per_s=options.download_limit_bytes_per_s
     )
@@ -86,6 +79,8 @@ async def run_peer(
     if links[0] is not UNMEASURED:
         rates.uplink.measured(links[0].bandwidth_bytes_per_s)
     profile = make_profile(options, membership.peer, report, *links, carried_endorsements(options.home))
+    beside = None if options.weights_beside is None else WeightsInFiles(options.weights_beside).find
+    pool_clock = PoolClock(clock)
     host = Host(
         peer=membership.peer,
         backend=backend,
@@ -94,61 +89,97 @@ async def run_peer(
         fingerprint=report.fingerprint,
         clock=pool_clock,
         memory_limit_bytes=profile.memory_bytes,
-        weights=WeightStore(
-            options.home / "weights",
-            beside=None if options.weights_beside is None else WeightsInFiles(options.weights_beside).find,
-        ),
+        weights=WeightStore(options.home / "weights", beside=beside),
     )
-    door = JobAcceptor(host, membership.credentials.authority_key)
-    listener = await transport.listen(door.accept, host=options.host, port=options.port)
-
-    async def candidates_now() -> tuple[str, ...]:
-        return await candidates(
-            *(transport, listener, membership.broker_addresses), advertise=options.advertise, relay=options.relay
-        )
-
-    addresses = await candidates_now()
-    near = NearLinks(transport=transport, clock=clock, is_busy=lambda: bool(door.jobs))
+    acceptor = JobAcceptor(host, membership.credentials.authority_key)
+    listener = await transport.listen(acceptor.accept, host=options.host, port=options.port)
+    near = NearLinks(transport=transport, clock=clock, is_busy=lambda: bool(acceptor.jobs))
+    lent = _LentMachine(options, membership, transport, listener, acceptor, near, profile, notice, clock=pool_clock)
     lending = Lending(options.schedule, pause_when_busy=options.pause_when_busy, clock=clock)
-
-    def set_clock(broker_wall_s: float) -> None:
-        before_s = pool_clock.ahead_s
-        pool_clock.set_by(broker_wall_s)
-        if abs(pool_clock.ahead_s - before_s) > CLOCK_OFF_S:
-            notice(clock_note(pool_clock.ahead_s))
+    addresses = await lent.candidates()
 
     def registered(answer: wire.Registered) -> None:
         announce(PeerReady(membership.peer, answer.pool, addresses, profile, measured_at_s))
         near.look(answer.near)
 
-    def entering(leave: Callable[[bool], None]) -> Registration:
-        return Registration(
-            transport,
-            membership.broker_addresses,
-            boot=time.time_ns(),
-            profile=profile,
-            addresses=addresses,
-            jobs=lambda: door.jobs,
-            on_registered=registered,
-            on_leave=leave,
-            on_lost=door.clear,
-            on_meet=lambda notice, broker: transport.answer(notice, (broker.host, broker.port)),
-            links=lambda: near.among(transport.links),
-            addresses_now=candidates_now,
-            moved=lambda: transport.moved,
-            endorsements=lambda: carried_endorsements(options.home),
-            on_time=set_clock,
-        )
-
+    entering = partial(lent.registration, addresses, registered)
     try:
-        while await _lent(lending, stop, notice) and await _stay(door, entering, lending, stop, notice):
+        while await _lent(lending, stop, notice) and await _stay(acceptor, entering, lending, stop, notice):
             pass
     finally:
         await near.close()
-        await door.close()
+        await acceptor.close()
         await listener.close()
         await transport.close()
         compute.close()
+
+
+async def _ready_device(
+    options: PeerOptions, compute: ComputeThread, clock: Clock
+) -> tuple[Backend, DeviceReport, float | None]:
+    """Return the backend, warmed up, its report, and when its speeds were measured (None: now)."""
+    backend, _ = await compute.run(
+        lambda: open_backend(options.backend, device=options.device, threads=options.threads)
+    )
+    compute.works_in(backend.works_in)
+    (report, measured_at_s), _ = await compute.run(
+        lambda: measured_device(backend, options.home, share=options.share, anew=options.measure, clock=clock)
+    )
+    await compute.run(backend.warm_up)
+    return_freed_memory()
+    return_code_pages()
+    return backend, report, measured_at_s
+
+
+@dataclass(frozen=True, slots=True)
+class _LentMachine:
+    """What registers with the broker: this machine's addresses, profile and jobs."""
+
+    options: PeerOptions
+    membership: Membership
+    transport: PeerTransport
+    listener: TcpListener
+    acceptor: JobAcceptor
+    near: NearLinks
+    profile: PeerProfile
+    notice: Callable[[str], None]
+    clock: PoolClock
+
+    async def candidates(self) -> tuple[str, ...]:
+        options, brokers = self.options, self.membership.broker_addresses
+        return await candidates(
+            self.transport, self.listener, brokers, advertise=options.advertise, relay=options.relay
+        )
+
+    def registration(
+        self,
+        addresses: tuple[str, ...],
+        on_registered: Callable[[wire.Registered], None],
+        on_leave: Callable[[bool], None],
+    ) -> Registration:
+        return Registration(
+            self.transport,
+            self.membership.broker_addresses,
+            boot=time.time_ns(),
+            profile=self.profile,
+            addresses=addresses,
+            jobs=lambda: self.acceptor.jobs,
+            on_registered=on_registered,
+            on_leave=on_leave,
+            on_lost=self.acceptor.clear,
+            on_meet=lambda notice, broker: self.transport.answer(notice, (broker.host, broker.port)),
+            links=lambda: self.near.among(self.transport.links),
+            addresses_now=self.candidates,
+            moved=lambda: self.transport.moved,
+            endorsements=lambda: carried_endorsements(self.options.home),
+            on_time=self.set_clock,
+        )
+
+    def set_clock(self, broker_wall_s: float) -> None:
+        before_s = self.clock.ahead_s
+        self.clock.set_by(broker_wall_s)
+        if abs(self.clock.ahead_s - before_s) > CLOCK_OFF_S:
+            self.notice(clock_note(self.clock.ahead_s))
 
 
 def clock_note(ahead_s: float) -> str:
@@ -171,7 +202,7 @@ async def _lent(lending: Lending, stop: asyncio.Event, notice: Callable[[str], N
 
 
 async def _stay(
-    door: JobAcceptor,
+    acceptor: JobAcceptor,
     entering: Callable[[Callable[[bool], None]], Registration],
     lending: Lending,
     stop: asyncio.Event,
@@ -179,16 +210,16 @@ async def _stay(
 ) -> bool:
     """Register, stay, and leave. Return True if lending only pauses."""
     leaving = asyncio.Event()
-    door.closing = False
+    acceptor.closing = False
 
     def leave(drain: bool) -> None:
-        door.closing = True
-        log.info("asked to leave%s", " after the work at hand" if drain and door.jobs else "")
-        if not drain and leaving.is_set() and door.jobs:
+        acceptor.closing = True
+        log.info("asked to leave%s", " after the work at hand" if drain and acceptor.jobs else "")
+        if not drain and leaving.is_set() and acceptor.jobs:
             # A plan without this peer exists; its driver will put it into force.
-            asyncio.get_running_loop().call_later(HAND_OVER_S, door.idle.set)
+            asyncio.get_running_loop().call_later(HAND_OVER_S, acceptor.idle.set)
         elif not drain:
-            door.idle.set()
+            acceptor.idle.set()
         leaving.set()
 
     registration = entering(leave)
@@ -196,13 +227,13 @@ async def _stay(
     kept = asyncio.create_task(lending.until(lent=False) if not lending.always else asyncio.Event().wait())
     paused = False
     try:
-        await _first_of(stop.wait(), _drained(leaving, door), keeping, kept)
+        await _first_of(stop.wait(), _drained(leaving, acceptor), keeping, kept)
         if kept.done() and not (stop.is_set() or leaving.is_set() or keeping.done()):
             paused = True
-            notice(f"Lending pauses: {kept.result()}.{' Handing its work over.' if door.jobs else ''}")
+            notice(f"Lending pauses: {kept.result()}.{' Handing its work over.' if acceptor.jobs else ''}")
             await registration.leave(drain=True)
             leave(drain=True)
-            await _first_of(stop.wait(), _drained(leaving, door), keeping)
+            await _first_of(stop.wait(), _drained(leaving, acceptor), keeping)
         await registration.leave()
     finally:
         kept.cancel()
@@ -210,7 +241,7 @@ async def _stay(
         with suppress(asyncio.CancelledError):
             await keeping
     if paused:
-        door.clear()
+        acceptor.clear()
     return paused and not stop.is_set()
 
 
@@ -221,9 +252,9 @@ async def join(options: PeerOptions) -> Membership:
     return load_membership(options.home)
 
 
-async def _drained(leaving: asyncio.Event, door: JobAcceptor) -> None:
+async def _drained(leaving: asyncio.Event, acceptor: JobAcceptor) -> None:
     await leaving.wait()
-    await door.idle.wait()
+    await acceptor.idle.wait()
 
 
 async def _first_of(*waits: Coroutine[object, object, object] | asyncio.Task[Any]) -> None:

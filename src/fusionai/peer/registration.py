@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
 import msgspec
@@ -26,10 +27,7 @@ FIRST_RETRY_S: Final = 0.5
 LAST_RETRY_S: Final = 15.0
 
 
-def _nothing_to_forget() -> None:
-    """Default of `on_lost`, for a peer without state of jobs."""
-
-
+@dataclass
 class Registration:
     """Keeps this peer registered with the broker.
 
@@ -41,46 +39,27 @@ class Registration:
     this machine carries now; new ones are sent at once. `on_time` gets the broker's clock (seconds since 1970) with
     every answer."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        brokers: Sequence[str],
-        *,
-        boot: int,
-        profile: PeerProfile,
-        addresses: tuple[str, ...],
-        jobs: Callable[[], tuple[str, ...]],
-        on_registered: Callable[[wire.Registered], None],
-        on_leave: Callable[[bool], None],
-        on_lost: Callable[[], None] = _nothing_to_forget,
-        on_meet: Callable[[wire.MeetNotice, Remote], None] | None = None,
-        links: Callable[[], tuple[wire.LinkView, ...]] = tuple,
-        addresses_now: Callable[[], Awaitable[tuple[str, ...]]] | None = None,
-        moved: Callable[[], bool] = bool,
-        endorsements: Callable[[], tuple[bytes, ...]] | None = None,
-        on_time: Callable[[float], None] | None = None,
-    ) -> None:
-        self._transport = transport
-        self._brokers = brokers
-        self._register = wire.Register(
-            boot=boot, profile=msgspec.Raw(msgspec.msgpack.encode(profile)), addresses=addresses
-        )
-        self._profile = profile
-        self._endorsements = endorsements
-        self._jobs = jobs
-        self._on_registered = on_registered
-        self._on_leave = on_leave
-        self._on_lost = on_lost
-        self._on_meet = on_meet
-        self._links = links
-        self._addresses_now = addresses_now
-        self._moved = moved
-        self._on_time = on_time
-        self._conversation: Conversation | None = None
-        self._broker: Remote | None = None
-        self._known: wire.Registered | None = None
-        self._drains = False
-        """Whether the broker must still be notified that this peer drains."""
+    transport: Transport
+    brokers: Sequence[str]
+    _: KW_ONLY
+    boot: int
+    profile: PeerProfile
+    addresses: tuple[str, ...]
+    jobs: Callable[[], tuple[str, ...]]
+    on_registered: Callable[[wire.Registered], None]
+    on_leave: Callable[[bool], None]
+    on_lost: Callable[[], None]
+    on_meet: Callable[[wire.MeetNotice, Remote], None]
+    links: Callable[[], tuple[wire.LinkView, ...]] = tuple
+    addresses_now: Callable[[], Awaitable[tuple[str, ...]]] | None = None
+    moved: Callable[[], bool] = bool
+    endorsements: Callable[[], tuple[bytes, ...]] | None = None
+    on_time: Callable[[float], None] = lambda _: None
+    _conversation: Conversation | None = None
+    _broker: Remote | None = None
+    _known: wire.Registered | None = None
+    _drains: bool = False
+    """Whether the broker must still be notified that this peer drains."""
 
     async def run(self) -> None:
         """Keep the registration until cancelled. Raises errors that retries can't cure: a refusal, a wrong key."""
@@ -98,7 +77,7 @@ class Registration:
             retry_s = min(2 * retry_s, LAST_RETRY_S)
 
     async def _session(self) -> None:
-        channel = await self._transport.dial(self._brokers, expect=None, stream="control")
+        channel = await self.transport.dial(self.brokers, expect=None, stream="control")
         self._broker = channel.remote
         conversation = Conversation(channel, notices=(wire.LeaveNotice, wire.MeetNotice), on_notice=self._notice)
         try:
@@ -110,13 +89,13 @@ class Registration:
             if self._drains:
                 await self.leave(drain=True)
             else:
-                self._on_registered(registered)
+                self.on_registered(registered)
             while True:
                 await asyncio.sleep(registered.heartbeat_s)
                 if not await self._beat(conversation):
                     registered = await self._enter_anew(conversation)
-                    self._on_registered(registered)
-                elif self._moved():
+                    self.on_registered(registered)
+                elif self.moved():
                     await self._announce_move(conversation)
                 else:
                     await self._show_endorsements(conversation)
@@ -140,7 +119,8 @@ class Registration:
         return await self._enter_anew(conversation)
 
     async def _enter_anew(self, conversation: Conversation) -> wire.Registered:
-        answer = await conversation.ask(self._register)
+        profile = msgspec.Raw(msgspec.msgpack.encode(self.profile))
+        answer = await conversation.ask(wire.Register(boot=self.boot, profile=profile, addresses=self.addresses))
         if not isinstance(answer, wire.Registered):
             raise TrustError(f"expected the broker to register this peer, got {type(answer).__name__}.")
         self._known = answer
@@ -149,46 +129,44 @@ class Registration:
 
     async def _announce_move(self, conversation: Conversation) -> None:
         """Register changed addresses of this machine. It keeps its place in its job."""
-        if self._addresses_now is None:
+        if self.addresses_now is None:
             return
-        addresses = await self._addresses_now()
-        if addresses != self._register.addresses:
+        addresses = await self.addresses_now()
+        if addresses != self.addresses:
             log.info("this machine can be reached elsewhere now: %s", ", ".join(addresses))
-            self._register = msgspec.structs.replace(self._register, addresses=addresses)
+            self.addresses = addresses
             await self._enter_anew(conversation)
 
     async def _show_endorsements(self, conversation: Conversation) -> None:
-        if self._endorsements is None:
+        if self.endorsements is None:
             return
         try:
-            carried = self._endorsements()
+            carried = self.endorsements()
         except FusionError as error:
             log.warning("the endorsements can't be read, those shown before stay: %s", error)
             return
-        if carried != self._profile.endorsements:
-            self._profile = msgspec.structs.replace(self._profile, endorsements=carried)
-            encoded = msgspec.Raw(msgspec.msgpack.encode(self._profile))
-            self._register = msgspec.structs.replace(self._register, profile=encoded)
+        if carried != self.profile.endorsements:
+            self.profile = msgspec.structs.replace(self.profile, endorsements=carried)
             await self._enter_anew(conversation)
 
     async def _beat(self, conversation: Conversation) -> bool:
         """Return whether the lease goes on. If not, all state of jobs has been dropped when this returns."""
         try:
-            heartbeat = wire.Heartbeat(boot=self._register.boot, jobs=self._jobs(), links=self._links())
+            heartbeat = wire.Heartbeat(boot=self.boot, jobs=self.jobs(), links=self.links())
             answer = await conversation.ask(heartbeat)
         except RefusedError as error:
             if error.code != "stale_fence":
                 raise
             log.warning("the pool went on without this peer: %s", error)
-            self._on_lost()
+            self.on_lost()
             return False
         if isinstance(answer, wire.HeartbeatAck):
             self._set_time(answer.wall_s)
         return True
 
     def _set_time(self, broker_wall_s: float) -> None:
-        if self._on_time is not None and broker_wall_s > 0:
-            self._on_time(broker_wall_s)
+        if broker_wall_s > 0:
+            self.on_time(broker_wall_s)
 
     async def leave(self, *, drain: bool = False) -> None:
         """Notify the broker that this peer leaves now or, with `drain`, after its work is handed over. If the broker
@@ -205,8 +183,8 @@ class Registration:
     def _notice(self, message: wire.Message) -> None:
         match message:
             case wire.LeaveNotice():
-                self._on_leave(message.drain)
-            case wire.MeetNotice() if self._on_meet is not None and self._broker is not None:
-                self._on_meet(message, self._broker)
+                self.on_leave(message.drain)
+            case wire.MeetNotice() if self._broker is not None:
+                self.on_meet(message, self._broker)
             case _:
                 log.info("no handler for a notice of the broker: %s", message.__struct_config__.tag)

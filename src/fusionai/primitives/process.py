@@ -1,4 +1,4 @@
-"""Settings of this process: cost of the cyclic garbage collector, and CPU share relative to other processes.
+"""This process: cost of the garbage collector, CPU share relative to other processes, work beside the event loop.
 
 Objects that stay are frozen, so that collections do not visit them. Linux shares the processors between sessions
 ("autogroup", sched(7)); a session may lower its own share. The operating system may ignore it.
@@ -8,9 +8,18 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Generator
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final, TypeVar
+
+from fusionai.primitives.errors import UsageError
+
+T = TypeVar("T")
+THREAD_NAME: Final = "background"
+"""Name of the threads of `in_background`. At its end the program looks for threads of this name that still compute."""
 
 
 def set_aside_what_stays() -> None:
@@ -55,3 +64,27 @@ def weigh_session(leader: int, niceness: int) -> bool:
     except OSError:
         return False
     return True
+
+
+async def in_background(work: Callable[[], T]) -> T:
+    """Run long blocking `work` in a new daemon thread and return its result. If the call is cancelled, the thread runs
+    on. Unlike with `asyncio.to_thread`, the program can end at once then, so `work` must allow to be cut off at any
+    point, as in a killed process."""
+    import asyncio  # here, so that `fusion --help` does not load it
+
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except SystemExit as leaving:
+            # The job owner's own code runs here, and its `sys.exit` must be reported.
+            future.set_exception(UsageError(f"the model's code called sys.exit({leaving.code!r})."))
+        except Exception as problem:  # noqa: BLE001 - passed to the awaiting caller
+            future.set_exception(problem)
+        else:
+            future.set_result(result)
+
+    future.set_running_or_notify_cancel()
+    threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
+    return await asyncio.wrap_future(future)

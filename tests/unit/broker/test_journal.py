@@ -356,7 +356,7 @@ def test_a_compaction_that_fails_loses_nothing_and_is_put_off(journal: Journal, 
     journal.postpone_compaction()
     assert not journal.compaction_due
     with monkeypatch.context() as patched:
-        patched.setattr("fusionai.broker.mirror.os.fsync", _no_space)
+        patched.setattr("fusionai.broker.history.os.fsync", _no_space)
         with pytest.raises(StorageError, match="disk is full"):
             journal.compact(b"state")
     assert kept(journal) == (5, NOTES)
@@ -382,7 +382,7 @@ def test_a_mirror_that_cannot_grow_keeps_the_fact_out_of_both(journal: Journal, 
         return really(descriptor, data[:7], offset)
 
     with monkeypatch.context() as patched:
-        patched.setattr("fusionai.broker.mirror.os.pwrite", short_of_space)
+        patched.setattr("fusionai.broker.history.os.pwrite", short_of_space)
         with pytest.raises(StorageError, match="disk is full"):
             journal.append(1, [note(1)])
     assert kept(journal) == (1, (note(0),))
@@ -424,7 +424,7 @@ def test_a_mirror_that_cannot_even_be_cut_back_ends_the_writing(journal: Journal
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr("fusionai.broker.mirror.os.fsync", fails)
+        patched.setattr("fusionai.broker.history.os.fsync", fails)
         with pytest.raises(StorageError, match="could not use"):
             journal.append(1, [note(1)])
     with pytest.raises(StorageError, match="can't be cut back"):
@@ -485,7 +485,7 @@ def test_another_pools_database_beside_this_pools_mirror_is_not_thrown_away(path
 def test_a_newer_format_is_not_guessed_at(path: Path, monkeypatch: pytest.MonkeyPatch):
     filled(path)
     with monkeypatch.context() as patched:
-        patched.setattr("fusionai.broker.mirror.FORMAT", 2)
+        patched.setattr("fusionai.broker.history.MIRROR_FORMAT", 2)
         mirror_path(path).unlink()
         healed(path)
     with pytest.raises(StorageError, match="mirror format 1"):

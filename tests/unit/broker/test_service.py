@@ -518,7 +518,7 @@ def test_what_a_heartbeat_says_it_holds_reaches_the_desk(play):
         a = await bench.member(2)
         await a.ask(registration(A))
         assert isinstance(await a.ask(Heartbeat(boot=1, jobs=("job-old",))), HeartbeatAck)
-        assert bench.service.desk.leftovers[A].job == "job-old"
+        assert bench.service.state.leftovers[A].job == "job-old"
 
     play(scene)
 
@@ -594,7 +594,7 @@ def test_nothing_is_acknowledged_that_could_not_be_written(play, monkeypatch: py
     async def scene(bench: Bench) -> None:
         owner, a = await bench.member(1), await bench.member(2)
         await a.ask(registration(A))
-        before = bench.service.desk.pool
+        before = bench.service.state.pool
 
         def full(*_: object) -> int:
             raise StorageError("the disk is full")
@@ -604,7 +604,7 @@ def test_nothing_is_acknowledged_that_could_not_be_written(play, monkeypatch: py
             assert await owner.refused(JobRequest(job="job-1", title="", plan=plan_of(A))) == "failed"
             assert await a.refused(Leave()) == "failed"
             assert isinstance(await a.ask(Heartbeat(boot=1)), HeartbeatAck)
-        assert bench.service.desk.pool == before == bench.on_disk()
+        assert bench.service.state.pool == before == bench.on_disk()
         assert isinstance(await owner.ask(JobRequest(job="job-1", title="", plan=plan_of(A))), JobGranted)
 
     play(scene)
@@ -615,11 +615,11 @@ def test_a_restart_keeps_everything_acknowledged_and_grants_grace(play):
         owner, a = await bench.member(1), await bench.member(2)
         await a.ask(registration(A))
         await owner.ask(JobRequest(job="job-1", title="", plan=plan_of(A)))
-        live = bench.service.desk.pool
+        live = bench.service.state.pool
         bench.journal.close()
         bench.clock.advance(1000.0)
         bench.start()
-        assert bench.service.desk.pool == live
+        assert bench.service.state.pool == live
         assert bench.service.next_deadline_s == bench.clock.now_s() + 12.0
         back = await bench.machine(A)
         assert isinstance(await back.ask(Heartbeat(boot=1)), HeartbeatAck)
@@ -627,7 +627,7 @@ def test_a_restart_keeps_everything_acknowledged_and_grants_grace(play):
         assert await driver.ask(JobReport(job="job-1", state="running", step=5)) == Done()
         bench.clock.advance(11.0)
         bench.service.tick()
-        assert bench.service.desk.pool.members[A].phase == "active"
+        assert bench.service.state.pool.members[A].phase == "active"
 
     play(scene)
 

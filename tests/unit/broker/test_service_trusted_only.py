@@ -9,7 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fusionai.broker.journal import Journal
-from fusionai.broker.main import BrokerOptions, _admission
+from fusionai.broker.server import BrokerOptions, _admission
 from fusionai.broker.service import BrokerService
 from fusionai.coordination.broker import requests
 from fusionai.coordination.broker.state import BrokerRules
@@ -81,7 +81,7 @@ def test_endorsed_machines_are_taken_in_and_others_told_what_to_do(tmp_path: Pat
         reason = untrusted(bench.says(EVE, registration(EVE, *shown)))
         assert "fusion trust sign" in reason
         assert EVE in reason
-    assert bench.service.desk.pool.members[EVE].phase == "joining"
+    assert bench.service.state.pool.members[EVE].phase == "joining"
     bench.journal.close()
 
 

@@ -200,7 +200,7 @@ def test_an_interrupt_while_the_command_line_is_imported_shows_no_traceback():
 GIVEN_UP = """
 import threading
 from fusionai.cli import main as cli
-from fusionai.client.pool.background import THREAD_NAME
+from fusionai.primitives.process import THREAD_NAME
 import torch
 
 computing = threading.Event()

@@ -608,7 +608,7 @@ def test_a_driver_that_never_reads_is_shown_out(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_driver_that_goes_for_good_while_its_state_is_awaited_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusionai.peer.door.ORPHANED_S", 0.05)
+    monkeypatch.setattr("fusionai.peer.acceptor.ORPHANED_S", 0.05)
 
     async def body(stand: Stand) -> None:
         control, _ = await stand.attached()

@@ -33,20 +33,12 @@ LONG_FUNCTIONS = frozenset(
     {
         "fusionai.backends.torch.attention_kernels._sweep",
         "fusionai.backends.torch.row_kernels._attend",
-        "fusionai.client.training.demo._tell_story",
-        "fusionai.client.training.train._Run._drive",
         "fusionai.ir.operators._table",
-        "fusionai.peer.daemon.run_peer",
         "fusionai.scheduling.kernels.serving_pipeline.cross",
     }
 )
 """Functions. Kernels and tables stay."""
-LARGE_CLASSES = frozenset(
-    {
-        "fusionai.client.pool.replanning.PoolReplanner",
-        "fusionai.client.training.replicas._Replicas",
-    }
-)
+LARGE_CLASSES: frozenset[str] = frozenset()
 SHARED_NAMES: frozenset[str] = frozenset()
 """Public names of classes that several modules define."""
 PREFIXES = re.compile(r"(serving|driver|training|weight|replica)_\w+")

@@ -1,6 +1,6 @@
 """`fusion broker` runs the broker of a pool; `fusion invite` prints further invitations to it.
 
-`broker.main` runs the broker, `client` sends it requests.
+`broker.server` runs the broker, `client` sends it requests.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def broker(
 ) -> None:
     """Run the broker of a pool until Ctrl-C. Prints its addresses and an invitation. Restarted with the same --home it
     is the same pool: members reconnect by themselves, and running jobs continue while the broker is away."""
-    from fusionai.broker.main import DEFAULT_PORT, Announcement, BrokerOptions, run_broker
+    from fusionai.broker.server import DEFAULT_PORT, Announcement, BrokerOptions, run_broker
 
     options = BrokerOptions(
         home=home,

@@ -14,14 +14,13 @@ from typing import Final
 
 import msgspec
 
-from fusionai.client.pool.background import in_background
-from fusionai.client.pool.job_files import kept_deployment
-from fusionai.client.pool.replanning import PoolReplanner, TrainingReplanner
+from fusionai.client.pool.replanning import PoolReplanner, TrainingReplanner, kept_deployment
 from fusionai.client.pool.session import PoolMember
 from fusionai.client.training.preparation import PreparedJob, problem_for
 from fusionai.execution.connections import Deployment
 from fusionai.primitives.errors import PlanError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
+from fusionai.primitives.process import in_background
 from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_stay
 from fusionai.scheduling.problem.types import Excluded, PeerProfile, Plan, Problem
 from fusionai.scheduling.training.replicated import plan as planned
@@ -73,20 +72,14 @@ async def begin(
 
 def _known(replanner: TrainingReplanner, prepared: PreparedJob) -> Plan | None:
     """Return the plan of the job's last start, if it is for the same model and the recipe still allows it."""
-    adopted = replanner.journal.plan
-    if adopted is None:
+    plan = replanner.adopted
+    if plan is None or plan.graph_hash != prepared.graph_hash:
         return None
-    try:
-        plan = msgspec.json.decode(adopted.plan, type=Plan)
-    except msgspec.DecodeError:
-        return None  # written by another version of this program
     wanted = prepared.recipe.placement.stages
     pool_stages = sum("stage" in stage.roles for stage in plan.stages)
-    fits = (wanted is None or wanted * plan.replicas == pool_stages) and embedding_and_head_stay(
-        plan, replanner.problem
-    )
-    believed = not replanner.faulty_peers & {one.peer for one in (*plan.stages, *plan.standbys)}
-    return plan if plan.graph_hash == prepared.graph_hash and fits and believed else None
+    fits = wanted is None or wanted * plan.replicas == pool_stages
+    is_believed = not replanner.faulty_peers & {one.peer for one in (*plan.stages, *plan.standbys)}
+    return plan if fits and is_believed and embedding_and_head_stay(plan, replanner.problem) else None
 
 
 async def _anew(
@@ -141,13 +134,8 @@ async def first_deployment(
 
 def _as_begun(replanner: TrainingReplanner, problem: Problem) -> Problem:
     """Return `problem` with the number of replicas fixed once steps are committed: the order of sums depends on it."""
-    adopted = replanner.journal.plan
-    if problem.replicas != "auto" or adopted is None or not replanner.journal.committed:
-        return problem
-    try:
-        return with_replicas(problem, msgspec.json.decode(adopted.plan, type=Plan).replicas)
-    except msgspec.DecodeError:
-        return problem  # written by another version of this program
+    plan = replanner.adopted if problem.replicas == "auto" and replanner.journal.committed else None
+    return problem if plan is None else with_replicas(problem, plan.replicas)
 
 
 def _equal_numerics(replanner: TrainingReplanner, usable: tuple[PoolMember, ...]) -> tuple[PoolMember, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Final, Literal
 
 import msgspec
@@ -56,20 +56,25 @@ class Episode:
     """Time at which the job had recovered, None before."""
     recovered_s: float | None = None
     """Seconds from the first sign to the next commit, or to the broker's answer; None if no stage was interrupted."""
+    waited_s: float = 0.0
+    """Seconds without a plan."""
     committed: int | None = None
     """The step of that commit, counted from 1."""
+    is_written: bool = False
+    """Whether it is in the job's file."""
 
 
+@dataclass
 class FaultReport:
     """Collects faults from all events of a run. `episodes`: the faults so far, oldest first."""
 
-    def __init__(self) -> None:
-        self.episodes: list[Episode] = []
-        self._plan: Plan | None = None
-        self._names: dict[str, str] = {}
-        self._killed: set[str] = set()
-        self._waiting = ""
-        self._step = 0
+    episodes: list[Episode] = field(default_factory=list[Episode])
+    _plan: Plan | None = None
+    _names: dict[str, str] = field(default_factory=dict[str, str])
+    _killed: set[str] = field(default_factory=set[str])
+    _waiting: str = ""
+    """What the job waits for."""
+    _step: int = 0
 
     def begin(self, plan: Plan, members: Sequence[PeerProfile]) -> None:
         """Set the first plan and the names of its peers."""
@@ -351,95 +356,76 @@ class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
     """First step committed afterwards, counted from 1."""
 
 
+@dataclass
 class FaultRecords:
     """Records faults from a job's events. `names`: names of the peers, which may grow. `say` receives each line; `warn`
     receives, once, why the file can't be written."""
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        plan: Plan,
-        names: Mapping[str, str],
-        clock: Clock,
-        *,
-        say: Callable[[str], None],
-        warn: Callable[[str], None],
-    ) -> None:
-        self._path = directory.faults
-        self._clock = clock
-        self._say = say
-        self._warn = warn
-        self._warned = False
-        self._story = FaultReport()
-        self._names = names
-        self._story.begin(plan, ())
-        self._began_s = clock.now_s()
-        self._waiting_since_s: float | None = None
-        self._waited_s: dict[int, float] = {}
-        """Maps the index of an episode to its seconds without a plan."""
-        self._written: set[int] = set()
+    directory: RunDirectory
+    plan: InitVar[Plan]
+    names: Mapping[str, str]
+    clock: Clock
+    _: KW_ONLY
+    say: Callable[[str], None]
+    warn: Callable[[str], None]
+    _report: FaultReport = field(default_factory=FaultReport)
+    _waiting_since_s: float | None = None
+    _warned: bool = False
+
+    def __post_init__(self, plan: Plan) -> None:
+        self._report.begin(plan, ())
+        self._began_s = self.clock.now_s()
 
     def see(self, event: progress.Progress) -> None:
-        now_s = self._clock.now_s()
-        self._story.know(self._names)
+        now_s = self.clock.now_s()
+        self._report.know(self.names)
         match event:
             case progress.JobWaiting():
                 self._waiting_since_s = self._waiting_since_s or now_s
-            case progress.PlanChanged() if self._waiting_since_s is not None:
+            case progress.PlanChanged():
                 self._count_waiting(now_s)
             case _:
                 pass
-        for line in self._story.see(event, now_s):
-            self._say(line)
-        for number, episode in enumerate(self._story.episodes):
-            if episode.over_s is not None and number not in self._written:
-                self._write(number, episode)
+        for line in self._report.see(event, now_s):
+            self.say(line)
+        for episode in self._report.episodes:
+            if episode.over_s is not None and not episode.is_written:
+                self._write(episode)
 
     def close(self) -> tuple[FaultRecord, ...]:
         """Write the faults that are not over, and return the records of all."""
-        self._count_waiting(self._clock.now_s())
-        for number, episode in enumerate(self._story.episodes):
-            if number not in self._written:
-                self._write(number, episode)
-        return tuple(self._record(number, episode) for number, episode in enumerate(self._story.episodes))
+        self._count_waiting(self.clock.now_s())
+        for episode in self._report.episodes:
+            if not episode.is_written:
+                self._write(episode)
+        return tuple(self._record(episode) for episode in self._report.episodes)
 
     def _count_waiting(self, now_s: float) -> None:
         if self._waiting_since_s is None:
             return
         waited_s, self._waiting_since_s = now_s - self._waiting_since_s, None
-        for number, episode in enumerate(self._story.episodes):
-            if episode.over_s is None and episode.kind != "broker":
-                self._waited_s[number] = self._waited_s.get(number, 0.0) + waited_s
+        for episode in self._report.open():
+            episode.waited_s += waited_s
 
-    def _record(self, number: int, episode: Episode) -> FaultRecord:
-        since_s = episode.seen_s - self._began_s
-        ago_s = self._clock.now_s() - episode.seen_s
+    def _record(self, episode: Episode) -> FaultRecord:
+        same = ("kind", "step", "stages", "peer", "reason", "recovered_s", "waited_s", "tolerance")
+        ago_s = self.clock.now_s() - episode.seen_s
         return FaultRecord(
-            kind=episode.kind,
-            step=episode.step,
-            stages=tuple(episode.stages),
-            peer=episode.peer,
-            name=self._story.name(episode.peer) if episode.peer else "broker",
-            reason=episode.reason,
-            at_s=self._clock.wall_s() - ago_s,
-            detected_s=since_s,
-            recovered_s=episode.recovered_s,
-            waited_s=self._waited_s.get(number, 0.0),
+            **{name: getattr(episode, name) for name in (*same, "base", "rollback", "committed")},
+            name=self._report.name(episode.peer) if episode.peer else "broker",
+            at_s=self.clock.wall_s() - ago_s,
+            detected_s=episode.seen_s - self._began_s,
             takeover=dict(episode.takeover),
             numerics=None if episode.exact is None else ("exact" if episode.exact else "tolerant"),
-            tolerance=episode.tolerance,
             recut=bool(episode.recut),
-            base=episode.base,
-            rollback=episode.rollback,
-            committed=episode.committed,
         )
 
-    def _write(self, number: int, episode: Episode) -> None:
-        self._written.add(number)
+    def _write(self, episode: Episode) -> None:
+        episode.is_written = True
         try:
-            with self._path.open("ab") as file:
-                file.write(msgspec.json.encode(self._record(number, episode)) + b"\n")
+            with self.directory.faults.open("ab") as file:
+                file.write(msgspec.json.encode(self._record(episode)) + b"\n")
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                self._warn(f"{self._path} can't be written ({error.strerror or error})")
+                self.warn(f"{self.directory.faults} can't be written ({error.strerror or error})")

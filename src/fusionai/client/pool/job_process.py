@@ -8,15 +8,18 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fusionai.backends.interface import Backend, DeviceReport
 from fusionai.backends.registry import open_backend
-from fusionai.client.pool.job_trust import JobTrust
+from fusionai.client.pool.job_trust import job_trust
 from fusionai.client.pool.session import PoolMember, PoolSession
 from fusionai.execution.host import ComputeThread, Host
-from fusionai.primitives.clock import Clock
+from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.ids import PeerId
-from fusionai.scheduling.problem.types import PeerProfile
+from fusionai.primitives.privacy import PrivacyLevel
+from fusionai.scheduling.problem.types import PeerProfile, Plan
+from fusionai.transport.enrolment import Membership
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,49 @@ class KnownMembers:
             self._on_met(Met(new, {one.view.peer: one.view.addresses for one in members if one.view.peer in new}))
 
 
+class OwnerProcess:
+    """One job in its owner's process: its lines for the user, its trust, the members that it knows, its session with
+    the pool. `stopped` is set when the broker passes on a `fusion stop`."""
+
+    def __init__(
+        self,
+        home: Path,
+        membership: Membership,
+        level: PrivacyLevel,
+        on_event: Callable[[Noted | Met], None],
+        *,
+        confidential: bool,
+    ) -> None:
+        self.peer = membership.peer
+        self.trust = job_trust(home, membership, level, confidential=confidential)
+        self.known = KnownMembers(on_event)
+        self.clock = SystemClock()
+        self.stopped = asyncio.Event()
+        self.pool = PoolSession(
+            membership, trust=self.trust, on_stop=lambda _job: self.stopped.set(), on_members=self.known.see
+        )
+        self._on_event = on_event
+
+    def note(self, text: str) -> None:
+        self._on_event(Noted(text))
+
+    def note_trust(self, plan: Plan) -> None:
+        """Note how many of the plan's machines are trusted, if the owner has a trust list."""
+        if (sentence := self.trust.sentence(plan)) is not None:
+            self.note(sentence)
+
+    def host(self, machine: OwnMachine) -> Host:
+        return Host(
+            peer=self.peer,
+            backend=machine.backend,
+            compute=machine.compute,
+            transport=self.pool.transport,
+            fingerprint=machine.report.fingerprint,
+            clock=self.clock,
+            seal=self.trust.seal,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class OwnMachine:
     """This machine's backend with its measured speeds, and the thread that computes with it."""
@@ -59,17 +105,6 @@ class OwnMachine:
     compute: ComputeThread
     backend: Backend
     report: DeviceReport
-
-    def host(self, pool: PoolSession, trust: JobTrust, clock: Clock) -> Host:
-        return Host(
-            peer=pool.membership.peer,
-            backend=self.backend,
-            compute=self.compute,
-            transport=pool.transport,
-            fingerprint=self.report.fingerprint,
-            clock=clock,
-            seal=trust.seal,
-        )
 
 
 @asynccontextmanager
@@ -84,8 +119,9 @@ async def own_machine(device: str, threads: int | None) -> AsyncIterator[OwnMach
         compute.close()
 
 
-def owner_profile(peer: PeerId, report: DeviceReport) -> PeerProfile:
-    """Return the profile of this machine as the owner of a training job."""
+def owner_profile(peer: PeerId, report: DeviceReport, memory_bytes: int | None = None) -> PeerProfile:
+    """Return the profile of this machine as a job's owner. `memory_bytes`: memory for the job, None: all that is
+    free."""
     return PeerProfile(
         peer=peer,
         name="job owner",
@@ -95,7 +131,9 @@ def owner_profile(peer: PeerId, report: DeviceReport) -> PeerProfile:
         flops_per_s=report.flops_per_s,
         pace=report.pace,
         memory_bandwidth_bytes_per_s=report.memory_bandwidth_bytes_per_s,
-        memory_bytes=report.memory_bytes,
+        serving=report.serving,
+        attention_flops_per_s=report.attention_flops_per_s,
+        memory_bytes=report.memory_bytes if memory_bytes is None else memory_bytes,
         threads=report.threads,
         fingerprint=report.fingerprint,
         roles=("owner",),

@@ -5,17 +5,14 @@ opens, and repeatedly while the job runs. It fails closed: unknown members are e
 be read, all are.
 
 `transport.security.trust` reads the owner's trust file. `client.pool.session` asks for every listing and plan, its
-transport for every connection, `client.pool.trust_watch` while the job runs."""
+transport for every connection, `client.pool.watch` while the job runs."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING
 
-from fusionai.execution.connections import Deployment
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId, short
@@ -115,29 +112,3 @@ def job_trust(home: Path, membership: Membership, level: PrivacyLevel, *, confid
 def parts(plan: Plan) -> frozenset[PeerId]:
     """Return all peers with a part in `plan`: holders, standbys and the feed."""
     return frozenset(PeerId(one.peer) for one in (*plan.stages, *plan.standbys)) | {PeerId(plan.feed)}
-
-
-log = logging.getLogger(__name__)
-
-LOOK_S: Final = 1.0
-
-
-class TrustingDriver(Protocol):
-    """A training driver or a serving engine."""
-
-    @property
-    def deployment(self) -> Deployment: ...
-
-    def shut_out(self, peer: PeerId, reason: str) -> None:
-        """Treat `peer` as lost."""
-        ...
-
-
-async def watch_trust(trust: JobTrust, driver: TrustingDriver) -> None:
-    """Check until cancelled. Returns at once for a job that does not need trusted peers."""
-    while trust.required:
-        await asyncio.sleep(LOOK_S)
-        for peer in sorted(parts(driver.deployment.plan)):
-            if (reason := trust.reason_against(peer)) is not None:
-                log.warning("peer %s is shut out: %s", short(peer), reason)
-                driver.shut_out(peer, f"it is not trusted (any more): {reason}")

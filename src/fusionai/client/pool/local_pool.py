@@ -1,6 +1,7 @@
 """Runs a whole pool on this machine: a broker and peers as separate processes, over mutual TLS on loopback.
 
-Also keeps the homes of such processes (`local_home`) and limits their restarts (`Restarts`).
+Also keeps the homes of such processes (`local_home`), limits their restarts (`Restarts`), and says how many threads and
+how much memory each gets when a model is served.
 
 The processes are ordinary `fusion broker` and `fusion join` commands. A process that ends with an error, for example
 killed by the system, is restarted (`restarts` says when). One killed through `LocalPool.kill` stays down until
@@ -14,21 +15,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Final, TypeVar
+from typing import IO, Any, Final
 
 import msgspec
 
 from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.primitives.environment import inherited
-from fusionai.primitives.errors import FusionError, StorageError
+from fusionai.primitives.errors import FusionError, StorageError, UsageError
 from fusionai.primitives.process import ORDINARY, YIELDING, weigh_session
 from fusionai.storage.atomic import JobLock
 
@@ -90,24 +92,13 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 10.0
 POLL_S: Final = 0.05
+NAMES: Final = ("tower", "desktop", "laptop", "workshop", "bedroom", "attic")
+"""Names of the first peers."""
+MOST_SERVING: Final = 16
+OWNERS_SHARE: Final = 2
+"""Share of the free memory for the job owner's process beside serving peers, in shares of a peer (chosen)."""
 BROKER: Final = "broker"
 """Name of the broker's process; no peer may have it."""
-
-
-class _BrokerAnnouncement(msgspec.Struct, frozen=True):
-    """The part of the file of `fusion broker --json` that is read here."""
-
-    addresses: tuple[str, ...]
-    invitation: str
-
-
-class _PeerAnnouncement(msgspec.Struct, frozen=True):
-    """The part of the file of `fusion join --json` that is read here."""
-
-    peer: str
-
-
-_Said = TypeVar("_Said", _BrokerAnnouncement, _PeerAnnouncement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +215,9 @@ class LocalPool:
         announced.unlink(missing_ok=True)
         arguments = ["broker", "--pool", self.name, "--host", "127.0.0.1", "--port", str(self._port)]
         broker = await self._spawn(BROKER, self.broker_home, [*arguments, "--json", str(announced)])
-        announcement = await self._announced(broker, announced, _BrokerAnnouncement)
-        self._port = int(announcement.addresses[0].rpartition(":")[2])
-        self.invitation = self.invitation or announcement.invitation
+        announcement = await self._announced(broker, announced)
+        self._port = int(announcement["addresses"][0].rpartition(":")[2])
+        self.invitation = self.invitation or announcement["invitation"]
         self._watch(broker)
 
     async def _start_peer(self, peer: LocalPeer, *, invited: bool) -> None:
@@ -234,28 +225,27 @@ class LocalPool:
         announced.unlink(missing_ok=True)
         arguments = ["join", "--name", peer.name, "--host", "127.0.0.1", "--device", peer.device]
         arguments += ["--threads", str(peer.threads), "--share", f"{peer.share * 100:g}%", "--json", str(announced)]
-        if peer.memory_bytes is not None:
-            arguments += ["--max-memory", f"{peer.memory_bytes}B"]
-        if peer.port is not None:
-            arguments += ["--port", str(peer.port)]
-        if peer.address is not None:
-            arguments += ["--address", peer.address]
-        if peer.limit_bytes_per_s is not None:
-            limit = f"{peer.limit_bytes_per_s * 8 / 1e6:g}Mbit"
-            arguments += ["--upload-limit", limit, "--download-limit", limit]
-        if peer.weights_beside is not None:
-            arguments += ["--weights-beside", str(peer.weights_beside)]
+        rate = None if peer.limit_bytes_per_s is None else f"{peer.limit_bytes_per_s * 8 / 1e6:g}Mbit"
+        limits = {
+            "--max-memory": None if peer.memory_bytes is None else f"{peer.memory_bytes}B",
+            "--port": peer.port,
+            "--address": peer.address,
+            "--upload-limit": rate,
+            "--download-limit": rate,
+            "--weights-beside": peer.weights_beside,
+        }
+        arguments += [text for name, value in limits.items() if value is not None for text in (name, str(value))]
         home = self.directory / peer.name
         if invited:
             child = await self._spawn(peer.name, home, [*arguments, "-"], given_input=f"{self.invitation}\n")
-            announcement = await self._announced(child, announced, _PeerAnnouncement)
+            announcement = await self._announced(child, announced)
         else:
             child = await self._spawn(peer.name, home, arguments)
             yielding = weigh_session(child.process.pid, YIELDING)
-            announcement = await self._announced(child, announced, _PeerAnnouncement)
+            announcement = await self._announced(child, announced)
             if yielding:
                 await _ordinary(child)
-        self.names[announcement.peer] = peer.name
+        self.names[announcement["peer"]] = peer.name
         self._watch(child)
 
     async def _spawn(
@@ -264,7 +254,7 @@ class LocalPool:
         """Start `fusion ARGUMENTS --home HOME`. The invitation is passed by standard input, so that process lists don't
         show it."""
         log_path = self.directory / f"{name}.log"
-        log = _open_log(home, log_path)
+        log = _log_in(home, log_path)
         # The framework's libraries read these when loaded; without them they would start more threads than `threads`.
         environment = {**inherited(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         process = await asyncio.create_subprocess_exec(
@@ -292,12 +282,12 @@ class LocalPool:
             await process.stdin.drain()
         return child
 
-    async def _announced(self, child: _Child, path: Path, kind: type[_Said]) -> _Said:
-        """Wait for the JSON file that the process writes when it is ready, and return its content. Raises `FusionError`
-        if the process ends first or takes longer than `START_TIMEOUT_S`."""
+    async def _announced(self, child: _Child, path: Path) -> dict[str, Any]:
+        """Wait for the JSON file that the process writes, atomically, when it is ready, and return its content. Raises
+        `FusionError` if the process ends first or takes longer than `START_TIMEOUT_S`."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while (announcement := _read_json(path, kind)) is None:
+                while (written := _content(path)) is None:
                     if not child.lives:
                         raise FusionError(f"{child.name} ended during its start: {_last_line(child.log_path)}")
                     await asyncio.sleep(POLL_S)
@@ -305,7 +295,7 @@ class LocalPool:
             raise FusionError(
                 f"{child.name} was not ready within {START_TIMEOUT_S:.0f} s: {_last_line(child.log_path)}"
             ) from None
-        return announcement
+        return msgspec.json.decode(written, type=dict)
 
     def _watch(self, child: _Child) -> None:
         task = asyncio.create_task(self._bring_back(child))
@@ -367,17 +357,14 @@ async def _ordinary(child: _Child) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def _open_log(home: Path, log_path: Path) -> IO[bytes]:
+def _log_in(home: Path, path: Path) -> IO[bytes]:
+    """Open the log and make the home of a process."""
     home.mkdir(parents=True, exist_ok=True)
-    return log_path.open("ab")
+    return path.open("ab")
 
 
-def _read_json(path: Path, kind: type[_Said]) -> _Said | None:
-    """Return the file's content, None if it does not exist yet. It is written atomically."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except FileNotFoundError:
-        return None
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
 
 
 def _last_line(path: Path) -> str:
@@ -385,3 +372,33 @@ def _last_line(path: Path) -> str:
     if not lines and not shutil.disk_usage(path.parent).free:
         return f"the disk of {path.parent} is full"
     return lines[-1] if lines else "it printed nothing"
+
+
+@asynccontextmanager
+async def serving_pool(
+    home: Path, count: int, spares: int, *, hashes: Path, say: Callable[[str], None]
+) -> AsyncIterator[LocalPool]:
+    """Run a pool of `count` active peers and `spares` further ones during the block. Their homes are in a directory of
+    `home`, which is removed afterwards. `hashes`: file with the hashes of model files, which the peers share."""
+    if not 1 <= count <= MOST_SERVING:
+        raise UsageError(f"expected --local from 1 to {MOST_SERVING}, got {count}.")
+    machines = count + spares
+    names = [*NAMES, *(f"peer{number}" for number in range(len(NAMES), machines))][:machines]
+    lent_bytes = own_memory_bytes(machines) // OWNERS_SHARE
+    threads = local_threads(count)
+    peers = [LocalPeer(name, threads=threads, memory_bytes=lent_bytes, weights_beside=hashes) for name in names]
+    with local_home(home / "local") as directory:
+        async with LocalPool(directory, peers, name="local", say=say) as pool:
+            yield pool
+
+
+def local_threads(peers: int) -> int:
+    """Return the threads per local process: its share of the cores, because stages of several sessions work at once."""
+    return max(1, (os.cpu_count() or 1) // peers)
+
+
+def own_memory_bytes(machines: int) -> int:
+    """Return the memory for this machine's own process beside `machines` local peers."""
+    import psutil
+
+    return psutil.virtual_memory().available * OWNERS_SHARE // (machines + OWNERS_SHARE)

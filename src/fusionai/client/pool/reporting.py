@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
@@ -27,19 +28,19 @@ LAST_REPORT_S: Final = 5.0
 leases."""
 
 
+@dataclass
 class Reporting:
     """Reports one job. `run` lasts until cancelled; then call `close`. `on_progress` receives the broker's absence and
     return."""
 
-    def __init__(self, pool: PoolSession, job: JobId, on_progress: Callable[[progress.Progress], None]) -> None:
-        self._pool = pool
-        self._job = job
-        self._on_progress = on_progress
-        self._away = False
-        self._step = -1
-        self._lines: list[str] = []
-        """Lines not sent yet."""
-        self._seen = asyncio.Event()
+    pool: PoolSession
+    job: JobId
+    on_progress: Callable[[progress.Progress], None]
+    _away: bool = False
+    _step: int = -1
+    _lines: list[str] = field(default_factory=list[str])
+    """Lines not sent yet."""
+    _seen: asyncio.Event = field(default_factory=asyncio.Event)
 
     def see(self, event: progress.Progress) -> None:
         match event:
@@ -71,21 +72,21 @@ class Reporting:
             async with asyncio.timeout(LAST_REPORT_S):
                 await self._report(state, detail)
         except TimeoutError:
-            self._on_progress(progress.Warned("the broker could not be informed that the job is over"))
+            self.on_progress(progress.Warned("the broker could not be informed that the job is over"))
 
     async def _report(self, state: Literal["running", "done", "failed"], detail: str) -> None:
-        report = wire.JobReport(job=self._job, state=state, step=self._step, detail=detail[:4000])
+        report = wire.JobReport(job=self.job, state=state, step=self._step, detail=detail[:4000])
         try:
-            await self._pool.report(report)
+            await self.pool.report(report)
         except FusionError as error:
             if not self._away:
-                self._on_progress(progress.BrokerAway(error.message))
+                self.on_progress(progress.BrokerAway(error.message))
             self._away = True
         else:
             if detail in self._lines:
                 self._lines.remove(detail)
             if self._away:
-                self._on_progress(progress.BrokerBack())
+                self.on_progress(progress.BrokerBack())
             self._away = False
 
 

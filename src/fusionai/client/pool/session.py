@@ -22,7 +22,7 @@ from fusionai.client.pool.job_trust import JobTrust
 from fusionai.execution.connections import Deployment
 from fusionai.primitives.clock import PoolClock, SystemClock
 from fusionai.primitives.errors import RefusedError, TransportError, TrustError, UsageError, WireError
-from fusionai.primitives.ids import JobId, PeerId
+from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.scheduling.problem.types import Excluded, Link, PeerProfile, Plan, hop
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, enrol, enrol_second_key, load_membership
@@ -78,6 +78,15 @@ class PoolMember:
 
     view: wire.MemberView
     profile: PeerProfile
+
+    @property
+    def named(self) -> str:
+        """Its name, or its shortened id without one."""
+        return self.profile.name or short(PeerId(self.view.peer))
+
+    @property
+    def is_present(self) -> bool:
+        return self.view.state in ("idle", "active", "draining")
 
 
 class PoolSession:

@@ -15,9 +15,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from fusionai.backends.interface import Backend
 from fusionai.capture.capture import Captured, capture
@@ -43,6 +44,10 @@ from fusionai.wire.serving import MAX_ADAPTERS
 
 CHECKPOINTS: Final = "checkpoints"
 """Name of the directory of checkpoints in a job's directory (`storage.rundir`)."""
+SAFE_WEIGHTS_INDEX: Final = "model.safetensors.index.json"
+"""File that maps tensors to weight files, if a model's weights are in several files."""
+LONGEST_PASS: Final = 2048
+"""Most positions per pass for which the graph is captured (chosen), unless the model has a lower limit."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 
@@ -86,21 +91,18 @@ def find_adapters(named: Sequence[tuple[str, Path]]) -> tuple[ServedAdapter, ...
 def _directory(path: Path) -> Path:
     if not path.is_dir():
         raise ModelError(f"there is no directory {path}.", hint="Check the path of --adapter NAME=DIR.")
-    if not (path / CHECKPOINTS).is_dir():
-        return path
-    newest = open_latest(path / CHECKPOINTS)
+    return _newest(path) if (path / CHECKPOINTS).is_dir() else path
+
+
+def _newest(job: Path) -> Path:
+    """Return the newest checkpoint of a job's directory."""
+    newest = open_latest(job / CHECKPOINTS)
     if newest is None:
         raise ModelError(
-            f"the job in {path} has no checkpoint yet.",
+            f"the job in {job} has no checkpoint yet.",
             hint="Let it train further, or set checkpoint_every in its recipe.",
         )
     return newest.directory
-
-
-SAFE_WEIGHTS_INDEX: Final = "model.safetensors.index.json"
-"""File that maps tensors to weight files, if a model's weights are in several files."""
-LONGEST_PASS: Final = 2048
-"""Most positions per pass for which the graph is captured (chosen), unless the model has a lower limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +134,10 @@ def find_model(text: str) -> ServedFiles:
     """Return the files of the model `text`. Blocking; may download. Raises `ModelError` if it has no weights."""
     path = Path(text).expanduser()
     if (path / CHECKPOINTS).is_dir():
-        newest = open_latest(path / CHECKPOINTS)
-        if newest is None:
-            raise ModelError(
-                f"the job in {path} has no checkpoint yet.",
-                hint="Let it train further, or set checkpoint_every in its recipe.",
-            )
-        if (newest.directory / CONFIG_FILE).is_file():
+        newest = _newest(path)
+        if (newest / CONFIG_FILE).is_file():
             raise _only_adapter(text)
-        return ServedFiles(newest.directory, path.resolve().name)
+        return ServedFiles(newest, path.resolve().name)
     if not path.exists() and (path.is_absolute() or text.startswith((".", "~"))):
         raise ModelError(f"there is no directory {text}.", hint="Check the path, or give a hub id such as owner/name.")
     source = parse_source(text)
@@ -310,14 +307,8 @@ async def draft_proposer(
         pass_tokens=min(options.pass_tokens, longest),
         retain=False,
     )
-    loaded, _ = await compute.run(
-        lambda: load_draft(
-            cast(Backend, backend),
-            model.graph,
-            draft.weights,
-            own,
-            vocabulary=min(model.vocabulary, vocabulary),
-            context_tokens=model.positions or options.pages * options.page_tokens,
-        )
-    )
+    load = partial(load_draft, backend, model.graph, draft.weights, own)
+    context_tokens = model.positions or options.pages * options.page_tokens
+    smaller = min(model.vocabulary, vocabulary)
+    loaded, _ = await compute.run(lambda: load(vocabulary=smaller, context_tokens=context_tokens))
     return DraftProposer(loaded, compute)

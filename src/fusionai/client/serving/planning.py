@@ -6,6 +6,7 @@ call this."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from typing import Literal
 
 import msgspec
@@ -15,6 +16,7 @@ from fusionai.ir.cost import serving_costs
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.serving import LOGITS
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
+from fusionai.scheduling.problem.calibration import typical_serving
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, RolePlacement, ServingNeeds
 
 Ends = Literal["owner", "pool"]
@@ -84,3 +86,22 @@ def checking_sentence(plan: Plan, checkable: frozenset[int], *, spot: bool) -> s
     if hidden:
         parts.append(f"not checked: {stages_in_words(hidden)}, whose inputs or outputs no other stage sees")
     return "; ".join(parts)
+
+
+def equalised(profiles: tuple[PeerProfile, ...]) -> tuple[PeerProfile, ...]:
+    """Return the profiles with median speeds. Local processes are equal, but measured their speed under each other's
+    load."""
+    flops_per_s = median(profile.flops_per_s for profile in profiles)
+    bandwidth = median(profile.memory_bandwidth_bytes_per_s for profile in profiles)
+    serving = typical_serving(profiles)
+    attention_flops_per_s = median(profile.attention_flops_per_s for profile in profiles)
+    return tuple(
+        msgspec.structs.replace(
+            profile,
+            flops_per_s=flops_per_s,
+            memory_bandwidth_bytes_per_s=bandwidth,
+            serving=serving,
+            attention_flops_per_s=attention_flops_per_s,
+        )
+        for profile in profiles
+    )

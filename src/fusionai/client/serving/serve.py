@@ -4,8 +4,10 @@
 the model, hashes the weights, plans, has the broker adopt the plan, loads and probes. Then `served.engine` takes
 generations until the block ends. At the end, everything that was started is stopped.
 
-`client.serving.model` opens the model, `serving.engine` serves, `client.serving.watch` looks for better plans,
-`cli.serving.serve` adds the gateway.
+`ServingWatch` checks the pool meanwhile, like `client.pool.watch` for training, except that the engine is notified of a
+leaving machine: it first moves sessions to the stage's warm standby and then requests a plan without the machine.
+Machines that are back or new take stages while no session runs; `scheduling.standby.continuation` decides when another
+cut is worth it. `client.serving.model` opens the model, `serving.engine` serves, `cli.serving.serve` adds the gateway.
 """
 
 from __future__ import annotations
@@ -14,23 +16,21 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
 
-from fusionai.backends.interface import DeviceReport
-from fusionai.client.pool.background import in_background
 from fusionai.client.pool.beginning import first_deployment, nobody
-from fusionai.client.pool.job_process import KnownMembers, Met, Noted, OwnMachine, beside, own_machine
-from fusionai.client.pool.job_trust import JobTrust, job_trust, watch_trust
-from fusionai.client.pool.local_pool import LocalPool
-from fusionai.client.pool.replanning import PoolReplanner
+from fusionai.client.pool.job_process import Met, Noted, OwnerProcess, OwnMachine, beside, own_machine, owner_profile
+from fusionai.client.pool.local_pool import LocalPool, local_threads, own_memory_bytes, serving_pool
+from fusionai.client.pool.replanning import MachineHistory, PoolReplanner
 from fusionai.client.pool.reporting import ServedNote, end_leftovers, report_state, report_tokens
 from fusionai.client.pool.session import PoolMember, PoolSession, near_links, owner_membership
+from fusionai.client.pool.watch import PoolWatch, watch_trust
 from fusionai.client.serving.job import ServeRequest, kept_blocks, serving_job, whole_needs
-from fusionai.client.serving.local import equalised, local_pool, local_threads, own_memory_bytes
 from fusionai.client.serving.model import (
     DraftModel,
     ServedFiles,
@@ -43,18 +43,18 @@ from fusionai.client.serving.model import (
     open_draft,
     open_model,
 )
-from fusionai.client.serving.planning import checking_sentence, serving_problem
-from fusionai.client.serving.watch import ServingReplanner, ServingWatch
+from fusionai.client.serving.planning import checking_sentence, equalised, serving_problem
 from fusionai.execution.connections import Deployment
 from fusionai.ir.cost import balance_tokens
 from fusionai.ir.serving import SEQUENCE
-from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.primitives.privacy import PrivacyLevel
-from fusionai.primitives.process import set_aside_what_stays
+from fusionai.primitives.process import in_background, set_aside_what_stays
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, ServingNeeds
+from fusionai.scheduling.standby.continuation import Regrowth, regrown
+from fusionai.scheduling.standby.takeover import WaitingForMachines, reinforced, with_profiles
 from fusionai.serving import job as progress
 from fusionai.serving.engine import ServingEngine
 from fusionai.serving.job import ServingJob
@@ -111,22 +111,73 @@ class Served:
     """Returns the planning problem, with all peers that have been in the pool so far."""
 
 
+class ServingReplanner(PoolReplanner):
+    def _replaced(self, plan: Plan, lost: frozenset[str], members: tuple[PoolMember, ...]) -> Plan | WaitingForMachines:
+        found = super()._replaced(plan, lost, members)
+        returned = self._returned(lost, members)
+        if isinstance(found, WaitingForMachines) or not returned:
+            return found
+        return reinforced(found, self.problem, returned) or found
+
+
+Priced = Callable[[tuple[PeerProfile, ...]], tuple[PeerProfile, ...]]
+"""Profiles as plans should see them."""
+
+
+@dataclass(kw_only=True)
+class ServingWatch(PoolWatch[ServingEngine]):
+    """Checks the pool for a serving job. `run` lasts until cancelled."""
+
+    priced: Priced
+    _announced: frozenset[str] = frozenset()
+    _regrowth: Regrowth = field(default_factory=Regrowth)
+    _served: tuple[int, int] = (0, 0)
+    """Tokens emitted and read at the last look."""
+
+    def _handed_over(self, members: tuple[PoolMember, ...]) -> tuple[Plan, str] | None:
+        plan = self.driver.deployment.plan
+        parts = {stage.peer for stage in plan.stages} | {standby.peer for standby in plan.standbys}
+        leaving = {one.view.peer for one in members if one.view.state == "draining"} & parts
+        for peer in sorted(leaving - self._announced):
+            self.driver.leaving(peer)
+        self._announced = frozenset(leaving)
+        return None
+
+    async def _widened(self, members: tuple[PoolMember, ...]) -> tuple[Plan, str] | None:
+        """Another plan over all that are there, where it is faster and no session runs."""
+        there = self._there(members)
+        idle, names = self._is_idle(), frozenset(one.view.peer for one in there)
+        now_s = self.clock.now_s()
+        self._regrowth = self._regrowth.seen(now_s, idle=idle, there=names)
+        if not self._regrowth.is_due(now_s) or self._announced:
+            return None
+        plan = self._plan()
+        profiles = self.priced(tuple(one.profile for one in there))
+        problem = msgspec.structs.replace(self.replanner.problem, links=near_links(there))
+        seen = (plan.stages, profiles, problem.links)
+        if self._widest == seen:
+            return None
+        self._widest = seen
+        found = await in_background(partial(regrown, plan, problem, profiles))
+        if found is None or not self._is_idle():
+            return None
+        self._regrowth = self._regrowth.moved(self.clock.now_s())
+        what = found.words(with_profiles(problem, profiles)) if found.recut else "stages move to faster machines"
+        return found.plan, f"no session runs: {what}"
+
+    def _is_idle(self) -> bool:
+        """Whether the job is ready, no session runs or waits, and none has since this was last asked."""
+        status = self.driver.status
+        before, self._served = self._served, (status.emitted_tokens, status.prompt_tokens)
+        return status.state == "ready" and not status.running and not status.queued and before == self._served
+
+
 @asynccontextmanager
 async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], None]) -> AsyncIterator[Served]:
     """Serve the model during the block and yield it once it is ready. Raises `ModelError`, `GraphError`, `PlanError`,
     `TransportError`, `RefusedError`, `StorageError`, `ExecutionError`, `UsageError`."""
     async with AsyncExitStack() as stack:
         yield await _Start(request, on_event, stack).run()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Connection:
-    """The session with the pool. `home`: of the job owner; with `--local` in the pool's directory."""
-
-    pool: PoolSession
-    trust: JobTrust
-    home: Path
-    local: LocalPool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +197,8 @@ class _Start:
         self._request = request
         self._on_event = on_event
         self._stack = stack
-        self._clock = SystemClock()
-        self._stopped = asyncio.Event()
-        self._known = KnownMembers(on_event)
-
-    def _note(self, text: str) -> None:
-        self._on_event(Noted(text))
+        self._local: LocalPool | None = None
+        self._priced: Priced = (lambda profiles: profiles) if request.local is None else equalised
 
     async def run(self) -> Served:
         request = self._request
@@ -163,50 +210,44 @@ class _Start:
                 f"an adapter has the same name as the model, {files.name!r}.", hint="Give it another name."
             )
         small = None if request.draft is None else await in_background(lambda name=request.draft: find_model(name))
-        self._note(f"capturing {files.name}")
+        self._on_event(Noted(f"capturing {files.name}"))
         # The model is opened while processes start and the pool is contacted.
         opening = _task(self._stack, in_background(lambda: open_model(files, adapters)))
-        hashing = _task(self._stack, _hashed(opening, request, self._on_event))
-        connection = await self._connect()
-        members = await connection.pool.pool()
+        hashing = _task(self._stack, self._hashed(opening))
+        process, home = await self._connect()
+        members = await process.pool.pool()
         if not members:
-            raise nobody(connection.pool.membership.pool, members, connection.trust.barred)
+            raise nobody(process.pool.membership.pool, members, process.trust.barred)
         loaded = await self._load(opening, hashing, small)
         needs = self._needs(loaded.model)
-        replanner = self._replanner(connection, loaded, needs, members)
-        self._note("planning")
-        self._stack.push_async_callback(
-            _ended, connection.pool, replanner.job, ServedNote(connection.home, replanner.job)
-        )
-        deployment = await _begin(
-            replanner, connection.pool.membership.pool, self._on_event, is_local=request.local is not None
-        )
-        self._on_event(ServePlanned(replanner.job, deployment.plan, dict(self._known.names), loaded.model))
-        if (sentence := connection.trust.sentence(deployment.plan)) is not None:
-            self._note(sentence)
-        return await self._serve(connection, loaded, needs, replanner, deployment)
+        replanner = self._replanner(process, loaded, needs, members)
+        process.note("planning")
+        self._stack.push_async_callback(_ended, process.pool, replanner.job, ServedNote(home, replanner.job))
+        deployment = await self._begin(process, replanner)
+        self._on_event(ServePlanned(replanner.job, deployment.plan, dict(process.known.names), loaded.model))
+        process.note_trust(deployment.plan)
+        return await self._serve(process, loaded, needs, replanner, deployment)
 
-    async def _connect(self) -> _Connection:
-        """Connect to the pool, after starting it with `--local`, and end the jobs of killed servers."""
-        request, local = self._request, None
+    async def _connect(self) -> tuple[OwnerProcess, Path]:
+        """Connect to the pool, after starting it with `--local`, and end the jobs of killed servers. Also returns the
+        job owner's home, which with `--local` is in the pool's directory."""
+        request, note = self._request, lambda text: self._on_event(Noted(text))
         home, invitation = request.home, request.invitation
         if request.local is not None:
-            spares = request.local_spares
-            self._note(f"starting a pool of {request.local} peers and {spares} spares on this machine")
-            starting = local_pool(request.home, request.local, spares, hashes=request.home / REMEMBERED, say=self._note)
-            local = await self._stack.enter_async_context(starting)
-            home, invitation = local.directory / "owner", local.invitation
+            spares, hashes = request.local_spares, request.home / REMEMBERED
+            note(f"starting a pool of {request.local} peers and {spares} spares on this machine")
+            starting = serving_pool(request.home, request.local, spares, hashes=hashes, say=note)
+            self._local = await self._stack.enter_async_context(starting)
+            home, invitation = self._local.directory / "owner", self._local.invitation
         membership = await owner_membership(home, invitation)
-        trust = job_trust(request.home, membership, request.privacy, confidential=request.confidential)
-        if local is not None:
-            trust.own = frozenset(PeerId(peer) for peer in local.names)
-        session = PoolSession(
-            membership, trust=trust, on_stop=lambda _job: self._stopped.set(), on_members=self._known.see
-        )
-        pool = await self._stack.enter_async_context(session)
-        for left in await end_leftovers(pool, home):
-            self._note(f"the server of {left} was killed; its peers are free again")
-        return _Connection(pool=pool, trust=trust, home=home, local=local)
+        confidential = request.confidential
+        process = OwnerProcess(request.home, membership, request.privacy, self._on_event, confidential=confidential)
+        if self._local is not None:
+            process.trust.own = frozenset(PeerId(peer) for peer in self._local.names)
+        await self._stack.enter_async_context(process.pool)
+        for left in await end_leftovers(process.pool, home):
+            note(f"the server of {left} was killed; its peers are free again")
+        return process, home
 
     async def _load(
         self, opening: asyncio.Task[ServedModel], hashing: asyncio.Task[ModelWeights], small: ServedFiles | None
@@ -216,38 +257,48 @@ class _Start:
         # process must therefore come after it.
         model = await opening
         for text in (*(adapter.words for adapter in model.adapters), *model.captured.notes):
-            self._note(text)
+            self._on_event(Noted(text))
         threads = request.threads or (None if request.local is None else local_threads(request.local))
         machine = await stack.enter_async_context(own_machine(request.device, threads))
         weights = await hashing
         stack.callback(weights.close)
         draft: DraftModel | None = None
         if small is not None and request.speculate != "off":
-            self._note(f"capturing the draft model {small.name}")
-            opened = await in_background(lambda: open_draft(small, model))
-            draft_weights = await _hashed(opened, request, self._on_event)
-            stack.callback(draft_weights.close)
-            draft = DraftModel(opened, draft_weights)
+            self._on_event(Noted(f"capturing the draft model {small.name}"))
+            opened = _task(stack, in_background(lambda: open_draft(small, model)))
+            draft = DraftModel(await opened, await self._hashed(opened))
+            stack.callback(draft.weights.close)
         await in_background(set_aside_what_stays)  # capturing allocates many objects that stay
         return _Loaded(model=model, weights=weights, machine=machine, draft=draft)
+
+    async def _hashed(self, opening: asyncio.Task[ServedModel]) -> ModelWeights:
+        """Hash the model's weights and return their manifest, which the caller must close."""
+        model, home = await asyncio.shield(opening), self._request.home
+        store, memory = WeightStore(home / "weights"), home / REMEMBERED
+        progress_of = lambda done, total: self._on_event(Hashed(done, total))  # noqa: E731
+        return await in_background(lambda: hash_weights(model, store, memory, progress_of))
 
     def _needs(self, model: ServedModel) -> ServingNeeds:
         needs = self._request.needs(model.positions)
         if model.whole:
             needs = whole_needs(needs, model)
-            self._note(f"{model.files.name} can't use a KV cache: the whole text is recomputed for every token")
+            why = f"{model.files.name} can't use a KV cache: the whole text is recomputed for every token"
+            self._on_event(Noted(why))
         longest = model.graph.symbols.get(SEQUENCE, (1, needs.pass_tokens))[1]
         return msgspec.structs.replace(needs, pass_tokens=min(needs.pass_tokens, longest))
 
     def _replanner(
-        self, connection: _Connection, loaded: _Loaded, needs: ServingNeeds, members: tuple[PoolMember, ...]
+        self, process: OwnerProcess, loaded: _Loaded, needs: ServingNeeds, members: tuple[PoolMember, ...]
     ) -> ServingReplanner:
-        request, model = self._request, loaded.model
-        taken_bytes = 0 if loaded.draft is None else loaded.draft.weight_bytes
-        owner = _owner_profile(connection.pool.membership.peer, loaded.machine.report, request, taken_bytes)
-        self._known.names[owner.peer] = owner.name
+        request, model, memory_bytes = self._request, loaded.model, loaded.machine.report.memory_bytes
+        if request.local is not None:
+            memory_bytes = own_memory_bytes(request.local + request.local_spares)
+        if loaded.draft is not None:
+            memory_bytes = max(0, memory_bytes - loaded.draft.weight_bytes)
+        owner = owner_profile(process.peer, loaded.machine.report, memory_bytes)
+        process.known.names[owner.peer] = owner.name
         return ServingReplanner(
-            pool=connection.pool,
+            pool=process.pool,
             job=JobId(f"{job_name(model.files.name)}-{secrets.token_hex(4)}"),
             title=f"serve {model.files.name}",
             steps=0,
@@ -264,61 +315,64 @@ class _Start:
             policy="tolerant",
             grace_s=GRACE_S,
             excluded=lambda _members: frozenset(),
-            barred=lambda: connection.trust.barred,
-            clock=self._clock,
-            say=self._note,
+            barred=lambda: process.trust.barred,
+            machines=MachineHistory(process.clock, process.note),
         )
+
+    async def _begin(self, process: OwnerProcess, replanner: ServingReplanner) -> Deployment:
+        async def plan_with(usable: tuple[PoolMember, ...]) -> Plan:
+            peers = self._priced(tuple(member.profile for member in usable))
+            links = near_links(usable) if self._local is None else {}
+            problem = msgspec.structs.replace(replanner.problem, peers=peers, links=links)
+            return await in_background(lambda: planned(problem))
+
+        return await first_deployment(replanner, plan_with, pool_name=process.pool.membership.pool, note=process.note)
 
     async def _serve(
         self,
-        connection: _Connection,
+        process: OwnerProcess,
         loaded: _Loaded,
         needs: ServingNeeds,
         replanner: ServingReplanner,
         deployment: Deployment,
     ) -> Served:
         """Load and probe. Returns when the job is ready."""
-        request, pool, job, model = self._request, connection.pool, replanner.job, loaded.model
-        engine, served_job = await self._engine(connection, loaded, replanner, deployment)
+        request, pool, job, model = self._request, process.pool, replanner.job, loaded.model
+        engine, served_job = await self._engine(process, loaded, replanner, deployment)
         if (checked := checking_sentence(deployment.plan, engine.checkable, spot=request.checks)) is not None:
-            self._note(checked)
+            process.note(checked)
         await report_state(pool, job, "running", "loading")
         running = asyncio.ensure_future(engine.run())
         self._stack.push_async_callback(_end, engine, running)
         await _ready_or_failed(engine, running)
-        priced = _measured if request.local is None else equalised
-        watch = ServingWatch(replanner, engine, pool.membership.peer, self._clock, priced=priced)
+        watch = ServingWatch(replanner, engine, process.peer, process.clock, priced=self._priced)
         reports = report_tokens(pool, job, lambda: (engine.status.state, engine.status.emitted_tokens))
-        self._stack.enter_context(beside(watch.run(), watch_trust(connection.trust, engine), reports))
+        self._stack.enter_context(beside(watch.run(), watch_trust(process.trust, engine), reports))
         return Served(
             job=job,
             model=model,
             needs=needs,
             privacy=request.privacy,
             engine=engine,
-            names=self._known.names,
+            names=process.known.names,
             ended=running,
-            stopped=self._stopped,
-            pool=connection.local,
+            stopped=process.stopped,
+            pool=self._local,
             chunk_tokens=min(served_job.chunk_tokens, served_job.options.pass_tokens),
             problem=lambda: msgspec.structs.replace(
-                replanner.problem, peers=priced(tuple(self._known.profiles.values()))
+                replanner.problem, peers=self._priced(tuple(process.known.profiles.values()))
             ),
         )
 
     async def _engine(
-        self, connection: _Connection, loaded: _Loaded, replanner: ServingReplanner, deployment: Deployment
+        self, process: OwnerProcess, loaded: _Loaded, replanner: ServingReplanner, deployment: Deployment
     ) -> tuple[ServingEngine, ServingJob]:
-        model, profiles = loaded.model, self._known.profiles.values()
+        model, profiles = loaded.model, process.known.profiles.values()
+        # Other backends compute all rows of a piece in one product, whose bits depend on the number of rows.
+        tiled = not model.whole and all(profile.backend == "torch" for profile in profiles)
         job = serving_job(
-            model,
-            replanner.job,
-            connection.pool.membership.peer,
-            deployment.plan,
-            loaded.weights,
-            self._request,
-            # Other backends compute all rows of a piece in one product, whose bits depend on the number of rows.
-            tiled=not model.whole and all(profile.backend == "torch" for profile in profiles),
+            *(model, replanner.job, process.peer, deployment.plan, loaded.weights, self._request),
+            tiled=tiled,
             balanced_at=balance_tokens(model.graph),
         )
         proposer = None
@@ -326,33 +380,14 @@ class _Start:
             backend = loaded.machine.backend
             proposer = await draft_proposer(loaded.draft, backend, job.options, job.vocabulary, self._stack)
         engine = ServingEngine(
-            job,
-            loaded.machine.host(connection.pool, connection.trust, self._clock),
-            deployment,
+            *(job, process.host(loaded.machine), deployment),
             replanner=replanner,
-            names=self._known.names,
+            names=process.known.names,
             incarnation=1,
             on_progress=self._on_event,
             proposer=proposer,
         )
         return engine, job
-
-
-async def _begin(
-    replanner: PoolReplanner, pool_name: str, on_event: Callable[[ServeEvent], None], *, is_local: bool
-) -> Deployment:
-    async def plan_with(usable: tuple[PoolMember, ...]) -> Plan:
-        profiles = tuple(member.profile for member in usable)
-        peers, links = (equalised(profiles), {}) if is_local else (profiles, near_links(usable))
-        problem = msgspec.structs.replace(replanner.problem, peers=peers, links=links)
-        return await in_background(lambda: planned(problem))
-
-    return await first_deployment(replanner, plan_with, pool_name=pool_name, note=lambda text: on_event(Noted(text)))
-
-
-def _measured(profiles: tuple[PeerProfile, ...]) -> tuple[PeerProfile, ...]:
-    """Return measured profiles unchanged."""
-    return profiles
 
 
 def _task(stack: AsyncExitStack, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
@@ -361,21 +396,6 @@ def _task(stack: AsyncExitStack, work: Coroutine[object, object, T]) -> asyncio.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its awaiter gets the exception
     stack.callback(task.cancel)
     return task
-
-
-async def _hashed(
-    model: ServedModel | asyncio.Task[ServedModel], request: ServeRequest, on_event: Callable[[ServeEvent], None]
-) -> ModelWeights:
-    """Hash the model's weights and return their manifest, which the caller must close."""
-    opened = model if isinstance(model, ServedModel) else await asyncio.shield(model)
-    return await in_background(
-        lambda: hash_weights(
-            opened,
-            WeightStore(request.home / "weights"),
-            request.home / REMEMBERED,
-            lambda done, total: on_event(Hashed(done, total)),
-        )
-    )
 
 
 async def _ready_or_failed(engine: ServingEngine, running: asyncio.Future[None]) -> None:
@@ -401,24 +421,3 @@ async def _end(engine: ServingEngine, running: asyncio.Future[None]) -> None:
 
 async def _ended(pool: PoolSession, job: JobId, note: ServedNote) -> None:
     note.close(reported=await report_state(pool, job, "done", "the server has ended"))
-
-
-def _owner_profile(peer: PeerId, report: DeviceReport, request: ServeRequest, taken_bytes: int) -> PeerProfile:
-    """Return the profile of this machine as job owner. `taken_bytes`: memory used by things outside the plan."""
-    memory_bytes = report.memory_bytes
-    if request.local is not None:
-        memory_bytes = own_memory_bytes(request.local + request.local_spares)
-    return PeerProfile(
-        peer=peer,
-        name="job owner",
-        backend=report.backend,
-        device=report.device,
-        flops_per_s=report.flops_per_s,
-        memory_bandwidth_bytes_per_s=report.memory_bandwidth_bytes_per_s,
-        serving=report.serving,
-        attention_flops_per_s=report.attention_flops_per_s,
-        memory_bytes=max(0, memory_bytes - taken_bytes),
-        threads=report.threads,
-        fingerprint=report.fingerprint,
-        roles=("owner",),
-    )

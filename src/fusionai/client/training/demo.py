@@ -1,31 +1,39 @@
 """Runs the demo on one machine: trains on a pool while processes are killed, and compares with a plain reference run.
 
 `run_demo` starts the pool, trains on it, completes a prompt across it, runs the reference and compares. It defines the
-demo's model and its unequal machines, and downloads nothing.
+demo's model and its unequal machines, and downloads nothing. The reference sends the same microbatches through PyTorch
+and transformers in another process: `backends.torch.reference`, which uses none of this project's code to execute the
+model.
 
 `client.pool.local_pool` starts the processes, `client.training.kills` kills some, `client.training.train` trains,
-`client.training.reference_run` runs the reference; `cli.training.demo` prints the result."""
+`cli.training.demo` prints the result."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+import msgspec
+import numpy as np
+
 from fusionai.client.pool.job_process import Noted
-from fusionai.client.pool.local_pool import LocalPeer, LocalPool
+from fusionai.client.pool.local_pool import NAMES, LocalPeer, LocalPool
 from fusionai.client.training.kills import Kill, KillOutcome, StrikeEvent, Striker, check_kills
 from fusionai.client.training.preparation import PreparedJob
-from fusionai.client.training.reference_run import GreedyCompletion, PlainTraining, ReferenceRun, greedy
 from fusionai.client.training.train import Planned, RunEvent, TrainingResult, TrainOptions, train
 from fusionai.corpus.files import select_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.corpus.source import TokenSource
+from fusionai.primitives.environment import inherited
 from fusionai.primitives.errors import FusionError, UsageError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.storage.safetensors_file import write_safetensors
 from fusionai.training import progress
 from fusionai.training.driver import Driver
 
@@ -36,7 +44,126 @@ COMPLETION_TOKENS: Final = 24
 CORPUS_BYTES: Final = 3_000_000
 SHARES: Final = (1.0, 0.8, 0.6, 0.9, 0.7, 0.5)
 """Shares of time that the peers lend, in turn, so that the machines are unequal like those in homes."""
-NAMES: Final = ("tower", "desktop", "laptop", "workshop", "bedroom", "attic")
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyCompletion:
+    """New token ids, and the float32 logits of the first new token."""
+
+    tokens: tuple[int, ...]
+    logits: tuple[float, ...]
+
+
+async def greedy(driver: Driver, prompt: Sequence[int], new_tokens: int, *, end_id: int | None) -> GreedyCompletion:
+    """Return at most `new_tokens` tokens after `prompt`, ending after `end_id`."""
+    tokens = list(prompt)
+    first: tuple[float, ...] = ()
+    while len(tokens) - len(prompt) < new_tokens:
+        length = len(tokens)
+        outputs = await driver.infer({"input_ids": _row(tokens), "position_ids": _row(range(length))})
+        logits = outputs["logits"]
+        scores = np.frombuffer(logits.data, np.float32).reshape(logits.shape)
+        first = first or tuple(scores[0, -1].tolist())
+        tokens.append(int(scores[0, -1].argmax()))
+        if tokens[-1] == end_id:
+            break
+    return GreedyCompletion(tuple(tokens[len(prompt) :]), first)
+
+
+def _row(values: Sequence[int]) -> HostTensor:
+    return host_tensor("int64", (1, len(values)), np.asarray(values, dtype=np.int64).tobytes())
+
+
+class PlainTraining(msgspec.Struct, frozen=True):
+    """Result of the reference training, with the fields of `backends.torch.reference.ReferenceResult`."""
+
+    losses: tuple[float, ...]
+    total_norms: tuple[float, ...]
+    learning_rates: tuple[float, ...]
+    step_s: tuple[float, ...]
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceRun:
+    """Runs tasks of the reference in another process, with its job files in `directory`."""
+
+    recipe: Recipe
+    source: TokenSource
+    directory: Path
+
+    async def train(self, checkpoint: Path) -> PlainTraining:
+        """Train all steps of the recipe from `checkpoint`. Raises `FusionError` if the process fails."""
+        train = self.recipe.train
+        batches = [
+            [self.source.microbatch(step, index)["input_ids"] for index in range(train.microbatches)]
+            for step in range(self.recipe.job.steps)
+        ]
+        spec = {
+            "optimizer": msgspec.to_builtins(train.optimizer),
+            "learning_rate": train.learning_rate,
+            "schedule": "constant_with_warmup" if train.schedule == "constant" else train.schedule,
+            "warmup_steps": train.warmup_steps,
+            "max_norm": train.clip_norm,
+            "precision": train.precision,
+        }
+        answer = await self._run("train", checkpoint, batches=batches, spec=spec)
+        return msgspec.convert(answer, PlainTraining)
+
+    async def evaluate(self, checkpoint: Path) -> float:
+        """Return the mean loss of `checkpoint` over the evaluation batches. Raises `FusionError`."""
+        rows = [[self.source.evaluation(index)["input_ids"]] for index in range(self.source.evaluation_batches)]
+        return (await self._run("evaluate", checkpoint, batches=rows))["loss"]
+
+    async def generate(self, checkpoint: Path, prompt: Sequence[int], new_tokens: int) -> GreedyCompletion:
+        answer = await self._run("generate", checkpoint, prompt_ids=list(prompt), new_tokens=new_tokens)
+        return GreedyCompletion(tuple(answer["token_ids"]), tuple(answer["logits"]))
+
+    async def _run(
+        self, task: str, checkpoint: Path, *, batches: Sequence[Sequence[HostTensor]] = (), **settings: Any
+    ) -> dict[str, Any]:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        job_path, result_path = self.directory / f"{task}.json", self.directory / f"{task}-result.json"
+        job: dict[str, Any] = {
+            "task": task,
+            "checkpoint": str(checkpoint),
+            "result": str(result_path),
+            "threads": 1,
+            **settings,
+        }
+        if batches:
+            job["batches"] = str(self.directory / f"{task}-batches.safetensors")
+            await asyncio.to_thread(_write_batches, Path(job["batches"]), batches)
+        job_path.write_bytes(msgspec.json.encode(job))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "fusionai.backends.torch.reference",
+            str(job_path),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            env={**inherited(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        )
+        try:
+            _, complaint = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode != 0:
+            lines = complaint.decode(errors="replace").strip().splitlines()
+            raise FusionError(f"the reference run ({task}) failed: {lines[-1] if lines else 'it printed nothing'}")
+        return msgspec.json.decode(result_path.read_bytes(), type=dict)
+
+
+def _write_batches(path: Path, batches: Sequence[Sequence[HostTensor]]) -> None:
+    """Write the batches as int64 tensors of shape [steps, microbatches, rows, length]. The labels equal the input ids,
+    because transformers shifts them itself."""
+    rows = [[np.frombuffer(one.data, np.int64).reshape(one.shape) for one in step] for step in batches]
+    ids = np.stack([np.stack(step) for step in rows])
+    packed = host_tensor("int64", ids.shape, ids.tobytes())
+    path.unlink(missing_ok=True)
+    write_safetensors(path, {"input_ids": packed, "labels": packed})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +198,6 @@ class DemoResult:
     kills: tuple[KillOutcome, ...] = ()
     lost_steps: int = 0
     """Number of commits that were journalled at a kill and were missing or different at the end."""
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -135,27 +261,27 @@ async def run_demo(
     """Run the demo. Returns None if stopped before the end. Raises `UsageError` for invalid options."""
     check(options)
     training = asyncio.Event()
-    telling = asyncio.create_task(_tell_story(options, on_event, stop, now_s, training))
+    running = asyncio.create_task(_demo(options, on_event, stop, now_s, training))
 
     async def drop() -> None:
         await stop.wait()
         if not training.is_set():  # training finishes its step and writes a checkpoint by itself
-            telling.cancel()
+            running.cancel()
 
     dropping = asyncio.create_task(drop())
     try:
-        return await telling
+        return await running
     except asyncio.CancelledError:
         if training.is_set() or not stop.is_set():
             raise
         return None
     finally:
         dropping.cancel()
-        telling.cancel()
-        await asyncio.wait({telling})
+        running.cancel()
+        await asyncio.wait({running})
 
 
-async def _tell_story(
+async def _demo(
     options: DemoOptions,
     on_event: Callable[[DemoEvent], None],
     stop: asyncio.Event,
@@ -166,49 +292,17 @@ async def _tell_story(
     started_s = now_s()
     recipe = demo_recipe(options)
     seen = _Seen(on_event, now_s)
-    pool_directory = options.directory / "pool"
-    pool_directory.mkdir(parents=True, exist_ok=True)
-    count = options.peers + options.spares
-    on_event(Noted(f"starting a broker and {count} peers as separate processes"))
-    say = lambda text: on_event(Noted(text))  # noqa: E731
-    async with LocalPool(pool_directory, demo_peers(count, options.device), say=say) as pool:
-        on_event(Noted(f"{count} peers joined over mutual TLS"))
-        cores = os.cpu_count() or 1
-        if options.device == "cpu" and options.peers > cores:
-            on_event(Noted(f"{options.peers} stages share {cores} cores; the plan assumes that each has its own"))
-        in_training.set()
-        striker = Striker(options.kills, pool, options.directory / "job", on_event=on_event, now_s=now_s)
-        seen.listeners.append(striker.see)
-        try:
-            training = await train(
-                recipe,
-                TrainOptions(
-                    home=pool_directory / "owner",
-                    invitation=pool.invitation,
-                    device=options.device,
-                    threads=1,
-                    save_base=True,
-                    epilogue=seen.complete,
-                ),
-                on_event=seen,
-                stop=stop,
-            )
-            if training.stopped is None:
-                await striker.close()
-        finally:
-            await striker.drop()
+    training, striker = await _trained(options, recipe, seen, stop, in_training)
     if training.stopped is not None or stop.is_set():
         return None
     in_training.clear()
     if seen.planned is None or seen.source is None or training.checkpoint is None:
         raise FusionError("the job ended without a plan or a checkpoint.")
     reference = ReferenceRun(recipe, seen.source, options.directory / "reference")
-    base = training.checkpoint.parent / "step-00000000"
-    on_event(Noted("running the same steps in one process with plain PyTorch and transformers"))
-    plain = await reference.train(base)
-    on_event(Noted("loading the checkpoint with transformers"))
+    seen.note("running the same steps in one process with plain PyTorch and transformers")
+    plain = await reference.train(training.checkpoint.parent / "step-00000000")
+    seen.note("loading the checkpoint with transformers")
     checkpoint_loss = await reference.evaluate(training.checkpoint)
-    completion_reference = await reference.generate(training.checkpoint, seen.prompt, COMPLETION_TOKENS)
     return DemoResult(
         training=training,
         planned=seen.planned,
@@ -217,14 +311,46 @@ async def _tell_story(
         evaluation_loss=seen.evaluation_loss,
         checkpoint_loss=checkpoint_loss,
         completion=seen.completion,
-        completion_reference=completion_reference,
+        completion_reference=await reference.generate(training.checkpoint, seen.prompt, COMPLETION_TOKENS),
         completion_text=seen.source.tokenizer.decode([*seen.prompt, *seen.completion.tokens]),
         wall_s=now_s() - started_s,
         trained_s=seen.trained_s,
         kills=tuple(striker.outcomes),
         lost_steps=striker.lost_steps(),
-        notes=tuple(seen.notes),
     )
+
+
+async def _trained(
+    options: DemoOptions, recipe: Recipe, seen: _Seen, stop: asyncio.Event, in_training: asyncio.Event
+) -> tuple[TrainingResult, Striker]:
+    """Start the pool and train on it while processes are killed. Returns the result and the kills."""
+    directory, count = options.directory / "pool", options.peers + options.spares
+    directory.mkdir(parents=True, exist_ok=True)
+    tell = seen.note
+    tell(f"starting a broker and {count} peers as separate processes")
+    async with LocalPool(directory, demo_peers(count, options.device), say=tell) as pool:
+        tell(f"{count} peers joined over mutual TLS")
+        cores = os.cpu_count() or 1
+        if options.device == "cpu" and options.peers > cores:
+            tell(f"{options.peers} stages share {cores} cores; the plan assumes that each has its own")
+        in_training.set()
+        striker = Striker(options.kills, pool, options.directory / "job", on_event=seen.on_event, now_s=seen.now_s)
+        seen.listeners.append(striker.see)
+        train_options = TrainOptions(
+            home=directory / "owner",
+            invitation=pool.invitation,
+            device=options.device,
+            threads=1,
+            save_base=True,
+            epilogue=seen.complete,
+        )
+        try:
+            training = await train(recipe, train_options, on_event=seen, stop=stop)
+            if training.stopped is None:
+                await striker.close()
+        finally:
+            await striker.drop()
+    return training, striker
 
 
 def check(options: DemoOptions) -> None:
@@ -308,20 +434,23 @@ def demo_recipe(options: DemoOptions) -> Recipe:
     return recipe_from_table(table, options.directory / "demo.toml")
 
 
+@dataclass
 class _Seen:
     """Collects the events of the run and passes them on."""
 
-    def __init__(self, on_event: Callable[[DemoEvent], None], now_s: Callable[[], float]) -> None:
-        self.listeners: list[Callable[[RunEvent], None]] = [on_event]
-        self._now_s = now_s
-        self._committed_s: list[float] = []
-        self.planned: Planned | None = None
-        self.source: TokenSource | None = None
-        self.steps: list[progress.StepDone] = []
-        self.notes: list[str] = []
-        self.evaluation_loss = float("nan")
-        self.prompt: tuple[int, ...] = ()
-        self.completion = GreedyCompletion((), ())
+    on_event: Callable[[DemoEvent], None]
+    now_s: Callable[[], float]
+    listeners: list[Callable[[RunEvent], None]] = field(default_factory=list[Callable[[RunEvent], None]])
+    planned: Planned | None = None
+    source: TokenSource | None = None
+    steps: list[progress.StepDone] = field(default_factory=list[progress.StepDone])
+    evaluation_loss: float = float("nan")
+    prompt: tuple[int, ...] = ()
+    completion: GreedyCompletion = GreedyCompletion((), ())
+    _committed_s: list[float] = field(default_factory=list[float])
+
+    def note(self, text: str) -> None:
+        self.on_event(Noted(text))
 
     def __call__(self, event: RunEvent) -> None:
         match event:
@@ -331,15 +460,13 @@ class _Seen:
                     self.source = event.prepared.source
             case progress.StepDone(replayed=False):
                 self.steps.append(event)
-                self._committed_s.append(self._now_s())
+                self._committed_s.append(self.now_s())
             case progress.Evaluated(loss=loss):
                 self.evaluation_loss = loss
-            case Noted(text=text) | progress.Warned(text=text):
-                self.notes.append(text)
             case _:
                 pass
-        for listener in self.listeners:
-            listener(event)
+        for receive in (self.on_event, *self.listeners):
+            receive(event)
 
     @property
     def trained_s(self) -> float:
@@ -349,7 +476,7 @@ class _Seen:
         """Compute the completion across the stages before these are released."""
         if not isinstance(prepared.source, TokenSource):
             return
-        self(Noted("completing a prompt across the pool's stages"))
+        self.note("completing a prompt across the pool's stages")
         tokenizer = prepared.source.tokenizer
         self.prompt = tuple(tokenizer.encode(PROMPT))
         self.completion = await greedy(driver, self.prompt, COMPLETION_TOKENS, end_id=tokenizer.end_id)

@@ -1,25 +1,39 @@
-"""Opens the directory of a job and checks whether the recipe, model and data may continue the job in it.
+"""Directories of a job and of its replicas: whether a recipe, a model and data may continue the job in one.
 
-Also checks that a changed recipe may resume a job, and writes telemetry and TensorBoard curves.
+Also writes telemetry and TensorBoard curves. A recipe is bound to a directory from the first committed step on; until
+then errors in it can be corrected. A job of several replicas has in its directory
 
-A recipe is bound to a directory from the first committed step on; until then errors in it can be corrected.
-`client.training.train` calls this, `client.training.job_directory` compares recipes, `storage` keeps the files.
+    outer/              state that the replicas agree on (`training.outer_disk`)
+    replica-0/ ...      a job directory each (`storage.rundir`), with
+        replica.json    the number of the job's steps that were over when the replica started
+
+`client.training.train` and `client.training.replicas` call this, `storage` keeps the files.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+import numpy as np
+from msgspec import Meta
 
-from fusionai.client.training.preparation import PreparedJob
+from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM, as_stored, state_entries
+from fusionai.client.pool.replanning import adopted_plan
+from fusionai.client.training.preparation import PreparedJob, checkpoint_header
 from fusionai.corpus.recipe import Recipe
+from fusionai.ir.weights import initialise
 from fusionai.primitives.errors import RecipeError, StorageError
 from fusionai.primitives.ids import JobId, PeerId
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.storage.atomic import storage_errors, write_atomic
+from fusionai.storage.checkpoint import CheckpointWriter
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.reader import CheckpointReader, latest
 from fusionai.storage.rundir import RunDirectory
@@ -45,17 +59,11 @@ _FREE: Final = (
 )
 """Settings that do not change any number in training."""
 
-_encoder: Final = msgspec.json.Encoder()
-
 
 def encode_recipe(recipe: Recipe) -> bytes:
-    """The recipe as it is stored in the job's directory."""
-    return msgspec.json.format(_encoder.encode(recipe), indent=1)
-
-
-def differences(before: Recipe, now: Recipe) -> tuple[str, ...]:
-    """Dotted names of settings that differ, in the recipe's order."""
-    return tuple(_differences(msgspec.to_builtins(before), msgspec.to_builtins(now), ""))
+    """The recipe as it is stored in the job's directory. Storing it binds the directory to it once a step is
+    committed."""
+    return msgspec.json.format(msgspec.json.encode(recipe), indent=1)
 
 
 def check_resumable(kept: bytes, now: Recipe) -> None:
@@ -73,7 +81,7 @@ def check_resumable(kept: bytes, now: Recipe) -> None:
     free = (*_FREE, "job.steps") if now.train.schedule == "constant" and not waits_at_the_end else _FREE
     changed = [
         name
-        for name in differences(before, now)
+        for name in _differences(msgspec.to_builtins(before), msgspec.to_builtins(now), "")
         if not any(name == allowed or name.startswith(f"{allowed}.") for allowed in free)
     ]
     if changed:
@@ -91,9 +99,6 @@ def _differences(before: object, now: object, name: str) -> Iterator[str]:
         yield name
 
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-
-
 def has_directory(recipe: Recipe) -> bool:
     """Return whether the path of the job's directory exists."""
     return Path(recipe.directory).exists()
@@ -106,7 +111,7 @@ def open_directory(recipe: Recipe) -> RunDirectory:
         return RunDirectory(Path(recipe.directory))
     except StorageError as problem:
         cause = problem.__cause__
-        if isinstance(cause, OSError) and cause.errno in _FULL:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise RecipeError(
             f"{Path(recipe.path).name}: the job's directory: {problem.message}",
@@ -119,11 +124,6 @@ def check_recipe(recipe: Recipe, directory: RunDirectory, journal: CommitJournal
     kept = directory.kept_recipe()
     if kept is not None and (journal.committed or latest(directory.checkpoints) is not None):
         check_resumable(kept, recipe)
-
-
-def keep_recipe(recipe: Recipe, directory: RunDirectory) -> None:
-    """Store the recipe, which binds the directory to it once a step is committed. Raises `StorageError`."""
-    directory.keep_recipe(encode_recipe(recipe))
 
 
 def check_checkpoint(prepared: PreparedJob, reader: CheckpointReader) -> None:
@@ -220,3 +220,96 @@ class JobRecords:
         self._recorder.close()
         if self._curves is not None:
             self._curves.close()
+
+
+class _Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    first_step: Annotated[int, Meta(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """Progress of a replica from earlier starts. `peers`: those of its last plan."""
+
+    first_step: int
+    steps: int
+    peers: tuple[str, ...]
+    has_checkpoint: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDirectories:
+    """Directories of all replicas of `recipe`. Every method blocks on the disk and raises `StorageError`."""
+
+    recipe: Recipe
+
+    @property
+    def outer(self) -> Path:
+        return Path(self.recipe.directory) / "outer"
+
+    def recipe_of(self, number: int, first_step: int) -> Recipe:
+        """Return the recipe of one replica's job, with its directory and the steps that are left for it."""
+        name = f"replica-{number}"
+        job = msgspec.structs.replace(self.recipe.job, steps=self.recipe.job.steps - first_step)
+        return msgspec.structs.replace(self.recipe, directory=str(Path(self.recipe.directory) / name), job=job)
+
+    def past(self, number: int) -> Past | None:
+        """Return the replica's earlier progress, None if it never started."""
+        place = Path(self.recipe_of(number, 0).directory)
+        begun = self._begun(place)
+        if begun is None:
+            return None
+        directory = RunDirectory(place)
+        with CommitJournal(directory.journal) as journal:
+            plan = adopted_plan(journal)
+            placed = (
+                () if plan is None else (one.peer for one in (*plan.stages, *plan.standbys) if one.peer != plan.feed)
+            )
+            peers = tuple(dict.fromkeys(placed))
+            return Past(begun.first_step, journal.committed, peers, latest(directory.checkpoints) is not None)
+
+    def begin(self, number: int, first_step: int) -> None:
+        place = Path(self.recipe_of(number, 0).directory)
+        write_atomic(place / "replica.json", msgspec.json.encode(_Begun(first_step)))
+
+    def _begun(self, place: Path) -> _Begun | None:
+        path = place / "replica.json"
+        with storage_errors(path, "read"):
+            try:
+                content = path.read_bytes()
+            except FileNotFoundError:
+                return None
+        try:
+            return msgspec.json.decode(content, type=_Begun)
+        except msgspec.DecodeError as problem:
+            raise StorageError(f"{path} does not fit its schema: {problem}.") from problem
+
+
+def begin_with(
+    agreed: Mapping[str, HostTensor], recipe: Recipe, prepared: PreparedJob, directory: RunDirectory
+) -> None:
+    """Write the checkpoint of step 0 with the parameters `agreed`. Raises `StorageError`."""
+    with storage_errors(directory.checkpoints, "removed"):
+        shutil.rmtree(directory.checkpoints)  # left by an interrupted start, which took no step
+    header = checkpoint_header(recipe, prepared)
+    with CheckpointWriter(directory.checkpoints, 0, header, files=prepared.files) as writer:
+        for name, tensor in _entries(agreed, recipe, prepared):
+            writer.add(name, tensor)
+        writer.finish()
+
+
+def _entries(
+    agreed: Mapping[str, HostTensor], recipe: Recipe, prepared: PreparedJob
+) -> Iterator[tuple[str, HostTensor]]:
+    """Yield the checkpoint's entries. Values that are neither trained nor initialised by a rule are not in checkpoints:
+    the job owner sends them at every start."""
+    graph = prepared.captured.graph
+    specs = {spec.key: spec for spec in graph.params.values()}
+    for name, entry in state_entries(graph, recipe.optimizer).items():
+        spec = specs[entry.key]
+        if entry.slot in (ANCHOR, OUTER_MOMENTUM) or (not entry.slot and spec.trainable):
+            yield name, agreed[f"{entry.slot or ANCHOR}/{entry.key}"]
+        elif entry.slot:
+            yield name, host_tensor(entry.dtype, entry.shape, bytes(entry.nbytes))
+        elif spec.init is not None and recipe.adapter is None:
+            made = np.asarray(initialise(spec.key, spec.shape, spec.dtype, spec.init, recipe.job.seed))
+            yield name, as_stored(spec, host_tensor(spec.dtype, spec.shape, made.tobytes()))

@@ -13,7 +13,7 @@ import asyncio
 import re
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
@@ -37,7 +37,6 @@ ABSENCE_S: Final = 10.0
 """Longest time until a killed peer is restarted, in seconds (chosen), even if the job has not recovered."""
 BROKER_PATIENCE_S: Final = 60.0
 ASK_EVERY_S: Final = 0.05
-PRESENT: Final = ("idle", "active", "draining")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,28 +129,24 @@ def usual_kills(*, steps: int, peers: int, spares: int) -> tuple[Kill, ...]:
     return (Kill(steps // 4, peers // 2), Kill(steps // 2, 0), broker)
 
 
+@dataclass
 class Striker:
     """Executes kills. `see` must get every event of the run; `close` ends it. `directory`: the job's. `on_event`
     receives the kills and restarts."""
 
-    def __init__(
-        self,
-        kills: Sequence[Kill],
-        pool: LocalPool,
-        directory: Path,
-        *,
-        on_event: Callable[[StrikeEvent | progress.Warned], None],
-        now_s: Callable[[], float],
-    ) -> None:
+    kills: InitVar[Sequence[Kill]]
+    pool: LocalPool
+    directory: Path
+    _: KW_ONLY
+    on_event: Callable[[StrikeEvent | progress.Warned], None]
+    now_s: Callable[[], float]
+    outcomes: list[KillOutcome] = field(default_factory=list[KillOutcome])
+    _plan: Plan | None = None
+    _usual_step_s: float = 0.0
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+
+    def __post_init__(self, kills: Sequence[Kill]) -> None:
         self._left = list(kills)
-        self._pool = pool
-        self._directory = directory
-        self._on_event = on_event
-        self._now_s = now_s
-        self._plan: Plan | None = None
-        self._usual_step_s = 0.0
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.outcomes: list[KillOutcome] = []
 
     def see(self, event: RunEvent) -> None:
         match event:
@@ -175,7 +170,7 @@ class Striker:
             case progress.BrokerAway():
                 for outcome in self.outcomes:
                     if outcome.kill.stage == BROKER_STAGE and outcome.detected_s is None:
-                        outcome.detected_s = self._now_s() - outcome.at_s
+                        outcome.detected_s = self.now_s() - outcome.at_s
             case _:
                 pass
 
@@ -201,18 +196,16 @@ class Striker:
         """Return how many commits journalled at a kill are missing or different now. Raises `StorageError`."""
         if not self.outcomes:
             return 0
-        now = {record.step: record for record in read_commits(RunDirectory(self._directory).journal)}
+        now = {record.step: record for record in read_commits(RunDirectory(self.directory).journal)}
         return len(
             {record.step for outcome in self.outcomes for record in outcome.journal if now.get(record.step) != record}
         )
-
-    # ---------------------------------------------------------------------------------------------- what is seen
 
     def _committed(self) -> None:
         for outcome in self.outcomes:
             if outcome.kill.stage == BROKER_STAGE:
                 continue
-            after_s = self._now_s() - outcome.at_s
+            after_s = self.now_s() - outcome.at_s
             if outcome.first_commit_s is None:
                 outcome.first_commit_s = after_s
             if outcome.detected_s is not None and outcome.recovered_s is None:
@@ -222,7 +215,7 @@ class Striker:
     def _detected(self, event: progress.FaultSeen) -> None:
         for outcome in self.outcomes:
             if outcome.detected_s is None and outcome.peer and outcome.peer == event.peer:
-                outcome.detected_s = self._now_s() - outcome.at_s
+                outcome.detected_s = self.now_s() - outcome.at_s
 
     def _taken_over(self, plan: Plan) -> None:
         if self._plan is None:
@@ -232,10 +225,8 @@ class Striker:
             if stage == BROKER_STAGE or outcome.recovered_s is not None:
                 continue
             before, after = self._plan.stages[stage], plan.stages[stage]
-            outcome.takeover = self._pool.names.get(after.peer, after.peer)
+            outcome.takeover = self.pool.names.get(after.peer, after.peer)
             outcome.exact = bool(after.fingerprint) and after.fingerprint == before.fingerprint
-
-    # --------------------------------------------------------------------------------------------- what is done
 
     def _arm(self, step: int, step_s: float) -> None:
         """Schedule the kills of `step`, which has begun."""
@@ -248,7 +239,7 @@ class Striker:
             try:
                 await work
             except FusionError as error:
-                self._on_event(progress.Warned(f"demo: {error}"))
+                self.on_event(progress.Warned(f"demo: {error}"))
 
         task = asyncio.create_task(strike())
         self._tasks.add(task)
@@ -259,37 +250,37 @@ class Striker:
         await asyncio.sleep(delay_s)
         assert self._plan is not None, "a step has begun, so there is a plan"
         peer = "" if kill.stage == BROKER_STAGE else self._plan.stages[kill.stage].peer
-        name = self._pool.names[peer] if peer else BROKER
-        outcome = KillOutcome(kill, name, peer, self._now_s(), ())
-        dead = not self._pool.lives(name)
+        name = self.pool.names[peer] if peer else BROKER
+        outcome = KillOutcome(kill, name, peer, self.now_s(), ())
+        dead = not self.pool.lives(name)
         # Two kills of one peer in the same step count as one, even if it was restarted before this task ran.
         together = any(other.peer == peer and (dead or other.kill.step == kill.step) for other in self.outcomes)
         self.outcomes.append(outcome)
-        self._on_event(Killed(kill, name, peer))
+        self.on_event(Killed(kill, name, peer))
         if not together:
-            await self._pool.kill(name)
-        outcome.journal = await asyncio.to_thread(read_commits, RunDirectory(self._directory).journal)
+            await self.pool.kill(name)
+        outcome.journal = await asyncio.to_thread(read_commits, RunDirectory(self.directory).journal)
         if kill.stage == BROKER_STAGE:
             await self._bring_broker_back(outcome)
         elif not together:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ABSENCE_S):
                     await outcome.past.wait()
-            await self._pool.start_again(name)
-            self._on_event(PeerReturned(name, peer))
+            await self.pool.start_again(name)
+            self.on_event(PeerReturned(name, peer))
 
     async def _bring_broker_back(self, outcome: KillOutcome) -> None:
         assert self._plan is not None
-        holders = {stage.peer for stage in self._plan.stages} & set(self._pool.names)
-        await self._pool.start_again(BROKER)
-        membership = load_membership(self._pool.broker_home)
+        holders = {stage.peer for stage in self._plan.stages} & set(self.pool.names)
+        await self.pool.start_again(BROKER)
+        membership = load_membership(self.pool.broker_home)
         try:
             async with asyncio.timeout(BROKER_PATIENCE_S), PoolSession(membership, trust=None) as session:
                 while True:
-                    if holders <= {m.view.peer for m in await session.pool() if m.view.state in PRESENT}:
+                    if holders <= {member.view.peer for member in await session.pool() if member.is_present}:
                         break
                     await asyncio.sleep(ASK_EVERY_S)
         except TimeoutError:
             raise FusionError("the broker was restarted, but its members did not reconnect to it.") from None
-        outcome.recovered_s = self._now_s() - outcome.at_s
-        self._on_event(PeerReturned(BROKER, ""))
+        outcome.recovered_s = self.now_s() - outcome.at_s
+        self.on_event(PeerReturned(BROKER, ""))

@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -119,29 +120,21 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
     progress("capturing the model")
     first = source.microbatch(0, 0)
     rows = recipe.train.microbatch_size
+    symbols, task, tokenizer, sizes = {"b": rows}, recipe.model.task, None, dict[str, Any]()
     if isinstance(source, TokenSource | ChatSource):
-        length = first["input_ids"].shape[1]
-        model = model_source(recipe, source.tokenizer.vocabulary, source.tokenizer.end_id)
-        task = "counted_lm" if isinstance(source, ChatSource) else recipe.model.task
-        captured = capture(
-            model,
-            task=task,
-            batch=(1, rows),
-            sequence=(1, length),
-            seed=recipe.job.seed,
-            adapter=adapter_of(recipe),
-        )
-        symbols, tokens = {"b": rows, "s": length}, rows * length
+        tokenizer, symbols["s"] = source.tokenizer, first["input_ids"].shape[1]
+        sizes["sequence"] = (1, symbols["s"])
+        task = "counted_lm" if isinstance(source, ChatSource) else task
     else:
-        captured = capture(
-            model_source(recipe, None, None),
-            task=recipe.model.task,
-            batch=(1, rows),
-            seed=recipe.job.seed,
-            example_inputs=examples_of(first),
-            adapter=adapter_of(recipe),
-        )
-        symbols, tokens = {"b": rows}, rows
+        sizes["example_inputs"] = examples_of(first)
+    captured = capture(
+        model_source(recipe, *((None, None) if tokenizer is None else (tokenizer.vocabulary, tokenizer.end_id))),
+        task=task,
+        batch=(1, rows),
+        seed=recipe.job.seed,
+        adapter=adapter_of(recipe),
+        **sizes,
+    )
     _check_length(recipe, captured)
     missing = [name for name in captured.graph.inputs if name not in first]
     if missing:
@@ -162,7 +155,7 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
             captured = replace(captured, graph=held_in_front(captured.graph))
             sent = format_bytes(recipe.train.microbatches * sent_bytes(captured.graph))
             progress(f"the adapter stays on this machine: each step sends {sent} of it to peers and receives as much")
-    return PreparedJob(recipe, source, captured, content_hash(captured.graph), symbols, tokens, base)
+    return PreparedJob(recipe, source, captured, content_hash(captured.graph), symbols, prod(symbols.values()), base)
 
 
 def _compare(captured: Captured, progress: Callable[[str], None]) -> None:
@@ -291,10 +284,12 @@ def problem_for(
     `RecipeError` for a required peer that is absent; `note` receives a warning for an excluded one."""
     recipe = prepared.recipe
     required = tuple(_named(name, members, recipe) for name in recipe.placement.required)
-    excluded = [peer for name in recipe.placement.excluded for peer in _excluded(name, members, note)]
+    for name in recipe.placement.excluded:
+        if not _called(name, members):
+            note(f"warning: [placement] excluded: no peer {name!r} is free in the pool at present")
     return msgspec.structs.replace(
         standing_problem(prepared, members, owner),
-        excluded=tuple(dict.fromkeys(excluded)),
+        excluded=excluded_peers(recipe, members),
         required=tuple(dict.fromkeys(required)),
     )
 
@@ -338,9 +333,10 @@ def kept_ends(recipe: Recipe, graph: Graph) -> tuple[int, int]:
     return ends(graph, first_layers=privacy.first, last_layers=privacy.last)
 
 
-def excluded_peers(recipe: Recipe, members: tuple[PoolMember, ...]) -> frozenset[str]:
-    """Return those of `members` that the recipe excludes."""
-    return frozenset(peer for name in recipe.placement.excluded for peer in _called(name, members))
+def excluded_peers(recipe: Recipe, members: tuple[PoolMember, ...]) -> tuple[PeerId, ...]:
+    """Return those of `members` that the recipe excludes: all peers with a name, because excluding one too many is
+    safe, using an excluded one is not."""
+    return tuple(dict.fromkeys(peer for name in recipe.placement.excluded for peer in _called(name, members)))
 
 
 def _called(name: str, members: tuple[PoolMember, ...]) -> list[PeerId]:
@@ -365,14 +361,6 @@ def _named(name: str, members: tuple[PoolMember, ...], recipe: Recipe) -> PeerId
         f"{Path(recipe.path).name}: [placement] required: no peer {name!r} is free in the pool; free peers: {there}.",
         hint="Correct the name, or wait until the peer has joined; `fusion pool` lists the members.",
     )
-
-
-def _excluded(name: str, members: tuple[PoolMember, ...], note: Callable[[str], None]) -> list[PeerId]:
-    """Return all peers with this name: excluding one too many is safe, using an excluded one is not."""
-    found = _called(name, members)
-    if not found:
-        note(f"warning: [placement] excluded: no peer {name!r} is free in the pool at present")
-    return found
 
 
 def checkpoint_header(recipe: Recipe, prepared: PreparedJob) -> CheckpointHeader:

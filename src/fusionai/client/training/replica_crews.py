@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from fusionai.client.pool.replanning import is_present
 from fusionai.client.pool.session import PoolMember
 from fusionai.client.training.preparation import PreparedJob
 from fusionai.primitives.ids import JobId
@@ -86,7 +85,7 @@ class Crews:
             if (number := self._jobs.get(JobId(member.view.job))) is not None:
                 self._crew[peer] = number
             if peer in self._crew:
-                if is_present(member):
+                if member.is_present:
                     strength[self._crew[peer]] += member.profile.effective_flops_per_s
             else:
                 new.append(member)

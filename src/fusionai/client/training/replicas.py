@@ -7,7 +7,7 @@ The job is over when one replica has taken all its steps; the work of replicas t
 they took part in the synchronisation.
 
 `client.training.replica_crews` assigns machines to replicas, `scheduling.training.replicated` divides them at the
-start, `client.training.replica_directory` starts a replica later."""
+start, `client.training.job_directory` starts a replica later."""
 
 from __future__ import annotations
 
@@ -15,19 +15,26 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from fusionai.backends.registry import open_backend
-from fusionai.client.pool.background import in_background
 from fusionai.client.pool.beginning import PLAN_PAUSE_S, WAITED_FOR, nobody
 from fusionai.client.pool.job_process import Noted, owner_profile
 from fusionai.client.pool.job_trust import job_trust
 from fusionai.client.pool.session import PoolMember, PoolSession, owner_membership
-from fusionai.client.training.job_directory import check_resumable, job_id, keep_recipe, open_directory
+from fusionai.client.training.job_directory import (
+    Past,
+    ReplicaDirectories,
+    begin_with,
+    check_resumable,
+    encode_recipe,
+    job_id,
+    open_directory,
+)
 from fusionai.client.training.preparation import PreparedJob, excluded_peers, prepare, problem_for
 from fusionai.client.training.replica_crews import Crews, ReplicaPart, stands_by
-from fusionai.client.training.replica_directory import Past, ReplicaDirectories, begin_with
 from fusionai.client.training.train import Planned, RunEvent, TrainingResult, TrainOptions, train
 from fusionai.coordination.training.exchanges import Early, Exchanges
 from fusionai.corpus.order import Deal
@@ -35,6 +42,7 @@ from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.schedule import early_rounds
 from fusionai.corpus.tables import Replicas
 from fusionai.primitives.errors import FusionError, PlanError, TransportError
+from fusionai.primitives.process import in_background
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem
 from fusionai.scheduling.training.replicated import Exchanging, Group, divide, fastest
@@ -124,7 +132,7 @@ async def _opened(
     on_event: Callable[[ReplicasEvent], None],
 ) -> _Replicas:
     prepared = await in_background(lambda: prepare(recipe, directory, lambda text: on_event(Noted(text))))
-    keep_recipe(recipe, directory)
+    directory.keep_recipe(encode_recipe(recipe))
     files = await in_background(lambda: OuterFiles(places.outer))
     loaded = await in_background(files.load)
     if loaded is None:
@@ -133,19 +141,8 @@ async def _opened(
         loaded = OuterState.first(values), {}
     backend = await in_background(lambda: open_backend("torch", device=options.device, threads=options.threads))
     owner = owner_profile(pool.membership.peer, await in_background(backend.probe))
-    return _Replicas(
-        recipe=recipe,
-        replicas=replicas,
-        options=options,
-        pool=pool,
-        prepared=prepared,
-        places=places,
-        owner=owner,
-        on_event=on_event,
-        state=loaded[0],
-        rounds_of=loaded[1],
-        files=files,
-    )
+    rounds = _Rounds(recipe, replicas, files, *loaded, on_event)
+    return _Replicas(recipe, replicas, options, pool, prepared, places, owner, rounds, on_event)
 
 
 @dataclass(slots=True)
@@ -160,8 +157,45 @@ class _Running:
     """Predicted time of a step in seconds; None until there is a plan."""
 
 
-@dataclass(kw_only=True)
+@dataclass
+class _Rounds:
+    """The rounds in which the replicas agree, with counts of this start. `rounds_of`: see `training.outer`."""
+
+    recipe: Recipe
+    replicas: Replicas
+    files: OuterFiles
+    state: OuterState
+    rounds_of: dict[str, int]
+    on_event: Callable[[ReplicasEvent], None]
+    first_steps: dict[int, int] = field(default_factory=dict[int, int])
+    """Steps of the job that were over when each replica started."""
+    rounds: int = 0
+    trained_steps: int = 0
+    exchanged_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        table, steps = self.replicas, self.recipe.job.steps
+        early = Early(*early_rounds(table, self.recipe.train, steps))
+        self.exchanges = Exchanges(every=table.every, lag=table.overlap, steps=steps, early=early)
+        rules = OuterRules(
+            codec=table.codec, learning_rate=table.learning_rate, momentum=table.momentum, deadline_s=table.deadline_s
+        )
+        self.trained_bytes = sum(4 * value.size for value in self.state.anchor.values())
+        self.outer = Outer(self.state, rules, self.files, self.rounds_of, on_round=self._round_done)
+
+    def _round_done(self, event: RoundDone) -> None:
+        self.rounds += 1
+        first = {_name(number): steps for number, steps in self.first_steps.items()}
+        taken = [self.exchanges.round_steps(first[job] + step) for job, step in event.steps.items()]
+        self.trained_steps += sum(taken) + max(taken) * len(event.late)  # late replicas count like the others
+        self.exchanged_bytes += event.nbytes
+        self.on_event(event)
+
+
+@dataclass
 class _Replicas:
+    """Runs the replicas, as the module's docstring says."""
+
     recipe: Recipe
     replicas: Replicas
     options: TrainOptions
@@ -169,38 +203,19 @@ class _Replicas:
     prepared: PreparedJob
     places: ReplicaDirectories
     owner: PeerProfile
+    rounds: _Rounds
     on_event: Callable[[ReplicasEvent], None]
-    state: OuterState
-    rounds_of: dict[str, int]
-    files: OuterFiles
     _crews: Crews = field(default_factory=Crews)
     _running: dict[int, _Running] = field(default_factory=dict[int, _Running])
     _waiting: dict[int, str] = field(default_factory=dict[int, str])
     """Reason why each waiting replica has not started."""
     _results: dict[int, TrainingResult] = field(default_factory=dict[int, TrainingResult])
-    _first_steps: dict[int, int] = field(default_factory=dict[int, int])
     _failed: dict[int, FusionError] = field(default_factory=dict[int, FusionError])
     _stopped: str | None = None
     _over: bool = False
     """Whether no further replica may start."""
     _tried: frozenset[str] = frozenset()
     """Free machines for which no plan was found."""
-    _rounds: int = 0
-    _trained_steps: int = 0
-    _exchanged_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        steps = self.recipe.job.steps
-        early = Early(*early_rounds(self.replicas, self.recipe.train, steps))
-        self._exchanges = Exchanges(every=self.replicas.every, lag=self.replicas.overlap, steps=steps, early=early)
-        rules = OuterRules(
-            codec=self.replicas.codec,
-            learning_rate=self.replicas.learning_rate,
-            momentum=self.replicas.momentum,
-            deadline_s=self.replicas.deadline_s,
-        )
-        self._trained_bytes = sum(4 * value.size for value in self.state.anchor.values())
-        self._outer = Outer(self.state, rules, self.files, self.rounds_of, on_round=self._round_done)
 
     # ------------------------------------------------------------------------------------------------- the loop
 
@@ -229,22 +244,22 @@ class _Replicas:
         for running in self._running.values():
             running.task.cancel()
         await asyncio.gather(*(running.task for running in self._running.values()), return_exceptions=True)
-        await self._outer.close()
+        await self.rounds.outer.close()
 
     def result(self, directory: RunDirectory) -> ReplicasResult:
         done = [one for _, one in sorted(self._results.items()) if one.stopped is None]
         some = done or sorted(self._results.values(), key=lambda one: one.steps, reverse=True)
         return ReplicasResult(
             replicas=dict(sorted(self._results.items())),
-            first_steps=self._first_steps,
+            first_steps=self.rounds.first_steps,
             failed={number: error.message for number, error in sorted(self._failed.items())},
             stopped=None if done else self._stopped or "its replicas failed",
             checkpoint=some[0].checkpoint if some else None,
             directory=directory.root,
-            rounds=self._rounds,
-            trained_steps=self._trained_steps,
-            exchanged_bytes=self._exchanged_bytes,
-            trained_bytes=self._trained_bytes,
+            rounds=self.rounds.rounds,
+            trained_steps=self.rounds.trained_steps,
+            exchanged_bytes=self.rounds.exchanged_bytes,
+            trained_bytes=self.rounds.trained_bytes,
         )
 
     # --------------------------------------------------------------------------------------------------- beginning
@@ -262,7 +277,7 @@ class _Replicas:
             for number, group in enumerate(groups):
                 self._crews.give(number, group.peers)
             for number in range(len(groups)):
-                await in_background(lambda n=number: self.places.begin(n, 0))
+                await in_background(partial(self.places.begin, number, 0))
                 await self._start(number, None)
         else:
             for number, past in enumerate(pasts):
@@ -318,13 +333,13 @@ class _Replicas:
         first_step = first_step if past is None else past.first_step
         recipe = self.places.recipe_of(number, first_step)
         directory = await in_background(lambda: open_directory(recipe))
-        self._first_steps[number] = first_step
+        self.rounds.first_steps[number] = first_step
         self._crews.know(number, job_id(recipe, self.pool.membership.peer, directory))
         deal = Deal(number, self.replicas.most, first_step)
         part = ReplicaPart(
             number=number,
             prepared=dataclasses.replace(self.prepared, source=self.prepared.source.dealt(deal)),
-            exchange=exchange or self._outer.seat(_name(number)),
+            exchange=exchange or self.rounds.outer.seat(_name(number)),
             kept_out=lambda members, in_need: self._crews.kept_out(number, members, in_need=in_need),
             first_step=first_step,
             total_steps=self.recipe.job.steps,
@@ -358,11 +373,11 @@ class _Replicas:
         if made is None or not self._pays(made):
             self._crews.share_out(members)
             return
-        past = await in_background(lambda: self.places.past(number))
+        past = await in_background(partial(self.places.past, number))
         exchange = None
         if past is None:
             exchange = await self._welcome(number, first_step) if first_step else None
-            await in_background(lambda: self.places.begin(number, first_step))
+            await in_background(partial(self.places.begin, number, first_step))
         del self._waiting[number]
         at = first_step if past is None else past.first_step + past.steps
         self._note(f"replica {number} starts" + (f" at step {at}" if at else ""))
@@ -386,7 +401,7 @@ class _Replicas:
 
     async def _welcome(self, number: int, first_step: int) -> Seat:
         """Prepare a late replica to start from the parameters that the others agreed on."""
-        seat, agreed = await self._outer.newcomer(_name(number))
+        seat, agreed = await self.rounds.outer.newcomer(_name(number))
         recipe = self.places.recipe_of(number, first_step)
         await in_background(lambda: begin_with(agreed, recipe, self.prepared, open_directory(recipe)))
         return seat
@@ -395,7 +410,7 @@ class _Replicas:
         """Return the steps of the job that a new replica can't take part in: the complete rounds of the replica that is
         farthest."""
         farthest = max((one.part.first_step + one.steps for one in self._running.values()), default=0)
-        return self._exchanges.over(farthest)
+        return self.rounds.exchanges.over(farthest)
 
     # ------------------------------------------------------------------------------------------------------ events
 
@@ -413,18 +428,10 @@ class _Replicas:
                 pass
         self.on_event(InReplica(number, event))
 
-    def _round_done(self, event: RoundDone) -> None:
-        self._rounds += 1
-        first = {_name(number): steps for number, steps in self._first_steps.items()}
-        taken = [self._exchanges.round_steps(first[job] + step) for job, step in event.steps.items()]
-        self._trained_steps += sum(taken) + max(taken) * len(event.late)  # late replicas count like the others
-        self._exchanged_bytes += event.nbytes
-        self.on_event(event)
-
     def _note_end(self, number: int, running: _Running) -> None:
         """Handle the end of a replica and its consequences for the others."""
         if self._stopped is None:  # after a stop, a round must not complete without the replica
-            self._outer.leave(_name(number))
+            self.rounds.outer.leave(_name(number))
         self._crews.forget(number)
         try:
             result = running.task.result()
@@ -453,13 +460,13 @@ class _Replicas:
 
     def _stop_all(self, reason: str) -> None:
         self._over, self._stopped = True, reason
-        self._outer.hold()
+        self.rounds.outer.hold()
         for running in self._running.values():
             self._stop(running, reason)
 
     def _drop_those_in_vain(self) -> None:
         """After a stop, cancel replicas that wait for a round with others that have already stopped."""
-        if self._stopped is None or not self._outer.waits_in_vain(_name(number) for number in self._running):
+        if self._stopped is None or not self.rounds.outer.waits_in_vain(_name(number) for number in self._running):
             return
         for running in self._running.values():
             running.part.dropped = self._stopped

@@ -13,26 +13,29 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fusionai.backends.tolerance import TOLERANCES
-from fusionai.client.pool.background import in_background
 from fusionai.client.pool.beginning import begin, nobody
 from fusionai.client.pool.faults import FaultRecord, FaultRecords
-from fusionai.client.pool.job_files import Distrusted, distrusted
-from fusionai.client.pool.job_process import KnownMembers, Met, Noted, OwnMachine, beside, own_machine, owner_profile
-from fusionai.client.pool.job_trust import JobTrust, job_trust, watch_trust
-from fusionai.client.pool.replanning import TrainingReplanner, adopted_plan, is_present
+from fusionai.client.pool.job_process import Met, Noted, OwnerProcess, OwnMachine, beside, own_machine, owner_profile
+from fusionai.client.pool.replanning import (
+    Distrusted,
+    MachineHistory,
+    TrainingReplanner,
+    adopted_plan,
+    distrusted,
+)
 from fusionai.client.pool.reporting import Reporting
-from fusionai.client.pool.session import PoolMember, PoolSession, known_owner, owner_membership
-from fusionai.client.pool.watch import PoolWatch
+from fusionai.client.pool.session import PoolMember, known_owner, owner_membership
+from fusionai.client.pool.watch import PoolWatch, watch_trust
 from fusionai.client.training.job_directory import (
     JobRecords,
     check_checkpoint,
     check_recipe,
+    encode_recipe,
     has_directory,
     job_id,
-    keep_recipe,
     open_directory,
 )
 from fusionai.client.training.preparation import (
@@ -48,11 +51,10 @@ from fusionai.coordination.training.evaluations import Evaluation, standing
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.schedule import early_rounds, learning_rate
 from fusionai.execution.connections import Deployment
-from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import ExecutionError, FusionError, TransportError
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.primitives.privacy import keeps_ends
-from fusionai.primitives.process import set_aside_what_stays
+from fusionai.primitives.process import in_background, set_aside_what_stays
 from fusionai.scheduling.problem.types import PeerProfile, Plan, TolerantTakeover
 from fusionai.scheduling.training.replicated import with_replicas
 from fusionai.storage.commits import CommitJournal
@@ -62,7 +64,6 @@ from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints
 from fusionai.training.deployment import TrainingJob
 from fusionai.training.driver import Driver
-from fusionai.transport.enrolment import Membership
 from fusionai.wire.messages import StageOptions
 
 UNSAVED_ENDS: Final = (
@@ -144,25 +145,16 @@ async def train(
             return _result(recipe, directory, journal, name, None)
         on_event(Noted("connecting to the pool"))
         membership = membership or await owner_membership(options.home, options.invitation)
-        driving = asyncio.Event()
-        run = _Run(
-            recipe=recipe,
-            options=options,
-            directory=directory,
-            journal=journal,
-            membership=membership,
-            on_event=on_event,
-            stop=stop,
-            driving=driving,
-            part=part,
-        )
+        privacy = recipe.privacy
+        process = OwnerProcess(options.home, membership, privacy.level, on_event, confidential=privacy.confidential)
+        run = _Run(recipe, options, directory, journal, process, on_event, stop, part)
         working = asyncio.create_task(run.run())
-        asked_early = asyncio.create_task(_cancel_unless(driving, stop, working))
+        asked_early = asyncio.create_task(_cancel_unless(run.driving, stop, working))
         try:
             return await working
         except asyncio.CancelledError:
             dropped = None if part is None else part.dropped
-            if dropped is None and (driving.is_set() or not stop.is_set()):
+            if dropped is None and (run.driving.is_set() or not stop.is_set()):
                 raise
             return _result(recipe, directory, journal, job_id(recipe, membership.peer, directory), dropped or "Ctrl-C")
         finally:
@@ -182,84 +174,75 @@ class _Begun:
     saved: int
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Run:
     """One start of the job. `driving` is set before the broker starts the job; from then on a stop ends it cleanly
-    instead of cancelling it. `asked`: set when the broker passes on a `fusion stop`."""
+    instead of cancelling it."""
 
     recipe: Recipe
     options: TrainOptions
     directory: RunDirectory
     journal: CommitJournal
-    membership: Membership
+    process: OwnerProcess
     on_event: Callable[[RunEvent], None]
     stop: asyncio.Event
-    driving: asyncio.Event
     part: ReplicaPart | None
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
-    clock: SystemClock = field(default_factory=SystemClock)
-
-    def __post_init__(self) -> None:
-        privacy = self.recipe.privacy
-        self.trust = job_trust(self.options.home, self.membership, privacy.level, confidential=privacy.confidential)
-        self.known = KnownMembers(self.on_event)
-
-    def note(self, text: str) -> None:
-        self.on_event(Noted(text))
+    driving: asyncio.Event = field(default_factory=asyncio.Event)
 
     def warn(self, text: str) -> None:
-        self.note(f"warning: {text}")
+        self.process.note(f"warning: {text}")
 
     async def run(self) -> TrainingResult:
-        session = PoolSession(
-            self.membership,
-            trust=self.trust,
-            on_stop=lambda _job: self.asked.set(),
-            on_members=self.known.see,
-        )
-        async with session as pool:
+        async with self.process.pool:
             # Quick checks come before long work: first the broker and the device, then data and model.
-            members = await _look(pool, self.journal, self.trust)
+            members = await self._look()
             async with own_machine(self.options.device, self.options.threads) as machine:
-                return await self._drive(pool, machine, await self._begin(pool, machine, members))
+                return await self._drive(machine, await self._begin(machine, members))
 
-    async def _begin(self, pool: PoolSession, machine: OwnMachine, members: tuple[PoolMember, ...] | None) -> _Begun:
+    async def _look(self) -> tuple[PoolMember, ...] | None:
+        """Return the pool's members; None while its broker is away, if the job already has a plan. Raises
+        `TransportError` otherwise, `PlanError` if the pool has no usable member."""
+        try:
+            members = await self.process.pool.pool()
+        except TransportError:
+            if self.journal.plan is None:
+                raise
+            return None
+        if not members:
+            raise nobody(self.process.pool.membership.pool, (), self.process.trust.barred)
+        return members
+
+    async def _begin(self, machine: OwnMachine, members: tuple[PoolMember, ...] | None) -> _Begun:
         """Prepare data and model, plan, and have the plan adopted."""
-        part, recipe = self.part, self.recipe
-        prepared = part.prepared if part else await in_background(lambda: prepare(recipe, self.directory, self.note))
+        part, recipe, note = self.part, self.recipe, self.process.note
+        prepared = part.prepared if part else await in_background(lambda: prepare(recipe, self.directory, note))
         await in_background(set_aside_what_stays)  # capturing allocates many objects that stay
         reader = await in_background(lambda: open_latest(self.directory.checkpoints))
         if reader is not None:
             check_checkpoint(prepared, reader)
-        owner = owner_profile(self.membership.peer, machine.report)
+        owner = owner_profile(self.process.peer, machine.report)
         faulty = await in_background(lambda: distrusted(self.directory))
-        replanner = await self._replanner(pool, prepared, members or (), owner, faulty)
-        deployment = await begin(
-            *(replanner, prepared, owner, members),
-            pool_name=self.membership.pool,
-            driving=self.driving,
-            note=self.note,
-        )
+        replanner = await self._replanner(prepared, members or (), owner, faulty)
+        name = self.process.pool.membership.pool
+        deployment = await begin(replanner, prepared, owner, members, pool_name=name, driving=self.driving, note=note)
         plan = deployment.plan
-        if (sentence := self.trust.sentence(plan)) is not None:
-            self.note(sentence)
+        self.process.note_trust(plan)
         # The number of replicas is fixed for all later plans, because the order of sums depends on it.
         replanner.problem = with_replicas(replanner.problem, plan.replicas)
-        keep_recipe(recipe, self.directory)
+        self.directory.keep_recipe(encode_recipe(recipe))
         self.journal.start_incarnation()
-        present = (*(member.profile for member in members or () if is_present(member)), owner)
+        present = (*(member.profile for member in members or () if member.is_present), owner)
         self.on_event(Planned(replanner.job, plan, present, prepared, part.first_step if part else 0))
         if keeps_ends(recipe.privacy.level) and not recipe.job.checkpoint_every:
-            self.note(UNSAVED_ENDS)
-        self.note(checking(recipe, plan))
+            note(UNSAVED_ENDS)
+        note(checking(recipe, plan))
         if reader is not None or self.journal.committed:
             base = 0 if reader is None else reader.step
-            self.note(f"resuming from the checkpoint of step {base}; {self.journal.committed} steps are committed")
+            note(f"resuming from the checkpoint of step {base}; {self.journal.committed} steps are committed")
         return _Begun(prepared, replanner, deployment, faulty, -1 if reader is None else reader.step)
 
     async def _replanner(
         self,
-        pool: PoolSession,
         prepared: PreparedJob,
         members: tuple[PoolMember, ...],
         owner: PeerProfile,
@@ -267,73 +250,53 @@ class _Run:
     ) -> TrainingReplanner:
         recipe, part = self.recipe, self.part
         return TrainingReplanner(
-            pool=pool,
-            job=job_id(recipe, self.membership.peer, self.directory),
+            pool=self.process.pool,
+            job=job_id(recipe, self.process.peer, self.directory),
             title=recipe.job.name if part is None else f"{recipe.job.name}, replica {part.number}",
             steps=recipe.job.steps,
             problem=await in_background(lambda: standing_problem(prepared, members, owner)),
             policy=recipe.faults.takeover,
             grace_s=recipe.faults.grace_s,
             tolerance=TOLERANCES["float32" if recipe.train.precision == "fp32" else "bfloat16"].loss,
-            excluded=lambda members: excluded_peers(recipe, members) | (part.excluded(members) if part else set()),
-            barred=lambda: self.trust.barred,
+            excluded=lambda members: frozenset(
+                (*excluded_peers(recipe, members), *(part.excluded(members) if part else ()))
+            ),
+            barred=lambda: self.process.trust.barred,
             journal=self.journal,
             directory=self.directory,
-            clock=self.clock,
-            say=self.note,
+            machines=MachineHistory(self.process.clock, self.process.note),
             faulty_peers={one.peer for one in faulty},
         )
 
-    async def _drive(self, pool: PoolSession, machine: OwnMachine, begun: _Begun) -> TrainingResult:
+    async def _drive(self, machine: OwnMachine, begun: _Begun) -> TrainingResult:
         """Run the driver to the job's end, with everything that follows its progress."""
-        job, names, plan = begun.replanner.job, self.known.names, begun.deployment.plan
+        process, job = self.process, begun.replanner.job
         receivers: list[Callable[[progress.Progress], None]] = []
 
         def watched(event: progress.Progress) -> None:
             for receive in receivers:
                 receive(event)
 
-        reporting = Reporting(pool, job, watched)
-        records = JobRecords(
-            self.directory,
-            job,
-            self.membership.peer,
-            plan.version,
-            tensorboard=self.recipe.output.tensorboard,
-            warn=self.warn,
+        reporting = Reporting(process.pool, job, watched)
+        plan, board = begun.deployment.plan, self.recipe.output.tensorboard
+        records = JobRecords(self.directory, job, process.peer, plan.version, tensorboard=board, warn=self.warn)
+        faults = FaultRecords(
+            self.directory, plan, process.known.names, process.clock, say=reporting.note, warn=self.warn
         )
-        faults = FaultRecords(self.directory, plan, names, self.clock, say=reporting.note, warn=self.warn)
-        driver = Driver(
-            _training_job(self.recipe, begun.prepared, job, self.membership.peer, self.options, self.part),
-            machine.host(pool, self.trust, self.clock),
-            begun.deployment,
-            journal=self.journal,
-            checkpoints=Checkpoints(
-                self.directory.checkpoints,
-                checkpoint_header(self.recipe, begun.prepared),
-                files=begun.prepared.files,
-                keep=self.recipe.job.keep_checkpoints,
-            ),
-            saved=begun.saved,
-            replanner=begun.replanner,
-            on_progress=watched,
-            exchange=None if self.part is None else self.part.exchange,
-        )
+        driver = self._driver(machine, begun, watched)
         for one in begun.faulty:
-            name = names.get(one.peer) or short(PeerId(one.peer))
-            self.note(f"{name} gets no work from this job: {one.reason}")
-        if self.part is not None:
-            self.part.driver = driver
-        watch = PoolWatch(begun.replanner, driver, self.membership.peer, self.clock)
+            name = process.known.names.get(one.peer) or short(PeerId(one.peer))
+            process.note(f"{name} gets no work from this job: {one.reason}")
+        watch = PoolWatch(begun.replanner, driver, process.peer, process.clock)
         receivers += [reporting.see, records.see, faults.see, watch.see, self.on_event]
         reason, noticed = "interrupted", ()
         try:
             with beside(
                 _stop_when(self.stop, driver, "Ctrl-C"),
-                _stop_when(self.asked, driver, "fusion stop"),
+                _stop_when(process.stopped, driver, "fusion stop"),
                 reporting.run(),
                 watch.run(),
-                watch_trust(self.trust, driver),
+                watch_trust(process.trust, driver),
             ):
                 stopped, reason = await self._until_ended(driver, begun.prepared)
         except FusionError as error:
@@ -347,11 +310,34 @@ class _Run:
                 await reporting.close("done" if reason.startswith(("done", "stopped")) else "failed", reason)
         return _result(self.recipe, self.directory, self.journal, job, stopped, noticed)
 
+    def _driver(self, machine: OwnMachine, begun: _Begun, on_progress: Callable[[progress.Progress], None]) -> Driver:
+        prepared, part = begun.prepared, self.part
+        checkpoints = Checkpoints(
+            self.directory.checkpoints,
+            checkpoint_header(self.recipe, prepared),
+            files=prepared.files,
+            keep=self.recipe.job.keep_checkpoints,
+        )
+        driver = Driver(
+            _training_job(self.recipe, prepared, begun.replanner.job, self.process.peer, self.options, part),
+            self.process.host(machine),
+            begun.deployment,
+            journal=self.journal,
+            checkpoints=checkpoints,
+            saved=begun.saved,
+            replanner=begun.replanner,
+            on_progress=on_progress,
+            exchange=None if part is None else part.exchange,
+        )
+        if part is not None:
+            part.driver = driver
+        return driver
+
     async def _until_ended(self, driver: Driver, prepared: PreparedJob) -> tuple[str | None, str]:
         """Run the driver. Returns why the job was stopped, None if it is done, and a sentence about its end."""
         ended = await driver.run()
         if ended.failed is not None:
-            reason = _named(ended.failed.rstrip("."), self.known.names)
+            reason = _named(ended.failed.rstrip("."), self.process.known.names)
             raise ExecutionError(
                 f"the job failed at step {ended.steps}: {reason}.",
                 hint=f"Run the command again to resume: {self.journal.committed} steps are committed and not lost.",
@@ -359,23 +345,9 @@ class _Run:
         if self.options.epilogue is not None and ended.stopped is None:
             await self.options.epilogue(driver, prepared)
         if ended.early is not None:
-            self.note(f"ending early after {ended.steps} steps: {ended.early}")
+            self.process.note(f"ending early after {ended.steps} steps: {ended.early}")
             return ended.stopped, f"done early: {ended.early}"
         return ended.stopped, "done" if ended.stopped is None else f"stopped: {ended.stopped}"
-
-
-async def _look(pool: PoolSession, journal: CommitJournal, trust: JobTrust) -> tuple[PoolMember, ...] | None:
-    """Return the pool's members; None while its broker is away, if the job already has a plan. Raises `TransportError`
-    otherwise, `PlanError` if the pool has no usable member."""
-    try:
-        members = await pool.pool()
-    except TransportError:
-        if journal.plan is None:
-            raise
-        return None
-    if not members:
-        raise nobody(pool.membership.pool, (), trust.barred)
-    return members
 
 
 def _named(reason: str, names: Mapping[str, str]) -> str:
@@ -396,6 +368,18 @@ def _training_job(
     evaluation, replicas = recipe.evaluation, recipe.replicas
     first_step, total_steps = (0, recipe.job.steps) if part is None else (part.first_step, part.total_steps)
     every = 0 if evaluation is None else (evaluation.every or recipe.job.steps)
+    rounds: dict[str, Any] = {}
+    if replicas is not None:
+        rounds = {
+            "sync_every": replicas.every,
+            "sync_codec": replicas.codec,
+            "sync_lag": replicas.overlap,
+            "sync_rate": replicas.learning_rate,
+            "sync_momentum": replicas.momentum,
+            "sync_steps": recipe.job.steps,
+            "sync_begun": first_step,
+            "sync_early": early_rounds(replicas, recipe.train, total_steps),
+        }
     return TrainingJob(
         job=job,
         owner=owner,
@@ -406,15 +390,8 @@ def _training_job(
             optimizer=recipe.optimizer,
             microbatches=recipe.train.microbatches,
             takeover=recipe.faults.numerics,
-            sync_every=0 if replicas is None else replicas.every,
-            sync_codec="none" if replicas is None else replicas.codec,
-            sync_lag=0 if replicas is None else replicas.overlap,
-            sync_rate=1.0 if replicas is None else replicas.learning_rate,
-            sync_momentum=0.0 if replicas is None else replicas.momentum,
-            sync_steps=0 if replicas is None else recipe.job.steps,
-            sync_begun=0 if replicas is None else first_step,
-            sync_early=(0, 0, 0) if replicas is None else early_rounds(replicas, recipe.train, total_steps),
             base_stays=recipe.adapter is not None,
+            **rounds,
         ),
         steps=recipe.job.steps,
         learning_rate=lambda step: learning_rate(recipe.train, total_steps, first_step + step),

@@ -2,7 +2,7 @@
 
 Only tensors of the job's manifest are served, from a store or a model's files. At most one answer per connection is in
 memory, and answers get smaller as connections increase, so that all get an equal share. Connections are admitted by
-ticket before they get here (`peer.door`).
+ticket before they get here (`peer.acceptor`).
 
     desk = WeightDesk(store)                         # at a member; at the owner: WeightDesk(model_weights)
     desk.allow(spec.digest for spec in load.weights)

@@ -13,8 +13,7 @@ import pytest
 
 from fusionai.client.pool import beginning
 from fusionai.client.pool.beginning import begin
-from fusionai.client.pool.job_files import keep_deployment
-from fusionai.client.pool.replanning import TrainingReplanner
+from fusionai.client.pool.replanning import MachineHistory, TrainingReplanner, keep_deployment
 from fusionai.execution.connections import Deployment
 from fusionai.primitives.errors import FusionError, PlanError, RefusedError, TransportError
 from fusionai.scheduling.planner import plan as planned
@@ -74,7 +73,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
                 excluded=lambda members: frozenset(),
                 journal=journal,
                 directory=directory,
-                clock=FakeClock(),
+                machines=MachineHistory(FakeClock()),
             )
             prepared = SimpleNamespace(
                 graph_hash="g", recipe=SimpleNamespace(placement=SimpleNamespace(stages=2, required=(), excluded=()))

@@ -10,8 +10,9 @@ from typing import Any, cast
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fusionai.client.pool import job_trust as circle_watch
-from fusionai.client.pool.job_trust import JobTrust, job_trust, watch_trust
+from fusionai.client.pool import watch
+from fusionai.client.pool.job_trust import JobTrust, job_trust
+from fusionai.client.pool.watch import watch_trust
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.privacy import LEVELS, PrivacyLevel
@@ -98,7 +99,7 @@ class Driver:
 
 @in_a_loop
 async def test_who_is_revoked_while_the_job_runs_is_shut_out(tmp_path: Path):
-    circle_watch_s, circle_watch.LOOK_S = circle_watch.LOOK_S, 0.0
+    look_s, watch.TRUST_LOOK_S = watch.TRUST_LOOK_S, 0.0
     try:
         trust, driver = trust_of(tmp_path), Driver(ADA, ME)
         watching = asyncio.create_task(watch_trust(trust, driver))
@@ -113,7 +114,7 @@ async def test_who_is_revoked_while_the_job_runs_is_shut_out(tmp_path: Path):
         watching.cancel()
         assert driver.out[0] == (ADA, "it is not trusted (any more): its key is revoked in this machine's trust file.")
     finally:
-        circle_watch.LOOK_S = circle_watch_s
+        watch.TRUST_LOOK_S = look_s
 
 
 @in_a_loop

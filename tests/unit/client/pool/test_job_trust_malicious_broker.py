@@ -1,7 +1,8 @@
 """A broker that inserts, swaps and replays, against a job for trusted peers: it is refused, and the error says why.
 
 It is the pool's authority, too: certificates, tickets and registrations are its own to make. What it can't make is an
-endorsement by a key that the owner trusts, or a placement signed by the owner (`tests/unit/peer/test_door_placements`).
+endorsement by a key that the owner trusts, or a placement signed by the owner
+(`tests/unit/peer/test_acceptor_placements`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fusionai.client.pool import replanning
 from fusionai.client.pool.beginning import first_deployment
 from fusionai.client.pool.job_trust import parts
-from fusionai.client.pool.replanning import PoolReplanner
+from fusionai.client.pool.replanning import MachineHistory, PoolReplanner
 from fusionai.client.pool.session import PoolMember
-from fusionai.client.serving.watch import ServingReplanner
+from fusionai.client.serving.serve import ServingReplanner
 from fusionai.execution.connections import Deployment
 from fusionai.execution.links import open_job
 from fusionai.primitives.errors import FusionError, PlanError, RefusedError, TransportError, TrustError
@@ -77,7 +78,7 @@ def replanner_of(pool: MaliciousPool, task: Task) -> PoolReplanner:
         policy="tolerant",
         excluded=lambda _members: frozenset(),
         barred=lambda: pool.trust.barred,
-        clock=pool.clock,
+        machines=MachineHistory(pool.clock),
     )
 
 

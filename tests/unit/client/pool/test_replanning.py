@@ -14,8 +14,7 @@ import msgspec
 import pytest
 
 from fusionai.client.pool import replanning
-from fusionai.client.pool.job_files import distrusted, kept_deployment
-from fusionai.client.pool.replanning import TrainingReplanner
+from fusionai.client.pool.replanning import MachineHistory, TrainingReplanner, distrusted, kept_deployment
 from fusionai.client.pool.session import PoolMember
 from fusionai.execution.connections import Deployment
 from fusionai.primitives.errors import (
@@ -80,7 +79,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
                 excluded=lambda members: frozenset({"kept out"}),
                 journal=journal,
                 directory=RunDirectory(tmp_path),
-                clock=clock,
+                machines=MachineHistory(clock),
             )
             return Bench(replanner, fake, clock, Deployment(plan=present))
 
@@ -178,9 +177,9 @@ def test_a_machine_lost_again_and_again_is_trusted_less(bench: Make):
     known = working("b")
     needed: list[int] = []
     for _ in range(3):
-        one.replanner.note_lost("b")
+        one.replanner.machines.note_lost("b")
         needed.append(0)
-        while not one.replanner.is_back(known):
+        while not one.replanner.machines.is_back(known):
             one.clock.seconds += 1.0
             needed[-1] += 1
     assert needed == [1, 2, 4]
@@ -197,12 +196,12 @@ def test_who_was_lost_long_ago_is_not_lost_anew_when_others_are(bench: Make):
 
 def test_who_was_in_a_plan_since_and_is_named_again_was_lost_again(bench: Make):
     one = bench((working("a"), working("b"), member("c")))
-    one.replanner.note_lost("c")
+    one.replanner.machines.note_lost("c")
     one.clock.seconds += 2.0
-    assert one.replanner.is_back(member("c"))
+    assert one.replanner.machines.is_back(member("c"))
     assert "c" in stages(one.replaced("a"))
     one.replaced("c")
-    assert not one.replanner.is_back(member("c"))
+    assert not one.replanner.machines.is_back(member("c"))
 
 
 def test_who_waits_for_nobody_else_does_not_ask_how_often_it_was_lost(bench: Make):

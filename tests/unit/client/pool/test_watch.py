@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from fusionai.client.pool import watch as pool_watch
-from fusionai.client.pool.replanning import FORGOTTEN_S, TrainingReplanner
+from fusionai.client.pool.replanning import FORGOTTEN_S, MachineHistory, TrainingReplanner
 from fusionai.client.pool.session import PoolMember
 from fusionai.client.pool.watch import PoolWatch
 from fusionai.execution.connections import Deployment
@@ -95,7 +95,7 @@ def bench(tmp_path: Path) -> Iterator[Make]:
                 excluded=lambda members: frozenset(),
                 journal=journal,
                 directory=RunDirectory(tmp_path),
-                clock=clock,
+                machines=MachineHistory(clock),
             )
             driver = FakeDriver(Deployment(plan=plan, tickets={"owner": ticket(clock.wall_s() + lasts_s)}))
             watch = PoolWatch(replanner, driver, PeerId("owner"), clock)
@@ -177,7 +177,7 @@ def test_a_standby_that_fails_each_time_is_asked_ever_more_seldom_until_it_joins
         plan=msgspec.structs.replace(one.driver.plan, standbys=()), tickets=one.driver.deployment.tickets
     )
     said: list[str] = []
-    one.watch._replanner.say = said.append
+    one.watch.replanner.machines.say = said.append
     asked_s: list[float] = []
     while one.clock.seconds < 100.0 + 6 * 3600:
         one.clock.seconds += 5 * pool_watch.LOOK_S  # ten thousand looks would take seconds
@@ -205,8 +205,8 @@ def test_a_standby_that_fails_each_time_is_asked_ever_more_seldom_until_it_joins
 def test_a_standby_that_stood_by_for_long_is_asked_soon_after_its_loss(bench: Make):
     one = bench((*ALL, working("c")), from_standby=True)
     for _ in range(8):
-        one.watch._replanner.note_lost("c")
-    one.watch._replanner._missing.clear()
+        one.watch.replanner.machines.note_lost("c")
+    one.watch.replanner.machines.missing.clear()
     one.driver.warm_stages = frozenset({0, 1})
     one.look()
     one.clock.seconds += 121.0
@@ -325,7 +325,7 @@ def test_a_lost_question_costs_new_tickets_and_nothing_else(bench: Make):
 def test_a_machine_found_slow_stays_slow_in_later_plans_until_it_is_forgotten(bench: Make):
     there = (*ALL, member("c"), member("d"))
     one = bench(there)
-    replanner, plan = one.watch._replanner, one.driver.plan
+    replanner, plan = one.watch.replanner, one.driver.plan
     straggler = plan.stages[0].peer
     one.watch._slow = Straggling(
         quiet_until=0,
@@ -341,15 +341,15 @@ def test_a_machine_found_slow_stays_slow_in_later_plans_until_it_is_forgotten(be
 
     fast = profile("c").flops_per_s
     assert speeds() == {**dict.fromkeys("abcd", fast), straggler: pytest.approx(fast / 3)}
-    replanner.learn({straggler: 2.0})
+    replanner.machines.learn({straggler: 2.0})
     assert speeds()[straggler] == pytest.approx(fast / 6), "beyond what it was planned with"
     one.clock.seconds += FORGOTTEN_S
-    replanner.keep_in_mind([straggler, "c"])
+    replanner.machines.keep_in_mind([straggler, "c"])
     one.clock.seconds += 1.0
     assert speeds()[straggler] == pytest.approx(fast / 6), "it ran a stage, planned at this pace"
     one.clock.seconds += FORGOTTEN_S
     assert speeds() == dict.fromkeys("abcd", fast)
-    replanner.keep_in_mind([straggler])
+    replanner.machines.keep_in_mind([straggler])
     assert speeds() == dict.fromkeys("abcd", fast), "it was planned at full speed since"
 
 
@@ -375,7 +375,7 @@ def faster(name: str, times: float, *, fingerprint: str = "f") -> PoolMember:
 
 def ready(one: Bench, *stages: int) -> None:
     one.driver.warm_stages = frozenset(stages)
-    one.watch._replanner.steps = 1000
+    one.watch.replanner.steps = 1000
 
 
 def test_a_faster_machine_standbys_a_stage_and_then_changes_places(bench: Make):
@@ -432,7 +432,7 @@ def test_moves_that_bring_nothing_cease(bench: Make):
 def test_a_faster_machine_that_was_lost_a_moment_ago_is_waited_for(bench: Make):
     one = bench((*ALL, working("c"), faster("d", 3.0)), from_standby=True)
     ready(one, 0, 1)
-    one.watch._replanner.note_lost("d")
+    one.watch.replanner.machines.note_lost("d")
     one.look()
     assert not one.driver.offers
     one.clock.seconds += 30.0
@@ -488,18 +488,18 @@ def test_whoever_leaves_a_job_with_nobody_else_hands_its_work_to_those_that_stay
 
 def test_machines_that_come_again_are_taken_in_where_the_model_was_cut_anew_without_them(bench: Make):
     one = bench((working("a"), member("b"), member("c")), policy="any")
-    alone = planned(msgspec.structs.replace(one.watch._replanner.problem, peers=(profile("a"),), stages=None))
+    alone = planned(msgspec.structs.replace(one.watch.replanner.problem, peers=(profile("a"),), stages=None))
     one.driver.deployment = Deployment(
         plan=msgspec.structs.replace(alone, version=1), tickets=one.driver.deployment.tickets
     )
     blocks = tuple(
         msgspec.structs.replace(block, forward_flops=1e9, backward_flops=2e9)
-        for block in one.watch._replanner.problem.blocks
+        for block in one.watch.replanner.problem.blocks
     )
-    one.watch._replanner.problem = msgspec.structs.replace(one.watch._replanner.problem, blocks=blocks)
-    one.watch._replanner.steps = 1000
+    one.watch.replanner.problem = msgspec.structs.replace(one.watch.replanner.problem, blocks=blocks)
+    one.watch.replanner.steps = 1000
     one.watch._step = 60
-    one.watch._replanner.is_shrunk = True
+    one.watch.replanner.is_shrunk = True
     one.look()
     ((found, reason),) = one.driver.offers
     assert len(set(places(found.plan).values()) - {"owner"}) == 2

@@ -309,7 +309,7 @@ def test_the_broker_is_back_when_it_shows_its_members(tmp_path: Path, monkeypatc
     class _Member:
         def __init__(self, peer: str) -> None:
             self.view = self
-            self.peer, self.state = peer, "active"
+            self.peer, self.is_present = peer, True
 
     monkeypatch.setattr(kills, "PoolSession", Session)
     monkeypatch.setattr(kills, "load_membership", lambda _home: None)

@@ -13,7 +13,7 @@ from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.coordination.broker.pool import Pool, replay
 from fusionai.coordination.broker.requests import Answer, Certify, IssueTickets, Notify, Request
 from fusionai.coordination.broker.state import BrokerRules, BrokerState, Decision, recovered
-from fusionai.peer.door import ORPHANED_S
+from fusionai.peer.acceptor import ORPHANED_S
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.wire.messages import Done, LeaveNotice, Refused, StopNotice
 

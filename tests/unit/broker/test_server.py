@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.broker.main import Announcement, BrokerOptions, run_broker
+from fusionai.broker.server import Announcement, BrokerOptions, run_broker
 from fusionai.primitives.errors import RefusedError, StorageError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.conversation import Conversation
@@ -19,7 +19,7 @@ from fusionai.wire.messages import Invited, InviteRequest
 @pytest.fixture(autouse=True)
 def nothing_to_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here it is the objects of all tests, looked at twice by every broker; what it does is tested by itself."""
-    monkeypatch.setattr("fusionai.broker.main.set_aside_what_stays", lambda: None)
+    monkeypatch.setattr("fusionai.broker.server.set_aside_what_stays", lambda: None)
 
 
 def options_for(home: Path, changes: dict[str, object]) -> BrokerOptions:

@@ -8,8 +8,9 @@ from typing import cast
 
 import msgspec
 
+from fusionai.client.pool.replanning import MachineHistory
 from fusionai.client.pool.session import PoolMember
-from fusionai.client.serving.watch import ServingReplanner, ServingWatch
+from fusionai.client.serving.serve import ServingReplanner, ServingWatch
 from fusionai.execution.connections import Deployment
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.planner import plan as planned
@@ -63,7 +64,7 @@ class Bench:
             problem=self.problem,
             policy="tolerant",
             excluded=lambda _: frozenset(),
-            clock=self.clock,
+            machines=MachineHistory(self.clock),
         )
         deployment = Deployment(plan=msgspec.structs.replace(made, version=1), tickets={"owner": ticket(1e9)})
         self.engine = FakeEngine(deployment)

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from fusionai.client.pool.background import in_background
 from fusionai.primitives.errors import DataError, UsageError
+from fusionai.primitives.process import in_background
 
 
 def test_the_result_and_the_error_come_back():

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fusionai.client.training.replica_directory import ReplicaDirectories
+from fusionai.client.training.job_directory import ReplicaDirectories
 from fusionai.corpus.recipe import recipe_from_table
 from fusionai.primitives.errors import StorageError
 from fusionai.scheduling.planner import plan as planned

@@ -83,7 +83,7 @@ def test_a_stranger_reaches_nothing():
 
 @pytest.mark.parametrize("stream", ["tensors", "state"])
 def test_without_a_job_there_is_nothing_to_join(stream: wire.Stream, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusionai.peer.door.EARLY_S", 0.01)
+    monkeypatch.setattr("fusionai.peer.acceptor.EARLY_S", 0.01)
 
     async def body(stand: Stand) -> None:
         assert (await refused(await stand.open(stream, as_peer=NEIGHBOUR))).code == "unknown_job"
@@ -197,7 +197,7 @@ def test_a_connection_begins_with_opening_a_job_or_a_probe():
 
 
 def test_whoever_says_nothing_is_shown_out(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusionai.peer.door.OPENING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("fusionai.peer.acceptor.OPENING_TIMEOUT_S", 0.05)
 
     async def body(stand: Stand) -> None:
         channel = await stand.dial("control")
@@ -246,7 +246,7 @@ def test_only_its_own_driver_takes_a_job_over():
 
 
 def test_an_orphaned_job_ends_when_its_driver_stays_away(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusionai.peer.door.ORPHANED_S", 0.05)
+    monkeypatch.setattr("fusionai.peer.acceptor.ORPHANED_S", 0.05)
 
     async def body(stand: Stand) -> None:
         await orphaned(stand)
@@ -259,7 +259,7 @@ def test_an_orphaned_job_ends_when_its_driver_stays_away(monkeypatch: pytest.Mon
 
 
 def test_a_driver_that_came_back_is_not_waited_for_any_more(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusionai.peer.door.ORPHANED_S", 0.05)
+    monkeypatch.setattr("fusionai.peer.acceptor.ORPHANED_S", 0.05)
 
     async def body(stand: Stand) -> None:
         await orphaned(stand)

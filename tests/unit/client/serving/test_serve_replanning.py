@@ -6,8 +6,9 @@ import asyncio
 
 import msgspec
 
+from fusionai.client.pool.replanning import MachineHistory
 from fusionai.client.pool.session import PoolMember
-from fusionai.client.serving.watch import ServingReplanner
+from fusionai.client.serving.serve import ServingReplanner
 from fusionai.execution.connections import Deployment
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import Plan
@@ -32,9 +33,9 @@ class Bench:
             problem=base,
             policy="exact",
             excluded=lambda _: frozenset(),
-            clock=self.clock,
+            machines=MachineHistory(self.clock),
         )
-        self.replanner.note_lost("d")
+        self.replanner.machines.note_lost("d")
         self.clock.seconds += 10.0
 
     def replaced(self, *lost: str) -> Plan:

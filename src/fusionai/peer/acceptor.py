@@ -19,6 +19,7 @@ import logging
 from contextlib import suppress
 from typing import Final
 
+from fusionai.coordination.broker.requests import Refusal
 from fusionai.execution.host import Host
 from fusionai.execution.member import RoundMember
 from fusionai.execution.serving.loading import FetchedWeights
@@ -65,17 +66,11 @@ class JobAcceptor:
 
     async def accept(self, channel: Channel) -> None:
         try:
-            async with asyncio.timeout(OPENING_TIMEOUT_S):
-                first = await channel.receive()
-            match first.message:
-                case wire.OpenJob() as opening:
-                    await self._open(channel, opening)
-                case wire.Ping() | wire.Probe():
-                    envelope = first
-                    while await answer_probe(channel, envelope):
-                        envelope = await channel.receive()
-                case other:
-                    await self._refuse(channel, "bad_message", f"expected OpenJob, got {type(other).__name__}.")
+            try:
+                await self._serve(channel)
+            except Refusal as refusal:
+                log.info("refused a connection: %s %s", refusal.message.code, refusal)
+                await channel.send(refusal.message)
         except TimeoutError:
             log.info("a connection said nothing for %.0f s", OPENING_TIMEOUT_S)
         except ChannelClosed:
@@ -83,86 +78,80 @@ class JobAcceptor:
         except FusionError as error:
             log.warning("a connection ended: %s", error)
 
-    async def _open(self, channel: Channel, opening: wire.OpenJob) -> None:
-        try:
-            ticket = self._check(channel, opening)
-        except ExpiredTicket as error:
-            await self._refuse(channel, "expired_ticket", str(error))
-            return
-        except TrustError as error:
-            await self._refuse(channel, "bad_ticket", str(error))
-            return
-        job, peer = JobId(ticket.job), PeerId(ticket.peer)
-        match channel.stream:
-            case "control":
-                await self._serve_driver(channel, ticket, job, peer, opening)
-            case "state" | "tensors" as stream:
-                member = await self._member_of(job)
-                if member is None:
-                    await self._refuse(channel, "unknown_job", "")
-                    return
-                if opening.task != member.task:
-                    await self._refuse(channel, "bad_message", f"here this job is to {member.task}.")
-                    return
-                if ticket.role == "driver" and peer != member.owner:
-                    await self._refuse(channel, "not_authorised", "this is another owner's job.")
-                    return
-                if opening.fence.plan_version < member.fence.plan_version:
-                    await self._refuse(channel, "stale_fence", f"the plan's version is {member.fence.plan_version}.")
-                    return
-                if ticket.role != "driver":
-                    try:
-                        member.check(peer, opening)
-                    except TrustError as error:
-                        await self._refuse(channel, "bad_placement", str(error))
-                        return
-                await channel.send(wire.Done())
-                if stream == "tensors":
-                    await member.serve_link(peer, channel)
-                elif ticket.role == "driver":
-                    await member.serve_state(channel)
-                else:
-                    await member.serve_snapshots(peer, channel)
+    async def _serve(self, channel: Channel) -> None:
+        async with asyncio.timeout(OPENING_TIMEOUT_S):
+            envelope = await channel.receive()
+        match envelope.message:
+            case wire.OpenJob() as opening:
+                await self._open(channel, opening)
+            case wire.Ping() | wire.Probe():
+                while await answer_probe(channel, envelope):
+                    envelope = await channel.receive()
+            case other:
+                raise Refusal("bad_message", f"expected OpenJob, got {type(other).__name__}.")
 
-    async def _member_of(self, job: JobId) -> RoundMember | None:
-        """Return the member of `job`, waiting up to `EARLY_S` for its driver; None if the driver does not come."""
+    async def _open(self, channel: Channel, opening: wire.OpenJob) -> None:
+        ticket = self._check(channel, opening)
+        job, peer = JobId(ticket.job), PeerId(ticket.peer)
+        if channel.stream == "control":
+            await self._serve_driver(channel, job, self._admit_driver(ticket, job, peer, opening), opening.fence)
+            return
+        member = await self._member_of(job)
+        if opening.task != member.task:
+            raise Refusal("bad_message", f"here this job is to {member.task}.")
+        if ticket.role == "driver" and peer != member.owner:
+            raise Refusal("not_authorised", "this is another owner's job.")
+        if opening.fence.plan_version < member.fence.plan_version:
+            raise Refusal("stale_fence", f"the plan's version is {member.fence.plan_version}.")
+        if ticket.role != "driver":
+            try:
+                member.check(peer, opening)
+            except TrustError as error:
+                raise Refusal("bad_placement", str(error)) from error
+        await channel.send(wire.Done())
+        if channel.stream == "tensors":
+            await member.serve_link(peer, channel)
+        elif ticket.role == "driver":
+            await member.serve_state(channel)
+        else:
+            await member.serve_snapshots(peer, channel)
+
+    async def _member_of(self, job: JobId) -> RoundMember:
+        """Return the member of `job`, waiting up to `EARLY_S` for its driver."""
         with suppress(TimeoutError):
             async with asyncio.timeout(EARLY_S):
                 while job not in self._members and not self.closing:
                     await self._changed.wait()
-        return self._members.get(job)
+        if job not in self._members:
+            raise Refusal("unknown_job", "")
+        return self._members[job]
 
-    async def _serve_driver(
-        self, channel: Channel, ticket: Ticket, job: JobId, owner: PeerId, opening: wire.OpenJob
-    ) -> None:
-        opened = opening.fence
+    def _admit_driver(self, ticket: Ticket, job: JobId, owner: PeerId, opening: wire.OpenJob) -> RoundMember:
+        """Return the job's member for a driver that may have it; a new one ends the jobs of other drivers."""
         if ticket.role != "driver":
-            await self._refuse(channel, "not_authorised", "only a driver opens a control connection.")
-            return
+            raise Refusal("not_authorised", "only a driver opens a control connection.")
         if busy := [other for other, present in self._members.items() if other != job and present.driven]:
-            await self._refuse(channel, "busy", f"it runs {', '.join(busy)}.")
-            return
+            raise Refusal("busy", f"it runs {', '.join(busy)}.")
         member = self._members.get(job)
         if self.closing and member is None:
-            await self._refuse(channel, "leaving", "")
-        elif member is not None and owner != member.owner:
-            await self._refuse(channel, "not_authorised", "this is another owner's job.")
-        elif member is not None and opening.task != member.task:
-            await self._refuse(channel, "bad_message", f"here this job is to {member.task}.")
-        elif opening.task == "serve" and self._host.weights is None:
-            await self._refuse(channel, "not_authorised", "this machine keeps no weights for others.")
-        elif member is not None and not member.admit(opened):
-            await self._refuse(channel, "stale_fence", "a later start of this job's driver is here.")
-        else:
-            for other in [other for other in self._members if other != job]:
-                self._end(other, "the pool has given this machine to another job")
-            if member is None:
-                member = self._members[job] = self._opened(opening, owner)
-                self.idle.clear()
-                self._changed.set()
-                self._changed.clear()
-            log.info("job %s of %s opened", job, short(owner))
-            await self._serve_member(channel, job, member, opened)
+            raise Refusal("leaving", "")
+        if member is not None and owner != member.owner:
+            raise Refusal("not_authorised", "this is another owner's job.")
+        if member is not None and opening.task != member.task:
+            raise Refusal("bad_message", f"here this job is to {member.task}.")
+        if opening.task == "serve" and self._host.weights is None:
+            raise Refusal("not_authorised", "this machine keeps no weights for others.")
+        if member is not None and not member.admit(opening.fence):
+            raise Refusal("stale_fence", "a later start of this job's driver is here.")
+        for other in [other for other in self._members if other != job]:
+            self._end(other, "the pool has given this machine to another job")
+        if member is None:
+            member = self._members[job] = self._opened(opening, owner)
+            self.idle.clear()
+            self._changed.set()
+            self._changed.clear()
+        log.info("job %s of %s opened", job, short(owner))
+        return member
 
     def _opened(self, opening: wire.OpenJob, owner: PeerId) -> RoundMember:
         if opening.task == "serve" and self._host.weights is not None:
@@ -170,13 +159,12 @@ class JobAcceptor:
             return ServingMember(self._host, opening.job, owner, opening.fence, weights)
         return JobMember(self._host, opening.job, owner, opening.fence)
 
-    async def _serve_member(self, channel: Channel, job: JobId, member: RoundMember, opened: wire.Fence) -> None:
+    async def _serve_driver(self, channel: Channel, job: JobId, member: RoundMember, opened: wire.Fence) -> None:
         over = False
         try:
             await channel.send(wire.Done())
-            if (
-                self._members.get(job) is member and opened == member.fence
-            ):  # otherwise another connection has replaced this one
+            # Otherwise another connection has replaced this one.
+            if self._members.get(job) is member and opened == member.fence:
                 self._end_patience(job)
                 over = await member.serve_control(channel)
         finally:
@@ -212,24 +200,18 @@ class JobAcceptor:
             self.idle.set()
 
     def _check(self, channel: Channel, opening: wire.OpenJob) -> Ticket:
-        if channel.remote.peer is None:
-            raise TrustError("expected a member of the pool, got a stranger.")
-        ticket = verify_ticket(
-            opening.ticket,
-            self._authority_key,
-            now_wall_s=self._host.clock.wall_s(),
-            job=JobId(opening.job),
-            peer=channel.remote.peer,
-        )
-        if ticket.plan_version != opening.fence.plan_version:
-            raise TrustError(
-                f"expected a ticket for plan version {opening.fence.plan_version}, got one for {ticket.plan_version}."
-            )
+        try:
+            if channel.remote.peer is None:
+                raise TrustError("expected a member of the pool, got a stranger.")
+            now_wall_s, job = self._host.clock.wall_s(), JobId(opening.job)
+            peer, key = channel.remote.peer, self._authority_key
+            ticket = verify_ticket(opening.ticket, key, now_wall_s=now_wall_s, job=job, peer=peer)
+            if (asked := opening.fence.plan_version) != ticket.plan_version:
+                raise TrustError(f"expected a ticket for plan version {asked}, got one for {ticket.plan_version}.")
+        except TrustError as error:
+            code = "expired_ticket" if isinstance(error, ExpiredTicket) else "bad_ticket"
+            raise Refusal(code, str(error)) from error
         return ticket
-
-    async def _refuse(self, channel: Channel, code: wire.RefusalCode, reason: str) -> None:
-        log.info("refused a connection: %s %s", code, reason)
-        await channel.send(wire.Refused(code=code, reason=reason))
 
     async def close(self) -> None:
         self.closing = True
