@@ -78,13 +78,13 @@ class Observer:
     def __init__(self, transport: Transport, open_udp: Callable[[], Awaitable[int]] | None = None) -> None:
         self._transport = transport
         self._open_udp = open_udp
-        self._turn = asyncio.Semaphore(AT_A_TIME)
+        self._attempts = asyncio.Semaphore(AT_A_TIME)
 
     async def answer(self, remote: Remote, message: Observe) -> Observed:
         """Return the observation, within `TIMEOUT_S` once an attempt may start."""
         reachable = False
         if remote.host and message.port:
-            async with self._turn:
+            async with self._attempts:
                 reachable = await self._reaches(remote, message.port)
         udp_port = 0 if reachable or self._open_udp is None else await self._open_udp()
         return Observed(host=remote.host, port=remote.port, reachable=reachable, udp_port=udp_port)

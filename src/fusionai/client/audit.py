@@ -201,7 +201,7 @@ def _victims(
     on_doing: Callable[[audit.Doing], None],
 ) -> list[audit.Victim]:
     clean, *others = defences({codec: through(codec) for codec in PACKINGS}, NOISES, options.seed)
-    victims = [audit.Victim(way, attacked) for way in (clean, *others)]
+    victims = [audit.Victim(defence, attacked) for defence in (clean, *others)]
     if options.level not in (None, "split-k") or not 0 < options.first < attacked.depth:
         return victims
     small = options.small
@@ -242,7 +242,7 @@ def through(codec: Packing) -> Packed:
 def _updates(attacked: AttackedModel, options: AuditOptions) -> tuple[audit.UpdateCase, ...]:
     """Return the cases of gradients: several numbers of texts, below and above the width of the weight; then one number
     in other formats."""
-    packed = {way.name: way.change for way in defences({codec: through(codec) for codec in PACKINGS}, ())}
+    packed = {one.name: one.change for one in defences({codec: through(codec) for codec in PACKINGS}, ())}
     tokens = min(16, options.private_tokens - 1)
     fits = max(2, attacked.width // tokens - 1)
     some = max(1, min(4, fits // 2))

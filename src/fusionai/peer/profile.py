@@ -32,6 +32,8 @@ from fusionai.transport.interface import Channel, Transport
 from fusionai.transport.peer_transport import PeerTransport
 from fusionai.wire.messages import MAX_LINKS, LinkView, Near
 
+log = logging.getLogger(__name__)
+
 FILE: Final = "measurement.json"
 MAX_FILE_BYTES: Final = 2**16
 LONGEST_AGE_S: Final = 7 * 86_400.0
@@ -64,17 +66,18 @@ def measured_device(
                 return report, kept.measured_at_s
         log.info("the kept measurement does not fit this start; measuring again")
     report = backend.probe()
-    _write(
-        home / FILE,
-        _Kept(
-            measured_at_s=now_s,
-            version=__version__,
-            backend=backend.name,
-            share=share,
-            fingerprint=report.fingerprint,
-            speeds=report.speeds,
-        ),
+    found = _Kept(
+        measured_at_s=now_s,
+        version=__version__,
+        backend=backend.name,
+        share=share,
+        fingerprint=report.fingerprint,
+        speeds=report.speeds,
     )
+    try:
+        write_atomic(home / FILE, msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    except StorageError as error:
+        log.warning("the next start will measure again: %s", error)
     return report, None
 
 
@@ -93,17 +96,24 @@ def _read(path: Path) -> _Kept | None:
     return kept
 
 
-def _write(path: Path, kept: _Kept) -> None:
-    try:
-        write_atomic(path, msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
-    except StorageError as error:
-        log.warning("the next start will measure again: %s", error)
-
-
-log = logging.getLogger(__name__)
-
 RESERVE_FRACTION: Final = 0.15
 """Fraction of the memory that is not lent if no `--max-memory` is given."""
+MEASURED: Final = (
+    *(
+        "backend",
+        "backend_version",
+        "device",
+        "device_name",
+        "threads",
+        "fingerprint",
+        "flops_per_s",
+        "pace",
+        "serving",
+    ),
+    *("memory_bandwidth_bytes_per_s", "attention_flops_per_s", "scratch_bytes_per_s"),
+    *("unsupported_ops", "tasks", "weight_formats", "savings"),
+)
+"""Fields of a profile as the device's report has them."""
 LARGEST_PROBE_BYTES: Final = 4 * 2**20
 UNMEASURED: Final = Link(bandwidth_bytes_per_s=125e6, latency_s=0.0)
 
@@ -147,27 +157,13 @@ def make_profile(
     endorsements: tuple[bytes, ...] = (),
 ) -> PeerProfile:
     """Return the profile. `endorsements`: statements about this machine's key, signed by others."""
+    measured = {name: getattr(report, name) for name in MEASURED}
     return PeerProfile(
+        **measured,
         peer=peer,
         name=options.name or socket.gethostname(),
-        backend=report.backend,
-        backend_version=report.backend_version,
-        device=report.device,
-        device_name=report.device_name,
-        flops_per_s=report.flops_per_s,
-        memory_bandwidth_bytes_per_s=report.memory_bandwidth_bytes_per_s,
-        pace=report.pace,
-        serving=report.serving,
-        attention_flops_per_s=report.attention_flops_per_s,
-        scratch_bytes_per_s=report.scratch_bytes_per_s,
-        unsupported_ops=report.unsupported_ops,
-        tasks=report.tasks,
-        weight_formats=report.weight_formats,
-        savings=report.savings,
         memory_bytes=lent_memory_bytes(report, options.memory_limit_bytes),
-        threads=report.threads,
         share=options.share,
-        fingerprint=report.fingerprint,
         uplink=_within(up, options.upload_limit_bytes_per_s),
         downlink=_within(down, options.download_limit_bytes_per_s),
         endorsements=endorsements,

@@ -246,8 +246,8 @@ class FaultReport:
             return "the job continued; no stage was interrupted"
         origin = self._origin(episode)
         takers = list(dict.fromkeys(episode.takeover.values()))
-        apart = "" if not episode.tolerance else f", losses within {episode.tolerance:g}"
-        exactness = {True: "", False: f" (other numerics: tolerant, not bit-exact{apart})", None: ""}[episode.exact]
+        within = "" if not episode.tolerance else f", losses within {episode.tolerance:g}"
+        exactness = {True: "", False: f" (other numerics: tolerant, not bit-exact{within})", None: ""}[episode.exact]
         if episode.recut:
             who = " and ".join(self.name(peer) for peer in episode.recut)
             return f"the model is cut anew over {who} {origin}".rstrip() + exactness

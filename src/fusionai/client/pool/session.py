@@ -38,15 +38,14 @@ async def owner_membership(home: Path, invitation: str | None) -> Membership:
     owner_home = home / OWNER_DIRECTORY
     if invitation is not None:
         return await enrol(invitation, owner_home, "owner")
+    kept = known_owner(home)
     if (home / MEMBERSHIP_FILE).is_file():
         machine = load_membership(home)
-        if (owner_home / MEMBERSHIP_FILE).is_file():
-            kept = load_membership(owner_home)
-            if kept.credentials.authority == machine.credentials.authority:
-                return kept
+        if kept is not None and kept.credentials.authority == machine.credentials.authority:
+            return kept
         return await enrol_second_key(machine, owner_home, "owner")
-    if (owner_home / MEMBERSHIP_FILE).is_file():
-        return load_membership(owner_home)
+    if kept is not None:
+        return kept
     raise UsageError(
         f"this machine has not joined a pool (there is no {home / MEMBERSHIP_FILE}).",
         hint="Pass --invite INVITE, or join a pool first: fusion join INVITE.",
@@ -55,9 +54,8 @@ async def owner_membership(home: Path, invitation: str | None) -> Membership:
 
 def any_membership(home: Path) -> Membership:
     """Return the machine's own membership, else its owner's. Either is enough to query the pool."""
-    if (home / MEMBERSHIP_FILE).is_file() or not (home / OWNER_DIRECTORY / MEMBERSHIP_FILE).is_file():
-        return load_membership(home)
-    return load_membership(home / OWNER_DIRECTORY)
+    owner = None if (home / MEMBERSHIP_FILE).is_file() else known_owner(home)
+    return load_membership(home) if owner is None else owner
 
 
 def known_owner(home: Path) -> Membership | None:
