@@ -47,6 +47,10 @@ from fusionai.wire.messages import (
 SOFTWARE: Final = f"fusionai/{__version__}"
 
 
+def hello(stream: Stream) -> Hello:
+    return Hello(stream=stream, software=SOFTWARE)
+
+
 def answer(message: Message, remote: Remote) -> tuple[Stream, Welcome | Refused]:
     """Return the listening side's answer to the first message. Raises `WireError` if that is no `Hello`."""
     if not isinstance(message, Hello):
@@ -270,7 +274,7 @@ class FramedChannel(ABC):
         except FusionError as error:
             self._fail(error)
             return
-        self._write(encode_frame_head(Hello(stream=self.stream, software=SOFTWARE), (), GREETING_LIMITS))
+        self._write(encode_frame_head(hello(self.stream), (), GREETING_LIMITS))
 
     def _arrived(self, frame: Frame) -> None:
         """Handle a complete incoming frame."""
