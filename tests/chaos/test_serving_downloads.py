@@ -79,7 +79,7 @@ class Half:
 def fetched(siege: ServingSiege, peer: str) -> list[dict[str, int]]:
     """By source, of each stage that it loaded."""
     events = (event for _, event in siege.told)
-    return [dict(one.fetched_bytes) for one in events if isinstance(one, progress.StageLoaded) and one.peer == peer]
+    return [dict(one.fetched_bytes) for one in events if isinstance(one, progress.WeightsLoaded) and one.peer == peer]
 
 
 @pytest.mark.timeout(1200)

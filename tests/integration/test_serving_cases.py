@@ -69,7 +69,7 @@ def ended(events: Sequence[StreamEvent]) -> Finished:
 
 async def until_standbys_are_ready(job: Served) -> None:
     async with asyncio.timeout(CEILING_S):
-        while not any(isinstance(one, progress.StageLoaded) and one.standby for one in job.told):  # noqa: ASYNC110
+        while not any(isinstance(one, progress.WeightsLoaded) and one.standby for one in job.told):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 

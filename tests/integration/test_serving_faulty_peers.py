@@ -77,7 +77,7 @@ def checked(job: Served) -> list[progress.TextRechecked]:
 
 
 def guarded(job: Served) -> bool:
-    return sum(isinstance(one, progress.StageLoaded) and one.standby for one in job.told) == len(GUARDS)
+    return sum(isinstance(one, progress.WeightsLoaded) and one.standby for one in job.told) == len(GUARDS)
 
 
 def serving(llama: Captured, directory: Path, machines: dict[int, Backend] | None = None, **changes: Any) -> Any:
@@ -277,7 +277,7 @@ def test_with_the_ends_in_the_pool_the_first_stage_is_checked_and_the_last_is_no
     async def story() -> None:
         pool: dict[str, Any] = {"peers": tuple(map(peer_id, range(3))), "standbys": standbys, "spares": 2}
         async with serving(llama, tmp_path, {0: faulty_peer}, ranges=((0, 2), (2, 3), (3, 5)), **pool) as job:
-            await until(lambda: sum(isinstance(one, progress.StageLoaded) and one.standby for one in job.told) == 2)
+            await until(lambda: sum(isinstance(one, progress.WeightsLoaded) and one.standby for one in job.told) == 2)
             assert job.engine.checkable == {0, 1}
             while not job.replanner.distrusted:
                 await answers(job)

@@ -129,7 +129,7 @@ def test_a_stage_killed_under_running_streams_changes_no_token(llama: Captured, 
 
     async def story() -> tuple[list[list[int]], tuple[FaultNote, ...], list[GenerationPaused]]:
         async with served(llama, tmp_path, THREE_PEERS, standbys=[standby], spares=1, vocabulary=VOCABULARY) as job:
-            await until(lambda: any(isinstance(one, progress.StageLoaded) and one.standby for one in job.told))
+            await until(lambda: any(isinstance(one, progress.WeightsLoaded) and one.standby for one in job.told))
             held: list[GenerationPaused] = []
 
             async def listen(prompt: tuple[int, ...], kill_at: int | None) -> list[int]:

@@ -118,7 +118,7 @@ def test_a_stage_moves_to_another_framework_under_running_streams(model: str, vi
             backends=kinds,
             options=msgspec.structs.replace(OPTIONS, whole=model in WHOLE),
         ) as job:
-            while not any(isinstance(one, progress.StageLoaded) and one.standby for one in job.told):  # noqa: ASYNC110
+            while not any(isinstance(one, progress.WeightsLoaded) and one.standby for one in job.told):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
             async def listen(prompt: tuple[int, ...], kill_at: int | None) -> list[int]:
