@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import get_args
 
 import msgspec
@@ -12,6 +13,7 @@ from fusionai.backends.interface import Backend, Call, Speeds, StageProgram
 from fusionai.backends.registry import TRAINING, open_backend
 from fusionai.backends.semantics import DropoutKey, folds
 from fusionai.backends.tolerance import numbers
+from fusionai.backends.worker.client import WorkerBackend, WorkerOptions
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, InitOp, Node, ParamSpec, Ref, ValueSpec
 from fusionai.ir.validate import validate
@@ -23,8 +25,25 @@ WIDTH, ROWS = 8, 5
 OPTIONS = StageOptions(seed=7, optimizer=OptimizerSpec(weight_decay=0.1), microbatches=2, in_flight=2)
 
 
-@pytest.fixture(params=["torch", pytest.param("jax", marks=pytest.mark.slow), "null"])
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Backend]:
+    """One confined process for the whole suite, as a daemon has."""
+    backend = WorkerBackend(WorkerOptions(backend="torch", device="cpu", threads=1))
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(
+    params=[
+        "torch",
+        pytest.param("worker", marks=pytest.mark.slow),
+        pytest.param("jax", marks=pytest.mark.slow),
+        "null",
+    ]
+)
 def backend(request: pytest.FixtureRequest) -> Backend:
+    if request.param == "worker":
+        return request.getfixturevalue("worker")
     if request.param == "torch":
         from fusionai.backends.torch.backend import TorchBackend
 

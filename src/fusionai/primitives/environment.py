@@ -12,6 +12,7 @@ XLA_FLAGS, which limits JAX to one thread.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -81,6 +82,18 @@ def arithmetic_limits() -> dict[str, str]:
         if flag.startswith(_XLA_LIMITS) and "thread" not in flag
     )
     return {**limits, **({"XLA_FLAGS": " ".join(flags)} if flags else {})}
+
+
+_OF_USERS: Final = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "CUDA_VISIBLE_DEVICES")
+
+
+def for_workers() -> dict[str, str]:
+    """Return the environment of a worker process: what chooses libraries and kernels, and no word more. Threads of
+    numpy's library are left out: they would begin before the worker is confined."""
+    kept = (*_OF_USERS, *_LIMITS, "XLA_FLAGS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG")
+    chosen = {name: os.environ[name] for name in kept if name in os.environ}
+    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
+    return {**chosen, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def inherited() -> dict[str, str]:

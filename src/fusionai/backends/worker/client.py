@@ -1,0 +1,423 @@
+"""The daemon's side: a backend whose work is done by a worker process (`server`).
+
+`WorkerBackend` is a `Backend` and a `ServingBackend`. A worker that crashes, hangs or answers nonsense is ended, and all
+programs it had are lost: their calls raise `WorkerLost`, so that the job sees lost stages. The next program that is
+loaded starts a new worker; the daemon and its other workers go on. Calls come from one thread at a time, as for any
+backend.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Literal, cast
+
+import msgspec
+
+from fusionai.backends.interface import (
+    NOTHING_BEGUN,
+    Call,
+    DeviceReport,
+    ServingProgram,
+    Speeds,
+    StageProgram,
+    WorksIn,
+)
+from fusionai.backends.worker.channel import (
+    METHODS,
+    PIECE_BYTES,
+    Answer,
+    Arena,
+    Failure,
+    Question,
+    end_of,
+    receive,
+    send,
+)
+from fusionai.backends.worker.confinement import own_directory
+from fusionai.backends.worker.server import Opened, Opening
+from fusionai.ir.schema import Graph, encode
+from fusionai.primitives import errors
+from fusionai.primitives.environment import for_workers, scratch_directory
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.wire.messages import StageOptions
+from fusionai.wire.serving import Segment, ServeOptions
+
+log = logging.getLogger(__name__)
+
+READING_CACHES: Final = {"NUMBA_CACHE_LOCATOR_CLASSES": "fusionai.backends.worker.kernel_cache.ReadOnlyLocator"}
+Entries = Iterable[tuple[str, HostTensor]]
+
+LONGEST_CALL_S: Final = 600.0
+"""Longest call of a kind that has not been seen yet: loading a large stage from a slow disk takes minutes."""
+SHORTEST_LIMIT_S: Final = 30.0
+SLACK: Final = 20.0
+"""A call may take this many times the longest of its kind so far; chosen: other programs may starve the worker."""
+WATCH_S: Final = 0.5
+LARGEST_ARENA_BYTES: Final = 1 << 40
+"""Limit on shared memory if the provider sets none: only addresses are reserved."""
+
+
+class WorkerLost(ExecutionError):
+    """The worker process has ended, and with it what it had loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """How workers are started. `confined`: without keys, network and foreign files. `memory_bytes`: most private memory
+    of a worker beyond what its backend has when it is open; None: no limit. `longest_call_s`: see `LONGEST_CALL_S`."""
+
+    backend: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    confined: bool = True
+    memory_bytes: int | None = None
+    longest_call_s: float = LONGEST_CALL_S
+
+
+@dataclass
+class _Watch:
+    """Ends a process that answers too late. `deadline_s`: on the monotonic clock; None while nothing is asked."""
+
+    process: subprocess.Popen[bytes]
+    deadline_s: float | None = None
+    late: bool = False
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        while not self.over.wait(WATCH_S):
+            deadline_s = self.deadline_s
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                self.late = True
+                self.process.kill()
+                return
+
+
+class WorkerProcess:
+    """One worker: its process, its pipes, its arena."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._options = options
+        limit = LARGEST_ARENA_BYTES if options.memory_bytes is None else options.memory_bytes + (1 << 26)
+        self._arena = Arena.new(limit)
+        self._directory = own_directory(scratch_directory())
+        self.used_s = 0.0
+        """Processor time of all calls so far."""
+        self._longest_s: dict[str, float] = {}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fusionai.backends.worker.server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(self._arena.descriptor,) if os.name == "posix" else (),
+            env={**for_workers(), "TMPDIR": str(self._directory), **(READING_CACHES if options.confined else {})},
+            cwd=self._directory,
+        )
+        self._watch = _Watch(self._process)
+        threading.Thread(target=self._watch.run, name="worker-watch", daemon=True).start()
+        opening = Opening(
+            backend=options.backend,
+            device=options.device,
+            threads=options.threads,
+            arena=self._arena.descriptor,
+            arena_bytes=limit,
+            directory=str(self._directory) if options.confined else None,
+            memory_bytes=options.memory_bytes,
+        )
+        self.opened: Opened = msgspec.msgpack.decode(
+            self._exchange("open", msgspec.msgpack.encode(opening)).result, type=Opened
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(
+        self,
+        target: int,
+        method: str,
+        arguments: tuple[Any, ...],
+        tensors: Mapping[str, HostTensor] | Sequence[tuple[str, HostTensor]] = (),
+    ) -> tuple[Any, list[tuple[str, HostTensor]]]:
+        """Return a call's result and tensors. Raises what the backend raised, or `WorkerLost`."""
+        places = self._arena.put(tensors, 0) if tensors else []
+        encoded = msgspec.Raw(msgspec.msgpack.encode(arguments))
+        question = Question(target, method, encoded, tuple(places), self._arena.nbytes)
+        answer = self._exchange(method, msgspec.msgpack.encode(question))
+        try:
+            self._arena.follow(answer.arena_bytes)
+            made = self._arena.take(answer.tensors, copy=True)
+            return msgspec.msgpack.decode(answer.result, type=METHODS[method][1]), made
+        except (ExecutionError, msgspec.MsgspecError, OSError) as error:
+            raise self._lost(f"it answered {method} with nonsense: {error}") from None
+
+    def _exchange(self, method: str, data: bytes) -> Answer:
+        longest_s = self._longest_s.get(method)
+        limit_s = self._options.longest_call_s
+        if longest_s is not None:
+            limit_s = min(limit_s, max(SHORTEST_LIMIT_S, SLACK * longest_s))
+        begun_s = time.monotonic()
+        self._watch.deadline_s = begun_s + limit_s
+        try:
+            questions, answers = cast("BinaryIO", self._process.stdin), cast("BinaryIO", self._process.stdout)
+            questions.write(len(data).to_bytes(4, "little") + data)
+            questions.flush()
+            received = receive(answers)
+        except (OSError, ExecutionError):
+            received = None
+        finally:
+            self._watch.deadline_s = None
+        if received is None:
+            raise self._lost(f"it did not answer {method} within {limit_s:.0f} s" if self._watch.late else "")
+        took_s = time.monotonic() - begun_s
+        self._longest_s[method] = max(took_s, self._longest_s.get(method, 0.0))
+        try:
+            answer = msgspec.msgpack.decode(received, type=Answer)
+        except msgspec.MsgspecError as error:
+            raise self._lost(f"it answered {method} with nonsense: {error}") from None
+        self.used_s += max(0.0, min(answer.used_s, took_s * (os.cpu_count() or 1)))
+        if answer.failure is not None:
+            raise _raised(answer.failure)
+        return answer
+
+    def _lost(self, reason: str) -> WorkerLost:
+        """End the process and return the error that says why."""
+        self.close()
+        code = self._process.returncode
+        if not reason:
+            reason = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with status {code}"
+        log.warning("worker %d is lost: %s", self.pid, reason)
+        return WorkerLost(f"the worker process for {self._options.backend} is lost: {reason}.")
+
+    def close(self) -> None:
+        """End the process; what it had is lost."""
+        self._watch.over.set()
+        with suppress(OSError):
+            self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                cast("BinaryIO", pipe).close()
+        with suppress(OSError):
+            self._arena.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _raised(failure: Failure) -> errors.FusionError:
+    known = getattr(errors, failure.kind, None)
+    kind = known if isinstance(known, type) and issubclass(known, errors.FusionError) else ExecutionError
+    return kind(failure.message, hint=failure.hint)
+
+
+class WorkerBackend:
+    """A backend in a worker process, which starts with the first call and again after it was lost."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._options = options
+        self._process: WorkerProcess | None = None
+        self._used_before_s = 0.0
+        self._opened = self.process.opened
+        self.name = self._opened.name
+        self.device = self._opened.device
+
+    @property
+    def process(self) -> WorkerProcess:
+        """The worker that runs now."""
+        if self._process is None or not self._process.alive:
+            if self._process is not None:
+                self._used_before_s += self._process.used_s
+                self._process.close()
+            self._process = WorkerProcess(self._options)
+        return self._process
+
+    @property
+    def works_in(self) -> WorksIn:
+        return cast("WorksIn", self._opened.works_in)
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Measures of confinement that hold for the worker."""
+        return self._opened.measures
+
+    @property
+    def used_s(self) -> float:
+        """Processor time that workers took for calls so far, in seconds."""
+        return self._used_before_s + (self._process.used_s if self._process is not None else 0.0)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        return self.process.ask(0, method, arguments)[0]
+
+    def probe(self, speeds: Speeds | None = None) -> DeviceReport:
+        return self._ask("probe", speeds)
+
+    def warm_up(self) -> None:
+        self._ask("warm_up")
+
+    def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
+        return self._ask("unsupported", tuple(ops))
+
+    def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
+        return self._ask("clip_scale", tuple(norms), max_norm)
+
+    def load(
+        self,
+        graph: Graph,
+        *,
+        grad_inputs: Sequence[str],
+        options: StageOptions,
+        memory_limit_bytes: int | None = None,
+    ) -> StageProgram:
+        process = self.process
+        number, _ = process.ask(0, "load", (encode(graph), tuple(grad_inputs), options, memory_limit_bytes))
+        return WorkerStageProgram(process, number)
+
+    def serve(self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None = None) -> ServingProgram:
+        if not self._opened.serves:
+            raise ExecutionError(f"backend {self.name} can't serve models.")
+        process = self.process
+        number, _ = process.ask(0, "serve", (encode(graph), options, memory_limit_bytes))
+        return WorkerServingProgram(process, number)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+
+
+class _Program:
+    """A program in a worker. It is dropped there when it is dropped here."""
+
+    def __init__(self, process: WorkerProcess, number: int) -> None:
+        self._process = process
+        self._number = number
+
+    def _ask(
+        self, method: str, *arguments: Any, tensors: Mapping[str, HostTensor] | Sequence[tuple[str, HostTensor]] = ()
+    ) -> tuple[Any, list[tuple[str, HostTensor]]]:
+        if not self._process.alive:
+            raise WorkerLost("the worker process that held this stage is lost.")
+        return self._process.ask(self._number, method, arguments, tensors)
+
+    def _import(self, method: str, entries: Entries, *arguments: Any) -> None:
+        for piece in _pieces(entries):
+            self._ask(method, *arguments, tensors=piece)
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._ask("resident_bytes")[0]
+
+    def __del__(self) -> None:
+        # The interpreter may be ending, or the worker gone: then there is nothing to drop.
+        with suppress(Exception):
+            if self._process.alive:
+                self._process.ask(0, "drop", (self._number,))
+
+
+class WorkerStageProgram(_Program):
+    """A `StageProgram` in a worker."""
+
+    def initialise(self) -> tuple[str, ...]:
+        return self._ask("initialise")[0]
+
+    def import_state(self, entries: Entries) -> None:
+        self._import("import_state", entries)
+
+    def export_state(self, parts: Sequence[Literal["model", "optimizer"]]) -> Iterator[tuple[str, HostTensor]]:
+        more, piece = self._ask("export_state", tuple(parts))
+        yield from piece
+        while more:
+            more, piece = self._ask("export_more")
+            yield from piece
+
+    def export_entries(self, names: Sequence[str]) -> list[tuple[str, HostTensor]]:
+        return self._ask("export_entries", tuple(names))[1]
+
+    def forward(
+        self, call: Call, inputs: Mapping[str, HostTensor], wanted: Sequence[str] | None = None
+    ) -> dict[str, HostTensor]:
+        return dict(self._ask("forward", call, None if wanted is None else tuple(wanted), tensors=inputs)[1])
+
+    def backward(
+        self, call: Call, gradients: Mapping[str, HostTensor], begun: Mapping[str, HostTensor] = NOTHING_BEGUN
+    ) -> dict[str, HostTensor]:
+        tensors = [*gradients.items(), *begun.items()]
+        return dict(self._ask("backward", call, len(gradients), tensors=tensors)[1])
+
+    def weight_gradients(self, call: Call) -> None:
+        self._ask("weight_gradients", call)
+
+    def gradient_norms(self) -> dict[str, float]:
+        return self._ask("gradient_norms")[0]
+
+    def export_gradients(self, keys: Sequence[str]) -> list[tuple[str, HostTensor]]:
+        return self._ask("export_gradients", tuple(keys))[1]
+
+    def import_gradients(self, entries: Entries, *, add: bool) -> None:
+        self._import("import_gradients", entries, add)
+
+    def apply(self, *, scale: float, learning_rate: float) -> None:
+        self._ask("apply", scale, learning_rate)
+
+    def discard(self) -> None:
+        self._ask("discard")
+
+
+class WorkerServingProgram(_Program):
+    """A `ServingProgram` in a worker."""
+
+    def import_weights(self, entries: Entries) -> None:
+        self._import("import_weights", entries)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return self._ask("missing")[0]
+
+    def allocate(self) -> None:
+        self._ask("allocate")
+
+    def run(
+        self,
+        segments: Sequence[Segment],
+        inputs: Mapping[str, HostTensor],
+        *,
+        wanted: Sequence[str],
+        rows: Sequence[int] | None = None,
+    ) -> dict[str, HostTensor]:
+        chosen = None if rows is None else tuple(rows)
+        return dict(self._ask("run", tuple(segments), tuple(wanted), chosen, tensors=inputs)[1])
+
+    def forget(self, sessions: Iterable[int]) -> None:
+        self._ask("forget", tuple(sessions))
+
+    def forget_all(self) -> None:
+        self._ask("forget_all")
+
+    @property
+    def cached(self) -> dict[int, int]:
+        return self._ask("cached")[0]
+
+
+def _pieces(entries: Entries) -> Iterator[list[tuple[str, HostTensor]]]:
+    """Yield entries in pieces of about `PIECE_BYTES`, at least one, which may be empty."""
+    piece, nbytes, any_yet = list[tuple[str, HostTensor]](), 0, False
+    for name, tensor in entries:
+        piece.append((name, tensor))
+        nbytes += tensor.nbytes
+        if nbytes >= PIECE_BYTES:
+            yield piece
+            piece, nbytes, any_yet = [], 0, True
+    if piece or not any_yet:
+        yield piece

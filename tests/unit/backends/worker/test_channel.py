@@ -1,0 +1,94 @@
+"""Places of tensors are checked against the arena before a tensor is touched."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import numpy as np
+import pytest
+
+from fusionai.backends.worker.channel import (
+    LARGEST_MESSAGE_BYTES,
+    MOST_TENSORS,
+    Arena,
+    Question,
+    TensorPlace,
+    end_of,
+    receive,
+    send,
+)
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+
+
+def tensor(count: int, dtype: str = "float32") -> HostTensor:
+    return host_tensor(dtype, (count,), np.arange(count).astype(dtype).tobytes())
+
+
+def test_tensors_come_back_as_they_were_put_and_copies_are_their_own():
+    arena = Arena.new(1 << 24)
+    placed = {"a": tensor(5), "b": tensor(3, "int64"), "empty": tensor(0)}
+    places = arena.put(placed, 0)
+    assert all(place.offset % 64 == 0 for place in places)
+    copies, views = dict(arena.take(places, copy=True)), dict(arena.take(places, copy=False))
+    assert {name: bytes(one.data) for name, one in copies.items()} == {n: bytes(t.data) for n, t in placed.items()}
+    arena.put({"other": tensor(64)}, 0)
+    assert bytes(copies["a"].data) == bytes(placed["a"].data)
+    assert bytes(views["a"].data) == bytes(tensor(64).data)[:20]
+
+
+def test_it_grows_to_its_limit():
+    arena = Arena.new(1 << 22)
+    arena.put({"large": tensor(1 << 19)}, 0)
+    with pytest.raises(ExecutionError, match="at most 4194304 bytes"):
+        arena.put({"larger": tensor((1 << 20) + 1)}, 0)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        TensorPlace("x", "float32", (4,), (), -64),
+        TensorPlace("x", "float32", (4,), (), 2**60),
+        TensorPlace("x", "float32", (2**40,), (), 0),
+        TensorPlace("x", "float32", (-1,), (), 0),
+        TensorPlace("x", "object", (4,), (), 0),
+        TensorPlace("x", "float32", (4,), (2**30, 0), 0),
+        TensorPlace("x", "float32", (1,) * 40, (), 0),
+    ],
+)
+def test_a_place_that_does_not_fit_is_refused(place: TensorPlace):
+    with pytest.raises(ExecutionError, match="'x'"):
+        Arena.new(1 << 22).take([place], copy=True)
+
+
+def test_more_shared_memory_than_there_is_is_not_mapped():
+    with pytest.raises(ExecutionError, match="but there are fewer"):
+        Arena.new(1 << 22).follow(1 << 21)
+
+
+def test_too_many_tensors_are_refused():
+    places = [TensorPlace("x", "float32", (1,), (), 0)] * (MOST_TENSORS + 1)
+    with pytest.raises(ExecutionError, match="at most 65536 tensors"):
+        Arena.new(1 << 22).take(places, copy=True)
+
+
+def test_messages_keep_their_bounds():
+    pipe = io.BytesIO()
+    question = Question(0, "probe", msgspec.Raw(b"\x90"))
+    send(pipe, question)
+    pipe.seek(0)
+    received = receive(pipe)
+    assert received is not None
+    assert msgspec.msgpack.decode(received, type=Question) == question
+    assert receive(pipe) is None
+    with pytest.raises(ExecutionError, match="expected a message of at most"):
+        receive(io.BytesIO((LARGEST_MESSAGE_BYTES + 1).to_bytes(4, "little")))
+
+
+def test_an_answer_lies_behind_its_question():
+    arena = Arena.new(1 << 22)
+    asked = arena.put({"a": tensor(5)}, 0)
+    answered = arena.put({"b": tensor(5)}, end_of(asked))
+    assert answered[0].offset >= end_of(asked)
+    assert end_of([]) == 0

@@ -1,0 +1,98 @@
+"""A worker that crashes, hangs or takes too much is ended and started again; its daemon goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from fusionai.backends.interface import Call
+from fusionai.backends.worker.client import WorkerBackend, WorkerLost, WorkerOptions
+from fusionai.ir.schema import Graph, ListArg, Node, Ref, ValueSpec
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.wire.messages import StageOptions
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = StageOptions()
+EVAL = Call("eval", 0, 0)
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[WorkerBackend]:
+    made = WorkerBackend(
+        WorkerOptions(backend="torch", device="cpu", threads=1, memory_bytes=256 * MIB, longest_call_s=60.0)
+    )
+    yield made
+    made.close()
+
+
+def doubling(rows: int = 4) -> Graph:
+    values = {name: ValueSpec((rows,), "float32") for name in ("x", "y")}
+    node = Node(id=0, op="aten.add.Tensor", args=(Ref("x"), Ref("x")), outputs=("y",))
+    return Graph(name="double", symbols={}, inputs=("x",), outputs={"y": "y"}, values=values, params={}, nodes=(node,))
+
+
+def numbers(*values: float) -> HostTensor:
+    return host_tensor("float32", (len(values),), np.array(values, np.float32).tobytes())
+
+
+def doubled(backend: WorkerBackend) -> list[float]:
+    program = backend.load(doubling(), grad_inputs=(), options=OPTIONS)
+    made = program.forward(EVAL, {"x": numbers(1, 2, 3, 4)})
+    return np.frombuffer(made["y"].data, np.float32).tolist()
+
+
+def test_tensors_cross_both_ways(backend: WorkerBackend) -> None:
+    assert doubled(backend) == [2, 4, 6, 8]
+    assert "files" in backend.measures or backend.measures == ()
+
+
+def test_a_crash_loses_the_programs_and_nothing_else(backend: WorkerBackend) -> None:
+    program = backend.load(doubling(), grad_inputs=(), options=OPTIONS)
+    first = backend.process.pid
+    os.kill(first, signal.SIGSEGV)
+    with pytest.raises(WorkerLost, match=r"SIGSEGV|is lost"):
+        program.forward(EVAL, {"x": numbers(1, 2, 3, 4)})
+    with pytest.raises(WorkerLost, match="that held this stage"):
+        program.forward(EVAL, {"x": numbers(1, 2, 3, 4)})
+    assert doubled(backend) == [2, 4, 6, 8]
+    assert backend.process.pid != first
+
+
+def test_a_worker_that_hangs_is_ended() -> None:
+    backend = WorkerBackend(WorkerOptions(backend="torch", device="cpu", threads=1, longest_call_s=20.0))
+    try:
+        program = backend.load(doubling(), grad_inputs=(), options=OPTIONS)
+        os.kill(backend.process.pid, signal.SIGSTOP)
+        with pytest.raises(WorkerLost, match="did not answer forward within 20 s"):
+            program.forward(EVAL, {"x": numbers(1, 2, 3, 4)})
+        assert doubled(backend) == [2, 4, 6, 8]
+    finally:
+        backend.close()
+
+
+def test_memory_beyond_the_limit_is_refused_and_the_worker_lives(backend: WorkerBackend) -> None:
+    rows = 512 * MIB // 4
+    values = {"x": ValueSpec((1,), "float32"), "y": ValueSpec((rows,), "float32"), "z": ValueSpec((rows,), "float32")}
+    nodes = (
+        Node(id=0, op="aten.repeat.default", args=(Ref("x"), ListArg((rows,))), outputs=("y",)),
+        Node(id=1, op="aten.neg.default", args=(Ref("y"),), outputs=("z",)),
+    )
+    graph = Graph(name="large", symbols={}, inputs=("x",), outputs={"z": "z"}, values=values, params={}, nodes=nodes)
+    pid = backend.process.pid
+    program = backend.load(graph, grad_inputs=(), options=OPTIONS)
+    with pytest.raises(ExecutionError, match=r"memory|allocate"):
+        program.forward(EVAL, {"x": numbers(1)})
+    assert backend.process.pid == pid
+    assert doubled(backend) == [2, 4, 6, 8]
+
+
+def test_an_error_of_the_backend_keeps_its_kind_and_text(backend: WorkerBackend) -> None:
+    with pytest.raises(ExecutionError, match="expected input 'x'"):
+        backend.load(doubling(), grad_inputs=(), options=OPTIONS).forward(EVAL, {})

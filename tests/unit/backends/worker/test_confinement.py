@@ -1,0 +1,113 @@
+"""What a confined process can no longer do. Each attempt runs in a process that has confined itself as a worker does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionai.backends.worker.confinement import measures
+from fusionai.primitives.environment import for_workers
+
+pytestmark = pytest.mark.skipif(
+    any(measures().values()), reason=f"this machine lacks {[name for name, why in measures().items() if why]}"
+)
+
+ATTEMPTS = """
+import ctypes, json, os, socket, subprocess, sys, threading
+from pathlib import Path
+from fusionai.backends.worker.confinement import Confinement, confine
+own, secret, port, daemon = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+held = confine(Confinement(Path(own)))
+libc = ctypes.CDLL(None, use_errno=True)
+
+def syscall(call):
+    ctypes.set_errno(0)
+    if call() != -1:
+        return "done"
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+def connect():
+    with socket.socket() as link:
+        link.connect(("127.0.0.1", port))
+
+def thread():
+    ran = []
+    one = threading.Thread(target=lambda: ran.append(1)); one.start(); one.join()
+    assert ran
+
+word = ctypes.c_long()
+attempts = {
+    "read a key": lambda: Path(secret).read_text(),
+    "list a home": lambda: os.listdir(Path(secret).parent),
+    "read /etc/passwd": lambda: Path("/etc/passwd").read_text(),
+    "read the daemon's memory": lambda: Path(f"/proc/{daemon}/mem").open("rb"),
+    "read the daemon's environment": lambda: Path(f"/proc/{daemon}/environ").read_bytes(),
+    "write beside": lambda: Path(secret).with_name("planted").write_text("x"),
+    "write beside the source": lambda: Path(own, "..", "planted").write_text("x"),
+    "link a key": lambda: os.link(secret, Path(own) / "linked"),
+    "connect": connect,
+    "listen": lambda: socket.create_server(("127.0.0.1", 0)),
+    "pair": socket.socketpair,
+    "run a program": lambda: subprocess.run(["/bin/true"], check=True),
+    "replace itself": lambda: os.execv("/bin/true", ["true"]),
+    "fork": os.fork,
+    "end the daemon": lambda: os.kill(daemon, 9),
+    "trace the daemon": lambda: syscall(lambda: libc.ptrace(16, daemon, 0, 0)),
+    "limit the daemon": lambda: __import__("resource").prlimit(daemon, 7, (3, 3)),
+    "make shared memory": lambda: os.memfd_create("x"),
+    "new namespaces": lambda: syscall(lambda: libc.unshare(0x10000000)),
+    "write its own directory": lambda: Path(own, "kept").write_text("x"),
+    "read Python": lambda: __import__("colorsys"),
+    "start a thread": thread,
+}
+results = {}
+for name, attempt in attempts.items():
+    try:
+        attempt()
+        results[name] = "done"
+    except (OSError, subprocess.SubprocessError) as error:
+        results[name] = type(error).__name__
+print(json.dumps({"held": held, "results": results}))
+"""
+ALLOWED = {"write its own directory", "read Python", "start a thread"}
+
+
+@pytest.fixture(scope="module")
+def confined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    import socket
+
+    home, own = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("own")
+    (home / "key.pem").write_text("secret")
+    # A process that is neither parent nor child, as a daemon whose worker was started again.
+    with socket.create_server(("127.0.0.1", 0)) as listener, subprocess.Popen(["/bin/sleep", "600"]) as daemon:
+        try:
+            arguments = [str(own), str(home / "key.pem"), str(listener.getsockname()[1]), str(daemon.pid)]
+            ended = subprocess.run(
+                [sys.executable, "-c", ATTEMPTS, *arguments], env=for_workers(), capture_output=True, check=False
+            )
+            assert ended.returncode == 0, ended.stderr.decode()
+            assert daemon.poll() is None
+        finally:
+            daemon.kill()
+    assert sorted(path.name for path in home.iterdir()) == ["key.pem"]
+    return json.loads(ended.stdout)
+
+
+def test_every_measure_holds(confined: dict[str, Any]) -> None:
+    assert set(confined["held"]) == {"dump", "files", "system calls"}
+
+
+def test_a_worker_reaches_nothing_but_its_own_directory(confined: dict[str, Any]) -> None:
+    done = {name for name, outcome in confined["results"].items() if outcome == "done"}
+    assert done == ALLOWED
+
+
+def test_the_environment_of_a_worker_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("FUSION_HOME", str(Path("/home")))
+    assert not {"HF_TOKEN", "FUSION_HOME"} & for_workers().keys()
