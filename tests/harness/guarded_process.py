@@ -61,8 +61,7 @@ def run_cases(backend: str, seed: int, first: int, last: int, prefix: str = "", 
         ended = subprocess.run(
             [*command, prefix, broken_rule],
             env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             check=False,
         )
         lines = ended.stdout.decode(errors="replace").splitlines()

@@ -32,7 +32,7 @@ from fusionai.ir.validate import validate
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.wire.messages import StageOptions
-from harness.operator_cases import Case, DType, Draw, Still, cases
+from harness.operator_cases import Case, Draw, DType, Still, cases
 
 FILL: Final = 0x7FE1B2C3
 """What `guard_pages.c` fills memory with."""
@@ -164,7 +164,7 @@ def declared(case: Case) -> list[torch.Tensor] | None:
     compute = PLAIN.get(case.op)
     try:
         result = compute(*args, **options) if compute else CONTEXTUAL[case.op](CONTEXT, 0, *args, **options)
-    except Exception:
+    except Exception:  # noqa: BLE001 - operators fail in many ways
         return None
     results = [one for one in (result if isinstance(result, list | tuple) else [result]) if one is not None]
     if any(one.numel() > 64 * MOST_ELEMENTS for one in results):

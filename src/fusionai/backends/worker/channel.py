@@ -192,7 +192,7 @@ class Arena:
                 nbytes = tensor_bytes(place.dtype, place.shape)
             except ValueError as error:
                 raise ExecutionError(f"tensor {place.name[:64]!r} between daemon and worker: {error}.") from None
-            if not (0 <= place.offset and place.offset + nbytes <= self.nbytes):
+            if not (place.offset >= 0 and place.offset + nbytes <= self.nbytes):
                 raise ExecutionError(f"tensor {place.name[:64]!r} does not lie in the memory shared with the worker.")
             if place.layout and not layout_fits(place.shape, place.layout):
                 raise ExecutionError(f"tensor {place.name[:64]!r} has a layout that does not fit its shape.")

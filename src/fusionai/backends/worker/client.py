@@ -1,6 +1,6 @@
 """The daemon's side: a backend whose work is done by a worker process (`server`).
 
-`WorkerBackend` is a `Backend` and a `ServingBackend`. A worker that crashes, hangs or answers nonsense is ended, and all
+`WorkerBackend` is a `Backend` and a `ServingBackend`. A worker that crashes, hangs or answers nonsense is ended; all
 programs it had are lost: their calls raise `WorkerLost`, so that the job sees lost stages. The next program that is
 loaded starts a new worker; the daemon and its other workers go on. Calls come from one thread at a time, as for any
 backend.
@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, cast
 
 import msgspec
@@ -40,9 +39,7 @@ from fusionai.backends.worker.channel import (
     Arena,
     Failure,
     Question,
-    end_of,
     receive,
-    send,
 )
 from fusionai.backends.worker.confinement import own_directory
 from fusionai.backends.worker.server import Opened, Opening

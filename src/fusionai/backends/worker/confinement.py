@@ -1,4 +1,4 @@
-"""What a worker may no longer do: read foreign files, write outside its own directory, open connections, start programs.
+"""Takes from a worker what computing never needs: foreign files, connections, other programs.
 
 `confine` is called once, in the worker, before it loads a framework, and before a second thread exists. On Linux it
 uses Landlock (files), seccomp (system calls) and resource limits; what the kernel lacks is left out and reported.
@@ -80,7 +80,8 @@ def limit_memory(memory_bytes: int) -> bool:
     import resource
 
     used_bytes = _private_bytes()
-    resource.setrlimit(resource.RLIMIT_DATA, (used_bytes + memory_bytes,) * 2)
+    limit_bytes = used_bytes + memory_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
     return True
 
 
@@ -114,7 +115,7 @@ def _without_dumps(limits: Confinement) -> bool:
     pr_set_dumpable, pr_set_no_new_privs = 4, 38
     libc = ctypes.CDLL(None, use_errno=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limits.directory_bytes,) * 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limits.directory_bytes, limits.directory_bytes))
     return libc.prctl(pr_set_dumpable, 0, 0, 0, 0) == 0 and libc.prctl(pr_set_no_new_privs, 1, 0, 0, 0) == 0
 
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from fusionai.backends.interface import Backend, ServingBackend, ServingProgram, StageProgram
+from fusionai.backends.interface import Backend, ServingProgram, StageProgram
 from fusionai.backends.registry import open_backend
 from fusionai.backends.worker.channel import (
     METHODS,

@@ -1,4 +1,4 @@
-"""What a confined process can no longer do. Each attempt runs in a process that has confined itself as a worker does."""
+"""What a confined process can no longer do: each attempt runs in a process that has confined itself."""
 
 from __future__ import annotations
 
