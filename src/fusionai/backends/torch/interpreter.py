@@ -29,11 +29,10 @@ from fusionai.backends.binding import IN_BFLOAT16, IN_FLOAT32, OPERATOR_FAILURES
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.operators import (
     CONTEXTUAL,
-    LOOKUPS,
     PLAIN,
     TorchContext,
+    checked,
     deferrable_linear,
-    with_index_checks,
 )
 from fusionai.ir.graph import needed_nodes, reads, references
 from fusionai.ir.operators import OPERATORS
@@ -109,7 +108,7 @@ class PackedReading:
         if not any(name in self.values for name in reads(node)):
             return compute
         if node.op == EMBEDDING:
-            return with_index_checks(node.op, _looked_up)
+            return checked(node.op, _looked_up)
         dtype = torch.bfloat16 if half else torch.float32
         return lambda *args, **options: _opened(compute, args, options, dtype, again=self.again)
 
@@ -320,10 +319,11 @@ class _Builder:
         if compute is None:
             raise ExecutionError(f"{describe(node)}: this backend has no operator {node.op}.")
         own = self.kernels.get(node.id)
-        if own is not None:
-            compute, leading = own, []
-        elif node.op in LOOKUPS:
-            compute = with_index_checks(node.op, compute)
+        if own is None:
+            compute = checked(node.op, compute, leading=len(leading))
+        else:
+            # A kernel for packed weights has checked them when it packed them; one for attention checks no operand.
+            compute, leading = checked(node.op, own) if node.op == "fusion.attention" else own, []
         if self.mixed and OPERATORS[node.op].category in IN_FLOAT32:
             compute = _in_float32(compute)
         compute = self.stored.of(node, compute, half=self.mixed and OPERATORS[node.op].category in IN_BFLOAT16)

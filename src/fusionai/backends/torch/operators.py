@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusionai.backends.binding import SIZES
+from fusionai.backends.operands import RULES
 from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.torch.semantic import attention, dropout, expert_linear, linear_attention, linear_scan, uniform
 from fusionai.ir.graph import consumers
@@ -293,12 +294,18 @@ LOOKUPS: Final[Mapping[str, Callable[..., list[Lookup]]]] = MappingProxyType(
 process."""
 
 
-def with_index_checks(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `compute` with a check that every index is in range; the result raises `ExecutionError` otherwise."""
-    lookups = LOOKUPS[name]
+def checked(name: str, compute: Callable[..., Any], *, leading: int = 0) -> Callable[..., Any]:
+    """Return `compute` behind the checks of its operands: the operator's rule, and that every index is in range. The
+    result raises `ExecutionError` before a kernel sees operands that break them. `leading`: arguments before the
+    operator's own. An operator that needs no checks gets `compute` itself."""
+    rule, lookups = RULES.get(name), LOOKUPS.get(name)
+    if rule is None and lookups is None:
+        return compute
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        for indices, low, high, ignored in lookups(*args, **kwargs):
+        if rule is not None:
+            rule(*args[leading:], **kwargs)
+        for indices, low, high, ignored in lookups(*args[leading:], **kwargs) if lookups is not None else ():
             if indices.device.type == "meta" or indices.numel() == 0:
                 continue
             outside = (indices < low) | (indices >= high)

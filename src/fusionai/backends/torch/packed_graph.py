@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusionai.backends.torch.host import DTYPES
-from fusionai.backends.torch.operators import LOOKUPS, PLAIN, with_index_checks
+from fusionai.backends.torch.operators import PLAIN, checked
 from fusionai.backends.torch.packed_linear import PackedLinear, aligned
 from fusionai.ir.graph import reads
 from fusionai.ir.operators import OPERATORS
@@ -226,7 +226,7 @@ def _product(node: Node) -> Callable[..., Tensor]:
 
 
 def _lookup(dtype: torch.dtype) -> Callable[..., Tensor]:
-    compute = with_index_checks(_EMBEDDING, PLAIN[_EMBEDDING])
+    compute = checked(_EMBEDDING, PLAIN[_EMBEDDING])
 
     def run(table: PackedParameter, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return compute(table.plain, indices, *args, **kwargs).to(dtype)
@@ -236,9 +236,7 @@ def _lookup(dtype: torch.dtype) -> Callable[..., Tensor]:
 
 def _unwrapped(node: Node) -> Callable[..., Any]:
     """Return the node's operator for a parameter that products read too: it uses the plain copy."""
-    compute = PLAIN[node.op]
-    if node.op in LOOKUPS:
-        compute = with_index_checks(node.op, compute)
+    compute = checked(node.op, PLAIN[node.op])
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):
