@@ -21,9 +21,9 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from fusionai.backends.semantics import DropoutKey
 
 from fusionai.backends.interface import Backend, Call
+from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.torch.host import DTYPE_NAMES, DTYPES
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN, TorchContext
 from fusionai.ir.operators import OPERATORS

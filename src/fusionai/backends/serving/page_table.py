@@ -241,6 +241,11 @@ def layer_shapes(graph: Graph, options: ServeOptions) -> tuple[LayerShape, ...]:
         query, key, value = (_sizes(graph, node, number) for number in range(3))
         if node.kwargs.get("causal") is not True or node.kwargs.get("key_mask") is not None:
             raise ExecutionError(f"node {node.id}: attention with a cache must be causal and without a padding mask.")
+        if value[0] != key[0] or query[1] != key[1] or not key[0] or query[0] % key[0]:
+            raise ExecutionError(
+                f"node {node.id}: expected as many value heads as key heads, keys as wide as queries, and query heads "
+                f"that are a multiple; got [heads, width] {list(query)}, {list(key)} and {list(value)}."
+            )
         window = node.kwargs.get("window")
         longest = options.pages * options.page_tokens
         ringed = window if isinstance(window, int) and window < longest else None

@@ -14,6 +14,9 @@ from enum import IntEnum
 from math import prod
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 LINE: Final = 24
 """Integers of a line."""
 
@@ -272,3 +275,44 @@ class RowMemory:
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
+
+
+def refuse_beyond(code: npt.NDArray[np.int64], fixed: int, width: int) -> None:
+    """Raise `Unplanned` if a line would read or write outside of a row's `width` floats or of the `fixed` floats of
+    constants: compiled kernels check nothing. Addresses of products and caches are not in the code yet."""
+    for line in code.tolist():
+        op = Op(line[0])
+        dims, out, extra = line[Field.DIMS : Field.DIMS + 3], line[Field.OUT], line[Field.EXTRA :]
+        ranges: list[tuple[int, int, int]] = []  # limit, begin, end
+        constants: list[tuple[int, int]] = []  # begin, count; -1: absent
+        if op <= Op.SIN:
+            ranges.append((width, out, out + prod(dims)))
+            places = ((Field.A, Field.A_ROW, Field.A_STRIDES), (Field.B, Field.B_ROW, Field.B_STRIDES))
+            for place, row, first in places[: 2 if op <= Op.DIV else 1]:
+                reach = [(size - 1) * step for size, step in zip(dims, line[first : first + 3], strict=True)]
+                ends = [
+                    line[place] + sum(min(0, one) for one in reach),
+                    line[place] + sum(max(0, one) for one in reach),
+                ]
+                ranges.append((width if line[row] else fixed, ends[0], ends[1] + (prod(dims) > 0)))
+        elif op <= Op.LAYER_NORM:
+            groups, length = dims[:2]
+            ranges.append((width, line[Field.A], line[Field.A] + groups * length))
+            ranges.append((width, out, out + groups * (length if op is Op.LAYER_NORM else 1)))
+            constants = list(zip(extra[:3], (1, length, length), strict=True)) if op is Op.LAYER_NORM else []
+        elif op is Op.LINEAR:
+            columns, count = dims[:2]
+            ranges += [(width, line[Field.A], line[Field.A] + count), (width, out, out + columns)]
+            constants = [(extra[2], columns)]
+        else:
+            heads, kept, wide = dims
+            ranges += [
+                (width, line[Field.A], line[Field.A] + heads * wide),
+                (width, line[Field.B], line[Field.B] + kept * wide),
+                (width, extra[1], extra[1] + kept * extra[0]),
+                (width, out, out + heads * extra[0]),
+            ]
+            constants = [(extra[2], 1), (extra[3], 1), (extra[4], heads)]
+        ranges += [(fixed, begin, begin + count) for begin, count in constants if begin != -1]
+        if any(size < 0 for size in dims) or any(begin < 0 or end > limit for limit, begin, end in ranges):
+            raise Unplanned(f"a line of {op.name} would leave its memory")

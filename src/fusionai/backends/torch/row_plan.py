@@ -27,6 +27,7 @@ from fusionai.backends.torch.row_code import (
     Unplanned,
     View,
     dense_strides,
+    refuse_beyond,
 )
 from fusionai.ir.graph import SYMINT, needed_nodes, reads
 from fusionai.ir.schema import Arg, DTypeArg, FloatArg, Graph, ListArg, Node, Ref
@@ -126,11 +127,14 @@ class _Planner:
                 view = self._copied(view, value + " as output")
             outputs[meaning] = (view.start, view.shape[2:])
         code = np.array([line + [0] * (LINE - len(line)) for line in self.lines], dtype=np.int64).reshape(-1, LINE)
+        fixed = self.memory.fixed + -self.memory.fixed % ALIGNMENT_FLOATS
+        width = max(ALIGNMENT_FLOATS, self.memory.width)
+        refuse_beyond(code, fixed, width)
         return RowPlan(
             code=code,
             constants=self.memory.constants,
-            fixed=self.memory.fixed + -self.memory.fixed % ALIGNMENT_FLOATS,
-            width=max(ALIGNMENT_FLOATS, self.memory.width),
+            fixed=fixed,
+            width=width,
             inputs=inputs,
             outputs=outputs,
             products=self.products,
@@ -313,6 +317,9 @@ class _Planner:
 
     def _pointwise(self, op: Op, out: View, a: View, b: View | None) -> None:
         operands = [a] if b is None else [a, b]
+        longest = max(len(view.shape) for view in operands)
+        shapes = [(1,) * (longest - len(view.shape)) + view.shape for view in operands]
+        self._declared(out, tuple(max(sizes) if min(sizes) else 0 for sizes in zip(*shapes, strict=True)), op)
         strides = [view.broadcast(out.shape).strides for view in operands]
         dims: list[int] = []
         steps: list[list[int]] = [[] for _ in operands]
@@ -338,6 +345,12 @@ class _Planner:
             line[place], line[row] = view.start, 0 if view.fixed else 1
             line[first : first + 3] = [0] * missing + own
 
+    def _declared(self, out: View, derived: Sequence[int], op: Op) -> None:
+        """Refuse a result that the graph declares with other sizes than follow from its operands: a declaration may
+        hold for another number of positions, and a kernel writes as much as follows."""
+        if prod(out.shape) != prod(derived):
+            raise Unplanned(f"{op.name} gives {list(derived)}, declared is {list(out.shape)}")
+
     def _line(self, op: Op) -> list[int]:
         line = [0] * LINE
         line[0] = op
@@ -360,6 +373,7 @@ class _Planner:
     def _along(self, op: Op, node: Node, view: View) -> list[int]:
         solid = self._solid(view, f"{node.outputs[0]} operand")
         out = self._result(node)
+        self._declared(out, view.shape if op is Op.LAYER_NORM else view.shape[:-1], op)
         line = self._line(op)
         line[Field.DIMS], line[Field.DIMS + 1] = prod(view.shape[:-1]), view.shape[-1]
         line[Field.OUT], line[Field.A], line[Field.A_ROW] = out.start, solid.start, 1
@@ -373,14 +387,15 @@ class _Planner:
         if tuple(sizes) != view.shape[-1:] or set(node.kwargs) - {"eps"}:
             raise Unplanned(f"{node.op} over {sizes}")
         line = self._along(Op.LAYER_NORM, node, view)
-        line[Field.EXTRA] = self._fixed(eps)
-        line[Field.EXTRA + 1] = -1 if weight is None else self._fixed(weight)
-        line[Field.EXTRA + 2] = -1 if bias is None else self._fixed(bias)
+        line[Field.EXTRA] = self._fixed(eps, 1)
+        line[Field.EXTRA + 1] = -1 if weight is None else self._fixed(weight, view.shape[-1])
+        line[Field.EXTRA + 2] = -1 if bias is None else self._fixed(bias, view.shape[-1])
 
-    def _fixed(self, arg: Arg) -> int:
+    def _fixed(self, arg: Arg, count: int) -> int:
+        """Return the offset of a constant of `count` elements."""
         view = self._view(arg)
-        if not (view.fixed and view.dense):
-            raise Unplanned(f"{arg!r} is no constant")
+        if not (view.fixed and view.dense) or prod(view.shape) != count:
+            raise Unplanned(f"{arg!r} is no constant of {count} elements")
         return view.start
 
     def _joined(self, node: Node, *, stacked: bool) -> None:
@@ -432,10 +447,11 @@ class _Planner:
             raise Unplanned(f"{node.op} of {view.shape}")
         solid = self._solid(view, f"{node.outputs[0]} operand")
         out = self._result(node)
+        self._declared(out, (columns,), Op.LINEAR)
         line = self._line(Op.LINEAR)
         line[Field.DIMS], line[Field.DIMS + 1] = columns, count
         line[Field.OUT], line[Field.A], line[Field.A_ROW] = out.start, solid.start, 1
-        line[Field.EXTRA + 2] = -1 if use.bias is None else self._fixed(Ref(use.bias))
+        line[Field.EXTRA + 2] = -1 if use.bias is None else self._fixed(Ref(use.bias), columns)
         self.products[len(self.lines) - 1] = node.id
         self.memory.end(f"{node.outputs[0]} operand")
 
@@ -444,17 +460,24 @@ class _Planner:
         labels = [f"{node.outputs[0]} {part}" for part in "qkv"]
         if any(len(view.shape) != 4 or view.shape[0] != 1 or view.shape[2] != 1 for view in (q, k, v)):
             raise Unplanned("attention over something else than one row")
+        for arg, view in zip(node.args[:3], (q, k, v), strict=True):
+            # Caches have the declared sizes.
+            if not isinstance(arg, Ref) or view.shape != self._sizes(arg.name):
+                raise Unplanned(f"attention over {view.shape}")
+        if k.shape[1] != v.shape[1] or q.shape[3] != k.shape[3] or not k.shape[1] or q.shape[1] % k.shape[1]:
+            raise Unplanned(f"attention of {q.shape} over {k.shape} and {v.shape}")
         sinks, softcap = node.kwargs.get("sinks"), node.kwargs.get("softcap")
         solid = [self._solid(view, label) for view, label in zip((q, k, v), labels, strict=True)]
         out = self._result(node)
+        self._declared(out, (q.shape[1], v.shape[3]), Op.ATTENTION)
         line = self._line(Op.ATTENTION)
         line[Field.DIMS : Field.DIMS + 3] = [q.shape[1], k.shape[1], k.shape[3]]
         line[Field.OUT], line[Field.A], line[Field.B] = out.start, solid[0].start, solid[1].start
         line[Field.EXTRA] = v.shape[3]
         line[Field.EXTRA + 1] = solid[2].start
-        line[Field.EXTRA + 2] = self._fixed(node.kwargs["scale"])
-        line[Field.EXTRA + 3] = -1 if softcap is None else self._fixed(softcap)
-        line[Field.EXTRA + 4] = -1 if sinks is None else self._fixed(sinks)
+        line[Field.EXTRA + 2] = self._fixed(node.kwargs["scale"], 1)
+        line[Field.EXTRA + 3] = -1 if softcap is None else self._fixed(softcap, 1)
+        line[Field.EXTRA + 4] = -1 if sinks is None else self._fixed(sinks, q.shape[1])
         line[Field.EXTRA + 5] = len(self.attentions)
         self.attentions.append(node.id)
         self.groups = max(self.groups, q.shape[1] // k.shape[1])

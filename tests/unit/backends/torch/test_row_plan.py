@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.backends.torch.packed_graph import products
-from fusionai.backends.torch.row_code import LINE, Field, Op, Unplanned, _Room
+from fusionai.backends.torch.row_code import LINE, Field, Op, Unplanned, _Room, refuse_beyond
 from fusionai.backends.torch.row_plan import RowPlan, plan_rows
 from fusionai.ir.schema import Arg, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
 from harness.examples import examples
@@ -302,6 +302,70 @@ def test_an_output_without_rows_gets_no_plan() -> None:
     sketch = Sketch(8)
     with pytest.raises(Unplanned, match="output out0 has no rows"):
         sketch.plan(sketch("aten.transpose.int", "x", 1, 2, rows=2))
+
+
+def hostile(seed: int) -> tuple[Sketch, str]:
+    """A graph with each kind of line, of which one value is declared with other sizes than it has. Declarations of a
+    graph hold where the positions are as many as the other machine says, and a plan is for one."""
+    rng = np.random.default_rng(seed)
+    sketch = Sketch(2, 8)
+    weight, bias = sketch.param(8), sketch.param(8)
+    normed = sketch("aten.layer_norm.default", "x", ListArg((8,)), weight, bias)
+    product = sketch("aten.linear.default", sketch("aten.select.int", normed, 2, 1), sketch.param(24, 8))
+    parts = sketch("aten.split.Tensor", product, 8, -1)
+    joined = sketch("aten.cat.default", ListArg((Ref(parts), Ref(parts))), -1)
+    mean = sketch("aten.mean.dim", sketch("aten.mul.Tensor", joined, joined), ListArg((-1,)))
+    wide = sketch("aten.expand.default", sketch("aten.unsqueeze.default", mean, 2), ListArg((1, 1, 5)))
+    last = sketch("aten.repeat_interleave.self_int", wide, 2, 2)
+    made = sorted(name for name in sketch.values if name != "x")
+    name = made[int(rng.integers(len(made)))]
+    shape = list(sketch.values[name].shape)
+    at = int(rng.integers(len(shape)))
+    shape[at] = rng.choice(np.array([1, 2, 4, 8, 16, 4096], object))
+    sketch.values[name] = ValueSpec(tuple(int(size) if size != "s" else "s" for size in shape), "float32")
+    return sketch, last
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_plan_believes_a_declared_size(seed: int) -> None:
+    """Lines stay within the memory that the plan asks for, or there is no plan."""
+    sketch, last = hostile(seed)
+    try:
+        plan = sketch.plan(last)
+    except Unplanned:
+        return
+    refuse_beyond(plan.code, plan.fixed, plan.width)
+    for _ in computed(sketch, plan):
+        pass
+
+
+def test_a_product_wider_than_declared_gets_no_plan() -> None:
+    sketch = Sketch(8)
+    made = sketch("aten.linear.default", "x", sketch.param(4096, 8))
+    sketch.values[made] = ValueSpec((1, "s", "s"), "float32")
+    with pytest.raises(Unplanned, match=r"v0_0 has sizes|LINEAR gives"):
+        sketch.plan(made)
+    sketch.values[made] = ValueSpec((1, "s", 1), "float32")
+    with pytest.raises(Unplanned, match="LINEAR gives"):
+        sketch.plan(made)
+
+
+@pytest.mark.parametrize("place", [Field.OUT, Field.A, Field.DIMS, Field.DIMS + 1, Field.DIMS + 2])
+def test_a_line_that_leaves_its_memory_is_refused(place: int) -> None:
+    sketch = Sketch(3, 8)
+    bias = sketch.param(24)
+    flat = sketch("aten.reshape.default", sketch("aten.exp.default", "x"), ListArg((1, 1, 24)))
+    plan = sketch.plan(
+        sketch("aten.layer_norm.default", flat, ListArg((24,)), sketch.param(24), bias),
+        sketch("aten.linear.default", flat, sketch.param(24, 24), bias),
+    )
+    for number in range(len(plan.code)):
+        code = plan.code.copy()
+        code[number, place] += 10_000
+        if (plan.code[number, place] == 0) and place == Field.DIMS + 2:
+            continue  # lines over rows have two sizes
+        with pytest.raises(Unplanned, match="leave its memory"):
+            refuse_beyond(code, plan.fixed, plan.width)
 
 
 def test_a_line_is_as_long_as_was_agreed() -> None:
