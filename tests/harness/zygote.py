@@ -33,6 +33,8 @@ _MODULES: Final = (
     "fusionai.peer.daemon",
     "fusionai.client.training.train",
     "fusionai.backends.torch.backend",
+    "fusionai.backends.worker.client",
+    "fusionai.backends.worker.server",
     "fusionai.capture.capture",
     "torch.fx.experimental.symbolic_shapes",
 )
@@ -172,6 +174,58 @@ def _tell_of_the_dead(channel: socket.socket) -> None:
             channel.sendall(json.dumps({"ended": pid, "code": code}).encode() + b"\n")
 
 
+class ForkedWorker:
+    """As far as `WorkerProcess` uses one, a `subprocess.Popen`: the worker is forked, and has torch already."""
+
+    def __init__(self, arena: int, environment: Mapping[str, str], directory: Path) -> None:
+        (asked, asking), (answering, answered) = os.pipe(), os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self._become(asked, answered, arena, environment, directory)
+            finally:
+                os._exit(1)
+        for descriptor in (asked, answered):
+            os.close(descriptor)
+        self.stdin, self.stdout = os.fdopen(asking, "wb"), os.fdopen(answering, "rb")
+        self.returncode: int | None = None
+
+    def _become(self, asked: int, answered: int, arena: int, environment: Mapping[str, str], directory: Path) -> None:
+        """Become a worker: no descriptor but the pipes and the arena, and its own environment."""
+        os.dup2(asked, 0)
+        os.dup2(answered, 1)
+        kept = os.dup2(arena, max(arena, 3))
+        os.closerange(3, kept)
+        os.closerange(kept + 1, 4096)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(directory)
+        from fusionai.backends.worker import server
+
+        sys.stdin = os.fdopen(0, "r")
+        server.main()
+        os._exit(0)
+
+    def poll(self) -> int | None:
+        return self._reaped(os.WNOHANG)
+
+    def wait(self) -> int:
+        code = self._reaped(0)
+        assert code is not None
+        return code
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _reaped(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
 def main() -> None:
     import gc
     import importlib
@@ -190,8 +244,10 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(told["environment"])
     sys.argv = ["fusion", *told["arguments"]]
+    from fusionai.backends.worker import client as worker_client
     from fusionai.cli.main import entry
 
+    worker_client.start_process = ForkedWorker  # pyright: ignore[reportAttributeAccessIssue]
     entry()
 
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, cast
 
 import msgspec
@@ -101,6 +102,18 @@ class _Watch:
                 return
 
 
+def start_process(arena: int, environment: Mapping[str, str], directory: Path) -> subprocess.Popen[bytes]:
+    """Start a worker that shares the memory `arena` (a descriptor)."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "fusionai.backends.worker.server"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=(arena,) if os.name == "posix" else (),
+        env=environment,
+        cwd=directory,
+    )
+
+
 class WorkerProcess:
     """One worker: its process, its pipes, its arena."""
 
@@ -112,14 +125,8 @@ class WorkerProcess:
         self.used_s = 0.0
         """Processor time of all calls so far."""
         self._longest_s: dict[str, float] = {}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "fusionai.backends.worker.server"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=(self._arena.descriptor,) if os.name == "posix" else (),
-            env={**for_workers(), "TMPDIR": str(self._directory), **(READING_CACHES if options.confined else {})},
-            cwd=self._directory,
-        )
+        environment = {**for_workers(), "TMPDIR": str(self._directory), **(READING_CACHES if options.confined else {})}
+        self._process = start_process(self._arena.descriptor, environment, self._directory)
         self._watch = _Watch(self._process)
         threading.Thread(target=self._watch.run, name="worker-watch", daemon=True).start()
         opening = Opening(

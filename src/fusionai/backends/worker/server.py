@@ -7,7 +7,9 @@ standard output of the libraries is standard error here.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -199,7 +201,15 @@ def serve(questions: BinaryIO, answers: BinaryIO, answer: Callable[[bytes], Answ
         send(answers, answer(data))
 
 
+def end_with_daemon() -> None:
+    """Have this process killed when the thread that started it ends: nobody would hear what it computes."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+
+
 def main() -> None:
+    end_with_daemon()
     questions = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
