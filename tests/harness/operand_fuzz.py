@@ -23,7 +23,9 @@ import numpy as np
 import torch
 
 from fusionai.backends.interface import Backend, Call
+from fusionai.backends.operands import RULES
 from fusionai.backends.semantics import DropoutKey
+from fusionai.backends.torch import operators
 from fusionai.backends.torch.host import DTYPE_NAMES, DTYPES
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN, TorchContext
 from fusionai.ir.operators import OPERATORS
@@ -275,6 +277,8 @@ def case_number(number: int, seed: int, chosen: Callable[[Case], bool] = lambda 
 def main(name: str, seed: int, first: int, last: int, prefix: str = "", broken_rule: str = "") -> None:
     """Run cases [first, last) and say on standard output which one begins, then what came of it."""
     warnings.simplefilter("ignore")
+    if broken_rule:
+        operators.RULES = {name: rule for name, rule in RULES.items() if name != broken_rule}  # pyright: ignore[reportAttributeAccessIssue]
     backend = opened(name)
     library = ctypes.CDLL(None)
     library.guard_pages_broken.restype = ctypes.c_size_t

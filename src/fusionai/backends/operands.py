@@ -105,10 +105,19 @@ def _expert_linear(x: Any, weight: Any, experts: Any, *, transposed: bool = Fals
 
 
 def _embedding_bag(
-    weight: Any, indices: Any, offsets: Any, *, mode: int, weights: Any = None, padding: int = -1, **_: Any
+    weight: Any,
+    indices: Any,
+    offsets: Any,
+    *,
+    mode: int,
+    weights: Any = None,
+    last_offset: bool = False,
+    padding: int = -1,
+    **_: Any,
 ) -> None:
     expect(len(weight.shape) == 2, "a table of rank 2", weight)
     expect(len(indices.shape) == len(offsets.shape) == 1, "indices and offsets of rank 1", indices, offsets)
+    expect(offsets.shape[0] > last_offset, "a bag", offsets)
     expect(mode in range(3), "mode 0 (sum), 1 (mean) or 2 (maximum)", mode)
     expect(weights is None or mode == 0, "weights in mode 0 only", mode)
     expect(weights is None or tuple(weights.shape) == tuple(indices.shape), "a weight for each index", weights)
@@ -130,10 +139,11 @@ def _grid_sampler(spatial: int, modes: int) -> Rule:
     return rule
 
 
-def _product(sizes: Sequence[int]) -> int:
+def _product(sizes: Sequence[Any]) -> int:
+    """Return the product of sizes; one that is not known yet counts as 1."""
     product = 1
     for size in sizes:
-        product *= size
+        product *= size if isinstance(size, int) else 1
     return product
 
 

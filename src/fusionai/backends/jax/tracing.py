@@ -40,6 +40,7 @@ from fusionai.backends.jax.dtypes import DTYPES, is_floating
 from fusionai.backends.jax.norms import LOSSES, NORMS, batch_norm, batch_norm_functional
 from fusionai.backends.jax.products import PRODUCTS, SCANS, attention, dropout, uniform
 from fusionai.backends.jax.shaping import LOOKUPS, SHAPING
+from fusionai.backends.operands import RULES
 from fusionai.backends.semantics import argument
 from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.operators import OPERATORS
@@ -165,6 +166,8 @@ class Program:
     def _computed(self, context: JaxContext, node: Node, known: Mapping[str, Value]) -> Sequence[Value]:
         args = [argument(arg, known.__getitem__, DTYPES.__getitem__) for arg in node.args]
         options = {name: argument(arg, known.__getitem__, DTYPES.__getitem__) for name, arg in node.kwargs.items()}
+        if (rule := RULES.get(node.op)) is not None:
+            rule(*args, **options)
         if self.mixed:
             category = OPERATORS[node.op].category
             if category in IN_BFLOAT16:

@@ -19,6 +19,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from fusionai.backends.binding import SIZES, describe
+from fusionai.backends.operands import RULES
 from fusionai.backends.semantics import argument
 from fusionai.ir.schema import Arg, Graph, Node, Ref
 from fusionai.ir.shapes import evaluate
@@ -209,11 +210,11 @@ class Builder:
         self._node = node
         self.outs = [self._declared(name) for name in node.outputs]
         try:
-            made = table[node.op](
-                self,
-                *(self._argument(arg) for arg in node.args),
-                **{name: self._argument(arg) for name, arg in node.kwargs.items()},
-            )
+            args = [self._argument(arg) for arg in node.args]
+            options = {name: self._argument(arg) for name, arg in node.kwargs.items()}
+            if (rule := RULES.get(node.op)) is not None:
+                rule(*args, **options)
+            made = table[node.op](self, *args, **options)
         except FusionError as error:
             kind = SizesError if isinstance(error, SizesError) else ExecutionError
             raise kind(f"{describe(node)}: {error.message}", hint=error.hint) from error

@@ -177,6 +177,9 @@ def _embedding_bag(
 ) -> Tensor:
     """Return sums (mode 0), means (1) or maxima (2) of bags of rows: indices [n], `offsets` [bags] with each bag's
     first index."""
+    if not offsets.is_meta and bool((offsets[0] != 0) | (offsets.diff() < 0).any()):
+        # The kernel would leave rows of the result as the allocator gave them.
+        raise ExecutionError("expected offsets of bags that begin at 0 and never fall.")
     return torch.ops.aten._embedding_bag.default(
         weight, indices, offsets, by_frequency, mode, False, weights, last_offset, padding
     )[0]

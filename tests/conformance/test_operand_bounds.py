@@ -1,0 +1,50 @@
+"""No kernel of any backend leaves its operands, whatever a graph says of them.
+
+Operators run with operands that disagree, in a process whose tensors lie before inaccessible pages
+(`harness.operand_fuzz`): forward and, where the backend trains, backward. A crash, a write beside a tensor, a result
+that shows memory which nobody wrote, and an error that is not one of ours are escapes.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from harness.guarded_process import run_cases, unavailable
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+SEED = int(os.environ.get("FUSION_FUZZ_SEED", "77"))
+MANY = {"torch": 900_000, "onnxruntime": 90_000, "jax": 10_000}
+
+
+def needs(backend: str) -> None:
+    pytest.importorskip(backend, reason=f"the extra fusionai[{backend}] is not installed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "cases"), [("torch", 1500), ("onnxruntime", 150), ("jax", 40)])
+def test_operands_that_disagree_are_refused_or_harmless(backend: str, cases: int) -> None:
+    needs(backend)
+    found = run_cases(backend, SEED, 0, cases)
+    assert found.escapes == []
+    assert found.outcomes["ran"] > cases / 10
+    assert found.outcomes["refused"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rule", ["fusion.attention", "aten._native_batch_norm_legit_no_training.default", "aten.grid_sampler_3d.default"]
+)
+def test_a_rule_that_is_missing_is_noticed(rule: str) -> None:
+    found = run_cases("torch", SEED, 0, 400, rule, broken_rule=rule)
+    assert found.escapes, f"400 cases without the rule of {rule} did no harm: is the rule needed?"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["torch", "onnxruntime", "jax"])
+def test_a_million_cases_find_no_way_out(backend: str) -> None:
+    needs(backend)
+    found = run_cases(backend, SEED, 1_000_000, 1_000_000 + MANY[backend])
+    assert found.escapes == []
