@@ -18,7 +18,7 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from fusionai.backends.binding import SIZES, describe
+from fusionai.backends.binding import OPERATOR_FAILURES, SIZES, describe, first_line
 from fusionai.backends.operands import RULES
 from fusionai.backends.semantics import argument
 from fusionai.ir.schema import Arg, Graph, Node, Ref
@@ -218,6 +218,8 @@ class Builder:
         except FusionError as error:
             kind = SizesError if isinstance(error, SizesError) else ExecutionError
             raise kind(f"{describe(node)}: {error.message}", hint=error.hint) from error
+        except OPERATOR_FAILURES as error:
+            raise ExecutionError(f"{describe(node)} can't run at these sizes: {first_line(error)}") from error
         results = list(made) if isinstance(made, list | tuple) else [made]
         for name, result, declared in zip(node.outputs, results, self.outs, strict=False):
             found = self.cast(result, declared.dtype)
