@@ -15,14 +15,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from fusionai.backends.interface import Backend, DeviceReport
-from fusionai.backends.registry import open_backend
-from fusionai.execution.host import ComputeThread, Host, return_code_pages, return_freed_memory
+from fusionai.backends.interface import DeviceReport
+from fusionai.backends.worker.client import WorkerBackend, WorkerOptions
+from fusionai.execution.host import ComputeThread, Host
 from fusionai.peer.acceptor import JobAcceptor
 from fusionai.peer.lending import Lending, PeerOptions, PeerReady
-from fusionai.peer.profile import UNMEASURED, NearLinks, make_profile, measured_device, measured_links
+from fusionai.peer.profile import (
+    UNMEASURED,
+    NearLinks,
+    lent_memory_bytes,
+    make_profile,
+    measured_device,
+    measured_links,
+)
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import Clock, PoolClock, SystemClock
+from fusionai.primitives.memory import return_code_pages, return_freed_memory
 from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.storage.weight_manifest import WeightsInFiles
 from fusionai.storage.weight_store import WeightStore
@@ -111,21 +119,39 @@ async def run_peer(
         await acceptor.close()
         await listener.close()
         await transport.close()
+        await compute.run(backend.close)
         compute.close()
+
+
+def open_worker(options: PeerOptions, *, confined: bool = True) -> WorkerBackend:
+    """Start the process that computes for this machine. One that is not confined may write compiled kernels to disk,
+    so it measures before any job is here, and is closed afterwards."""
+    return WorkerBackend(
+        WorkerOptions(backend=options.backend, device=options.device, threads=options.threads, confined=confined)
+    )
 
 
 async def _ready_device(
     options: PeerOptions, compute: ComputeThread, clock: Clock
-) -> tuple[Backend, DeviceReport, float | None]:
+) -> tuple[WorkerBackend, DeviceReport, float | None]:
     """Return the backend, warmed up, its report, and when its speeds were measured (None: now)."""
-    backend, _ = await compute.run(
-        lambda: open_backend(options.backend, device=options.device, threads=options.threads)
-    )
-    compute.works_in(backend.works_in)
-    (report, measured_at_s), _ = await compute.run(
-        lambda: measured_device(backend, options.home, share=options.share, anew=options.measure, clock=clock)
-    )
-    await compute.run(backend.warm_up)
+
+    def measured() -> tuple[WorkerBackend, DeviceReport, float | None]:
+        backend = open_worker(options)
+        report, measured_at_s = measured_device(
+            backend,
+            options.home,
+            share=options.share,
+            anew=options.measure,
+            clock=clock,
+            measuring=lambda: open_worker(options, confined=False),
+        )
+        backend.limit_memory(lent_memory_bytes(report, options.memory_limit_bytes))
+        backend.warm_up()
+        return backend, report, measured_at_s
+
+    (backend, report, measured_at_s), _ = await compute.run(measured)
+    compute.works_in(backend.works_in, lambda: backend.used_s)
     return_freed_memory()
     return_code_pages()
     return backend, report, measured_at_s

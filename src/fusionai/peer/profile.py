@@ -52,10 +52,17 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def measured_device(
-    backend: Backend, home: Path, *, share: float, anew: bool, clock: Clock
+    backend: Backend,
+    home: Path,
+    *,
+    share: float,
+    anew: bool,
+    clock: Clock,
+    measuring: Callable[[], Backend] | None = None,
 ) -> tuple[DeviceReport, float | None]:
     """Return the backend's report, and when its speeds were measured (seconds since 1970), or None if now. Blocking. If
-    the file can't be read or written, a warning is logged and the machine is measured."""
+    the file can't be read or written, a warning is logged and the machine is measured. `measuring`: opens a backend
+    that measures, and is closed then; None: `backend` does it."""
     now_s = clock.wall_s()
     kept = None if anew else _read(home / FILE)
     if kept is not None:
@@ -65,7 +72,10 @@ def measured_device(
             if report.fingerprint == kept.fingerprint:
                 return report, kept.measured_at_s
         log.info("the kept measurement does not fit this start; measuring again")
-    report = backend.probe()
+    meter = backend if measuring is None else measuring()
+    report = meter.probe()
+    if meter is not backend:
+        meter.close()
     found = _Kept(
         measured_at_s=now_s,
         version=__version__,

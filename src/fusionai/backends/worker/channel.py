@@ -38,6 +38,7 @@ METHODS: Final[Mapping[str, tuple[Any, Any]]] = {
     # The backend: target 0.
     "probe": (tuple[Speeds | None], DeviceReport),
     "warm_up": (tuple[()], None),
+    "limit_memory": (tuple[int], bool),
     "unsupported": (tuple[tuple[str, ...]], tuple[str, ...]),
     "clip_scale": (tuple[tuple[float, ...], float], tuple[float, float]),
     "load": (tuple[bytes, tuple[str, ...], StageOptions, int | None], int),

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, cast
 
@@ -63,6 +63,8 @@ SHORTEST_LIMIT_S: Final = 30.0
 SLACK: Final = 20.0
 """A call may take this many times the longest of its kind so far; chosen: other programs may starve the worker."""
 WATCH_S: Final = 0.5
+SPARE_BYTES: Final = 512 << 20
+"""Private memory of a worker beyond what is lent: code that compiles, stacks, the allocator's reserve. Chosen."""
 LARGEST_ARENA_BYTES: Final = 1 << 40
 """Limit on shared memory if the provider sets none: only addresses are reserved."""
 
@@ -261,6 +263,12 @@ class WorkerBackend:
     def used_s(self) -> float:
         """Processor time that workers took for calls so far, in seconds."""
         return self._used_before_s + (self._process.used_s if self._process is not None else 0.0)
+
+    def limit_memory(self, memory_bytes: int) -> None:
+        """Limit the private memory of this worker and of later ones to what they have when they are open, `memory_bytes`
+        and `SPARE_BYTES`."""
+        self._options = replace(self._options, memory_bytes=memory_bytes + SPARE_BYTES)
+        self._ask("limit_memory", memory_bytes + SPARE_BYTES)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         return self.process.ask(0, method, arguments)[0]

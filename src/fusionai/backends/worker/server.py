@@ -35,6 +35,13 @@ from fusionai.backends.worker.channel import (
 from fusionai.backends.worker.confinement import Confinement, confine, limit_memory
 from fusionai.ir.schema import decode
 from fusionai.primitives.errors import FusionError
+from fusionai.primitives.memory import (
+    keep_freed_memory,
+    numpy_computes_alone,
+    return_code_pages,
+    return_freed_memory,
+    spare_memory,
+)
 from fusionai.primitives.tensors import HostTensor
 
 Named = list[tuple[str, HostTensor]]
@@ -131,6 +138,11 @@ class Server:
                 return None, list(made.items())
             case "apply":
                 return program.apply(scale=arguments[0], learning_rate=arguments[1]), []
+            case "allocate":
+                program.allocate()
+                return_freed_memory()
+                return_code_pages()
+                return None, []
             case "run":
                 segments, wanted, rows = arguments
                 return None, list(program.run(segments, dict(tensors), wanted=wanted, rows=rows).items())
@@ -143,6 +155,8 @@ class Server:
         match method:
             case "load":
                 graph, grad_inputs, options, limit = arguments
+                # The allocator's settings are process-wide, so the stage loaded last decides.
+                spare_memory() if options.recompute or options.offload else keep_freed_memory()
                 return self._kept(
                     self._backend.load(
                         decode(graph), grad_inputs=grad_inputs, options=options, memory_limit_bytes=limit
@@ -155,6 +169,14 @@ class Server:
             case "drop":
                 self._programs.pop(arguments[0], None)
                 self._exports.pop(arguments[0], None)
+                return_freed_memory()
+                return None
+            case "limit_memory":
+                return self._backend.device == "cpu" and limit_memory(arguments[0])
+            case "warm_up":
+                self._backend.warm_up()
+                return_freed_memory()
+                return_code_pages()
                 return None
             case _:
                 return getattr(self._backend, method)(*arguments)
@@ -178,6 +200,8 @@ class Server:
 
 def begin(opening: Opening) -> tuple[Server, Opened]:
     """Confine this process, open the backend, limit its memory."""
+    keep_freed_memory()
+    numpy_computes_alone()
     arena = Arena(opening.arena, opening.arena_bytes)
     arena.follow(os.fstat(opening.arena).st_size)
     measures: tuple[str, ...] = ()
