@@ -359,7 +359,7 @@ class Backend(ABC):
     """A framework on a device. `operators`: names of the operators it has. `stage` and `served`: make the programs of a
     stage in training and of a stage in serving, from the arguments of `load` and `serve`."""
 
-    name: ClassVar[str]
+    name: str
     _works_on_cpu: ClassVar[WorksIn] = "caller"
 
     def __init__(
@@ -373,6 +373,17 @@ class Backend(ABC):
         self._operators = operators
         self._stage = stage
         self._served = served
+
+    @property
+    def used_s(self) -> Callable[[], float] | None:
+        """Clock of the processor time that the work took in another process; None if it is done in this one."""
+        return None
+
+    def limit_memory(self, memory_bytes: int) -> None:  # noqa: B027 - a backend in this process has no limit of its own
+        """Limit the private memory of the process that computes, beyond what it has now."""
+
+    def close(self) -> None:  # noqa: B027 - nothing is left of a backend in this process
+        """End the process that computes, if it is another."""
 
     @property
     def works_in(self) -> WorksIn:

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fusionai.backends.interface import Backend, WorksIn
+from fusionai.backends.memory import keep_freed_memory, numpy_computes_alone
 from fusionai.ir.validate import GraphLimits
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.ids import PeerId
-from fusionai.primitives.memory import keep_freed_memory, numpy_computes_alone
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.interface import Transport
 from fusionai.transport.security.signed import Seal
@@ -90,8 +90,8 @@ class ComputeThread:
     def works_in(self, where: WorksIn, used_s: Callable[[], float] | None = None) -> None:
         """Set what does the work, from the next piece on. Until this is called, the whole duration of a piece counts.
         `used_s`: clock of the processor time that a worker process took; None: the work is done in this process."""
-        in_worker = used_s is not None and where != "device" and sys.platform != "win32"
-        self._used_s = used_s if in_worker else _used_clock(where)
+        here = used_s is None or where == "device" or sys.platform == "win32"
+        self._used_s = _used_clock(where) if here else used_s
 
     def run(self, work: Callable[[], T]) -> asyncio.Future[tuple[T, Timed]]:
         """Run `work` in the compute thread after everything submitted earlier. It is submitted now, not when

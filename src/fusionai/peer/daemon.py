@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from fusionai.backends.interface import DeviceReport
+from fusionai.backends.interface import Backend, DeviceReport
+from fusionai.backends.memory import return_code_pages, return_freed_memory
 from fusionai.backends.worker.client import WorkerBackend, WorkerOptions
 from fusionai.execution.host import ComputeThread, Host
 from fusionai.peer.acceptor import JobAcceptor
@@ -30,7 +31,6 @@ from fusionai.peer.profile import (
 )
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import Clock, PoolClock, SystemClock
-from fusionai.primitives.memory import return_code_pages, return_freed_memory
 from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.storage.weight_manifest import WeightsInFiles
 from fusionai.storage.weight_store import WeightStore
@@ -123,7 +123,7 @@ async def run_peer(
         compute.close()
 
 
-def open_worker(options: PeerOptions, *, confined: bool = True) -> WorkerBackend:
+def open_worker(options: PeerOptions, *, confined: bool = True) -> Backend:
     """Start the process that computes for this machine. One that is not confined may write compiled kernels to disk,
     so it measures before any job is here, and is closed afterwards."""
     return WorkerBackend(
@@ -133,10 +133,10 @@ def open_worker(options: PeerOptions, *, confined: bool = True) -> WorkerBackend
 
 async def _ready_device(
     options: PeerOptions, compute: ComputeThread, clock: Clock
-) -> tuple[WorkerBackend, DeviceReport, float | None]:
+) -> tuple[Backend, DeviceReport, float | None]:
     """Return the backend, warmed up, its report, and when its speeds were measured (None: now)."""
 
-    def measured() -> tuple[WorkerBackend, DeviceReport, float | None]:
+    def measured() -> tuple[Backend, DeviceReport, float | None]:
         backend = open_worker(options)
         report, measured_at_s = measured_device(
             backend,
@@ -151,7 +151,7 @@ async def _ready_device(
         return backend, report, measured_at_s
 
     (backend, report, measured_at_s), _ = await compute.run(measured)
-    compute.works_in(backend.works_in, lambda: backend.used_s)
+    compute.works_in(backend.works_in, backend.used_s)
     return_freed_memory()
     return_code_pages()
     return backend, report, measured_at_s

@@ -17,7 +17,7 @@ def test_glibc_takes_the_settings_and_stops_faulting_memory_in_anew() -> None:
 import resource, sys
 import numpy as np
 if sys.argv[1] == "keep":
-    from fusionai.primitives.memory import keep_freed_memory
+    from fusionai.backends.memory import keep_freed_memory
     assert keep_freed_memory()
 def work():
     for _ in range(40):
@@ -43,7 +43,7 @@ def test_where_memory_is_spared_no_freed_tensor_stays() -> None:
 import sys
 import psutil
 import numpy as np
-from fusionai.primitives.memory import keep_freed_memory, spare_memory
+from fusionai.backends.memory import keep_freed_memory, spare_memory
 keep_freed_memory()
 if sys.argv[1] == "spare":
     assert spare_memory()
@@ -66,7 +66,7 @@ def test_freed_memory_goes_back_when_asked() -> None:
     program = """
 import psutil
 import numpy as np
-from fusionai.primitives.memory import keep_freed_memory, return_freed_memory
+from fusionai.backends.memory import keep_freed_memory, return_freed_memory
 keep_freed_memory()
 resident = lambda: psutil.Process().memory_info().rss
 held = [np.ones(2**20, np.uint8) for _ in range(200)]
@@ -88,7 +88,7 @@ def test_code_that_only_starting_needed_goes_back_and_the_rest_still_runs() -> N
 import re
 from pathlib import Path
 import torch
-from fusionai.primitives.memory import return_code_pages
+from fusionai.backends.memory import return_code_pages
 mapped = lambda: int(re.search(r"RssFile:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 before = mapped()
 assert return_code_pages()

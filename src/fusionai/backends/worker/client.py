@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ import msgspec
 
 from fusionai.backends.interface import (
     NOTHING_BEGUN,
+    Backend,
     Call,
     DeviceReport,
     ServingProgram,
@@ -229,7 +230,7 @@ def _raised(failure: Failure) -> errors.FusionError:
     return kind(failure.message, hint=failure.hint)
 
 
-class WorkerBackend:
+class WorkerBackend(Backend):
     """A backend in a worker process, which starts with the first call and again after it was lost."""
 
     def __init__(self, options: WorkerOptions) -> None:
@@ -237,8 +238,8 @@ class WorkerBackend:
         self._process: WorkerProcess | None = None
         self._used_before_s = 0.0
         self._opened = self.process.opened
+        super().__init__(self._opened.device, (), self._loaded, self._prepared)
         self.name = self._opened.name
-        self.device = self._opened.device
 
     @property
     def process(self) -> WorkerProcess:
@@ -260,13 +261,12 @@ class WorkerBackend:
         return self._opened.measures
 
     @property
-    def used_s(self) -> float:
-        """Processor time that workers took for calls so far, in seconds."""
-        return self._used_before_s + (self._process.used_s if self._process is not None else 0.0)
+    def used_s(self) -> Callable[[], float]:
+        return lambda: self._used_before_s + (self._process.used_s if self._process is not None else 0.0)
 
     def limit_memory(self, memory_bytes: int) -> None:
-        """Limit the private memory of this worker and of later ones to what they have when they are open, `memory_bytes`
-        and `SPARE_BYTES`."""
+        """Limit the private memory of this worker and of later ones: what they have when their backend is open,
+        `memory_bytes` and `SPARE_BYTES`."""
         self._options = replace(self._options, memory_bytes=memory_bytes + SPARE_BYTES)
         self._ask("limit_memory", memory_bytes + SPARE_BYTES)
 
@@ -285,24 +285,18 @@ class WorkerBackend:
     def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
         return self._ask("clip_scale", tuple(norms), max_norm)
 
-    def load(
-        self,
-        graph: Graph,
-        *,
-        grad_inputs: Sequence[str],
-        options: StageOptions,
-        memory_limit_bytes: int | None = None,
+    def _loaded(
+        self, graph: Graph, *, grad_inputs: Sequence[str], options: StageOptions, memory_limit_bytes: int | None
     ) -> StageProgram:
         process = self.process
         number, _ = process.ask(0, "load", (encode(graph), tuple(grad_inputs), options, memory_limit_bytes))
-        return WorkerStageProgram(process, number)
+        # It has all methods; what the base class keeps of a stage is in the worker.
+        return cast("StageProgram", WorkerStageProgram(process, number))
 
-    def serve(self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None = None) -> ServingProgram:
-        if not self._opened.serves:
-            raise ExecutionError(f"backend {self.name} can't serve models.")
+    def _prepared(self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None) -> ServingProgram:
         process = self.process
         number, _ = process.ask(0, "serve", (encode(graph), options, memory_limit_bytes))
-        return WorkerServingProgram(process, number)
+        return cast("ServingProgram", WorkerServingProgram(process, number))
 
     def close(self) -> None:
         if self._process is not None:

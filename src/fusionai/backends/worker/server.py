@@ -19,6 +19,13 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from fusionai.backends.interface import Backend, ServingProgram, StageProgram
+from fusionai.backends.memory import (
+    keep_freed_memory,
+    numpy_computes_alone,
+    return_code_pages,
+    return_freed_memory,
+    spare_memory,
+)
 from fusionai.backends.registry import open_backend
 from fusionai.backends.worker.channel import (
     METHODS,
@@ -35,13 +42,6 @@ from fusionai.backends.worker.channel import (
 from fusionai.backends.worker.confinement import Confinement, confine, limit_memory
 from fusionai.ir.schema import decode
 from fusionai.primitives.errors import FusionError
-from fusionai.primitives.memory import (
-    keep_freed_memory,
-    numpy_computes_alone,
-    return_code_pages,
-    return_freed_memory,
-    spare_memory,
-)
 from fusionai.primitives.tensors import HostTensor
 
 Named = list[tuple[str, HostTensor]]
@@ -63,12 +63,11 @@ class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Opened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A worker that has begun. `measures`: those of `confinement` that hold; `serves`: whether the backend serves."""
+    """A worker that has begun. `measures`: those of `confinement` that hold."""
 
     name: str
     device: str
     works_in: str
-    serves: bool
     measures: tuple[str, ...]
 
 
@@ -164,8 +163,7 @@ class Server:
                 )
             case "serve":
                 graph, options, limit = arguments
-                serving: Any = self._backend
-                return self._kept(serving.serve(decode(graph), options=options, memory_limit_bytes=limit))
+                return self._kept(self._backend.serve(decode(graph), options=options, memory_limit_bytes=limit))
             case "drop":
                 self._programs.pop(arguments[0], None)
                 self._exports.pop(arguments[0], None)
@@ -214,7 +212,6 @@ def begin(opening: Opening) -> tuple[Server, Opened]:
         name=backend.name,
         device=backend.device,
         works_in=backend.works_in,
-        serves=hasattr(backend, "serve"),
         measures=measures,
     )
     return Server(backend, arena), opened

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
+from fusionai.backends.memory import return_code_pages, return_freed_memory
 from fusionai.execution.host import Host
 from fusionai.execution.member import LinkLostSink, RoundMember
 from fusionai.execution.serving.loading import StageWeights, identity_of, prepare_stage
@@ -28,7 +29,6 @@ from fusionai.primitives.errors import (
     TransportError,
 )
 from fusionai.primitives.ids import PeerId
-from fusionai.primitives.memory import return_code_pages, return_freed_memory
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.weight_store import spec_bytes
 from fusionai.transport.interface import Channel, Envelope

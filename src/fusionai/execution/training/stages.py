@@ -16,6 +16,7 @@ import msgspec
 
 from fusionai.backends.binding import largest
 from fusionai.backends.interface import Call, StageProgram
+from fusionai.backends.memory import keep_freed_memory, return_freed_memory, spare_memory
 from fusionai.backends.state import state_entries
 from fusionai.execution.host import Host
 from fusionai.execution.training.boundary import LOSS, Boundary
@@ -25,7 +26,6 @@ from fusionai.ir.shapes import evaluate
 from fusionai.ir.validate import parse
 from fusionai.primitives.errors import ExecutionError, GraphError
 from fusionai.primitives.ids import PeerId
-from fusionai.primitives.memory import keep_freed_memory, return_freed_memory, spare_memory
 from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
 from fusionai.scheduling.standby.assignment import ARRIVING
 from fusionai.wire import messages as wire

@@ -63,7 +63,7 @@ COPY_BYTES_PER_S: Final = 6e9
 """Assumed speed of an accelerator's copies from and to the host's memory, which is not measured: less than half of 16
 lanes of PCIe 3.0."""
 SPARING: Final = 1.2
-"""Slowdown of a CPU that returns freed tensors to the system at once (`primitives.memory`), as in a stage with
+"""Slowdown of a CPU that returns freed tensors to the system at once (`backends.memory`), as in a stage with
 savings. Measured with 33 million parameters and 4 x 512 tokens a microbatch: 1.20 to 1.28."""
 UPDATE_BYTES: Final = 3 * 2**20
 """Memory for the chunk that is being updated if optimizer state lies in a file."""
