@@ -27,6 +27,7 @@ from fusionai import __version__
 from fusionai.backends.interface import DeviceReport
 from fusionai.backends.registry import BACKENDS, REQUIREMENTS, TRAINING
 from fusionai.backends.survey import Survey
+from fusionai.backends.worker.confinement import measures
 from fusionai.cli import console
 from fusionai.cli.options import device_option, home_option, json_option, port_option, threads_option, write_json
 from fusionai.cli.reach import Reach, look
@@ -115,6 +116,7 @@ def everything(*, device: str, threads: int | None, home: Path, port: int = 0) -
         *_of_bulk(bulk_is_available()),
         *_of_clock(),
         *_of_limits(),
+        *_of_isolation(),
         *_of_membership(home, port),
     ]
     return Report(
@@ -403,6 +405,14 @@ def _of_limits() -> Iterator[Finding]:
             f"at most {soft} at a time",
             f"For the broker of a large pool raise the limit: `ulimit -n {_OPEN_FILES_WANTED * 4}`.",
         )
+
+
+def _of_isolation() -> Iterator[Finding]:
+    if lacking := "; ".join(f"{name}: {reason}" for name, reason in measures().items() if reason):
+        remedy = "Until then, lend this machine only to job owners whom you trust."
+        yield Finding("isolation", "note", f"processes that compute for jobs are not kept from all. {lacking}", remedy)
+    else:
+        yield Finding("isolation", "good", "jobs compute without keys, network, foreign files and other programs")
 
 
 def _of_membership(home: Path, port: int) -> Iterator[Finding]:

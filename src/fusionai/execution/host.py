@@ -81,7 +81,7 @@ class ComputeThread:
 
     def __init__(self, share: float = 1.0) -> None:
         self.share = share
-        self._used_s = _used_clock("device")
+        self._used_s: Callable[[], float] = _used_clock("device")
         self._free_at_s = 0.0
         keep_freed_memory()
         numpy_computes_alone()
@@ -90,8 +90,9 @@ class ComputeThread:
     def works_in(self, where: WorksIn, used_s: Callable[[], float] | None = None) -> None:
         """Set what does the work, from the next piece on. Until this is called, the whole duration of a piece counts.
         `used_s`: clock of the processor time that a worker process took; None: the work is done in this process."""
-        here = used_s is None or where == "device" or sys.platform == "win32"
-        self._used_s = _used_clock(where) if here else used_s
+        self._used_s = _used_clock(where)
+        if used_s is not None and where != "device" and sys.platform != "win32":
+            self._used_s = used_s
 
     def run(self, work: Callable[[], T]) -> asyncio.Future[tuple[T, Timed]]:
         """Run `work` in the compute thread after everything submitted earlier. It is submitted now, not when

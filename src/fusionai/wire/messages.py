@@ -22,8 +22,10 @@ from fusionai.wire.serving import *
 from fusionai.wire.training import *
 
 Message = WireMessage
-MESSAGES: Final[tuple[type[Message], ...]] = tuple(Message.__subclasses__())
-"""All messages that a connection may carry."""
+MESSAGES: Final[tuple[type[Message], ...]] = tuple(
+    sorted(Message.__subclasses__(), key=lambda message: message.__module__)
+)
+"""All messages that a connection may carry, by module, whichever was imported first."""
 _DECODER: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(cast("Any", Union)[MESSAGES])
 _ENCODER: Final = msgspec.msgpack.Encoder()
 

@@ -17,6 +17,10 @@ UNREACHED: dict[str, str] = {
     "fusionai.dashboard.analysis_page._markdown": "part of `document`",
     "fusionai.coordination.machine.START": "part of `rows`",
     "fusionai.coordination.machine.rows": "docs/generate.py draws docs/machines.md from it",
+    "fusionai.backends.worker.kernel_cache.ReadOnlyLocator": "numba loads it by the name in its environment",
+    "fusionai.backends.worker.kernel_cache.ReadOnlyLocator.__init__": "part of it",
+    "fusionai.backends.worker.kernel_cache.ReadOnlyLocator.ensure_cache_path": "part of it",
+    "fusionai.backends.worker.kernel_cache._has_kernels": "part of it",
     "fusionai.serving.inspection.Measured": "result of `measured`",
     "fusionai.serving.inspection.measured": "benchmarks/verification_serving.py measures limits with it",
 }

@@ -108,32 +108,42 @@ def _each_summand(
                 words = words_at(builder.mul(pairs, vec.int64(4 * vec.LANES)))
                 body([_first(builder, word) for word in words], builder.mul(pairs, vec.int64(2)))
         case _:
-            size = next(group for group, known in GROUPS.items() if known is kind)
-            fma = vec.fused(builder, vec.FLOATS, "v16f32")
-            eight, mask, four = (ir.Constant(vec.FLOATS, [-8.0] * vec.LANES), _all(15), _all(4))
-            with cgutils.for_range(builder, builder.sdiv(count, vec.int64(size))) as group:
-                start = builder.mul(group.index, vec.int64(block_bytes(kind, size)))
-                words = words_at(start)
-                scales = [_first(builder, word) for word in words]
-                bases = [
-                    builder.call(fma, [eight, scale, _second(builder, word)])
-                    for word, scale in zip(words, scales, strict=True)
-                ]
-                with cgutils.for_range(builder, vec.int64(size // 2)) as loop:
-                    off = builder.add(
-                        builder.add(start, vec.int64(4 * vec.LANES)), builder.mul(loop.index, vec.int64(vec.LANES))
-                    )
-                    fetch(off)
-                    levels = [_bytes(builder, builder.add(at, off), signed=False) for at in w_at]
-                    first = builder.add(
-                        builder.mul(group.index, vec.int64(size)), builder.mul(loop.index, vec.int64(2))
-                    )
-                    for number, halves in enumerate(
-                        ([builder.and_(both, mask) for both in levels], [builder.lshr(both, four) for both in levels])
-                    ):
-                        floats = [builder.sitofp(half, vec.FLOATS) for half in halves]
-                        weights = [builder.call(fma, list(given)) for given in zip(floats, scales, bases, strict=True)]
-                        body(weights, builder.add(first, vec.int64(number)))
+            _each_grouped(builder, kind, w_at, count, body, fetch)
+
+
+def _each_grouped(
+    builder: Any,
+    kind: Factor,
+    w_at: list[Any],
+    count: Any,
+    body: Callable[[list[Any], Any], None],
+    fetch: Callable[[Any], None],
+) -> None:
+    """Emit `body` for weights of 4 bits, of which a group shares a scale and an offset. `fetch`: prefetches the weights
+    that many bytes on."""
+    size = next(group for group, known in GROUPS.items() if known is kind)
+    fma = vec.fused(builder, vec.FLOATS, "v16f32")
+    eight, mask, four = (ir.Constant(vec.FLOATS, [-8.0] * vec.LANES), _all(15), _all(4))
+    with cgutils.for_range(builder, builder.sdiv(count, vec.int64(size))) as group:
+        start = builder.mul(group.index, vec.int64(block_bytes(kind, size)))
+        words = [builder.load(vec.at_address(builder, builder.add(at, start), vec.WORDS), align=4) for at in w_at]
+        scales = [_first(builder, word) for word in words]
+        bases = [
+            builder.call(fma, [eight, scale, _second(builder, word)]) for word, scale in zip(words, scales, strict=True)
+        ]
+        with cgutils.for_range(builder, vec.int64(size // 2)) as loop:
+            off = builder.add(
+                builder.add(start, vec.int64(4 * vec.LANES)), builder.mul(loop.index, vec.int64(vec.LANES))
+            )
+            fetch(off)
+            levels = [_bytes(builder, builder.add(at, off), signed=False) for at in w_at]
+            first = builder.add(builder.mul(group.index, vec.int64(size)), builder.mul(loop.index, vec.int64(2)))
+            for number, halves in enumerate(
+                ([builder.and_(both, mask) for both in levels], [builder.lshr(both, four) for both in levels])
+            ):
+                floats = [builder.sitofp(half, vec.FLOATS) for half in halves]
+                weights = [builder.call(fma, list(given)) for given in zip(floats, scales, bases, strict=True)]
+                body(weights, builder.add(first, vec.int64(number)))
 
 
 def _loaded(builder: Any, kind: Factor, address: Any) -> Any:

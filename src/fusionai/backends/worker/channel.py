@@ -82,7 +82,7 @@ class TensorPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     offset: int
 
 
-class Question(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class WorkerCall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A call. `target`: 0 for the backend, else the number of a loaded program."""
 
     target: int
@@ -100,7 +100,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     hint: str | None
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class WorkerReply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A call's result. `used_s`: processor time that the call took, in seconds."""
 
     result: msgspec.Raw
@@ -221,7 +221,7 @@ def end_of(places: Sequence[TensorPlace]) -> int:
     return places[-1].offset + tensor_bytes(places[-1].dtype, places[-1].shape) if places else 0
 
 
-def send(pipe: BinaryIO, message: Question | Answer) -> None:
+def send(pipe: BinaryIO, message: WorkerCall | WorkerReply) -> None:
     data = msgspec.msgpack.encode(message)
     pipe.write(len(data).to_bytes(4, "little") + data)
     pipe.flush()

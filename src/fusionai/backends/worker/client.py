@@ -37,10 +37,10 @@ from fusionai.backends.interface import (
 from fusionai.backends.worker.channel import (
     METHODS,
     PIECE_BYTES,
-    Answer,
     Arena,
     Failure,
-    Question,
+    WorkerCall,
+    WorkerReply,
     receive,
 )
 from fusionai.backends.worker.confinement import own_directory
@@ -144,6 +144,7 @@ class WorkerProcess:
         self.opened: Opened = msgspec.msgpack.decode(
             self._exchange("open", msgspec.msgpack.encode(opening)).result, type=Opened
         )
+        log.info("worker %d computes, limited in: %s", self.pid, ", ".join(self.opened.measures) or "nothing")
 
     @property
     def pid(self) -> int:
@@ -163,7 +164,7 @@ class WorkerProcess:
         """Return a call's result and tensors. Raises what the backend raised, or `WorkerLost`."""
         places = self._arena.put(tensors, 0) if tensors else []
         encoded = msgspec.Raw(msgspec.msgpack.encode(arguments))
-        question = Question(target, method, encoded, tuple(places), self._arena.nbytes)
+        question = WorkerCall(target, method, encoded, tuple(places), self._arena.nbytes)
         answer = self._exchange(method, msgspec.msgpack.encode(question))
         try:
             self._arena.follow(answer.arena_bytes)
@@ -172,7 +173,7 @@ class WorkerProcess:
         except (ExecutionError, msgspec.MsgspecError, OSError) as error:
             raise self._lost(f"it answered {method} with nonsense: {error}") from None
 
-    def _exchange(self, method: str, data: bytes) -> Answer:
+    def _exchange(self, method: str, data: bytes) -> WorkerReply:
         longest_s = self._longest_s.get(method)
         limit_s = self._options.longest_call_s
         if longest_s is not None:
@@ -193,7 +194,7 @@ class WorkerProcess:
         took_s = time.monotonic() - begun_s
         self._longest_s[method] = max(took_s, self._longest_s.get(method, 0.0))
         try:
-            answer = msgspec.msgpack.decode(received, type=Answer)
+            answer = msgspec.msgpack.decode(received, type=WorkerReply)
         except msgspec.MsgspecError as error:
             raise self._lost(f"it answered {method} with nonsense: {error}") from None
         self.used_s += max(0.0, min(answer.used_s, took_s * (os.cpu_count() or 1)))
@@ -254,11 +255,6 @@ class WorkerBackend(Backend):
     @property
     def works_in(self) -> WorksIn:
         return cast("WorksIn", self._opened.works_in)
-
-    @property
-    def measures(self) -> tuple[str, ...]:
-        """Measures of confinement that hold for the worker."""
-        return self._opened.measures
 
     @property
     def used_s(self) -> Callable[[], float]:

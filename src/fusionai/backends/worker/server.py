@@ -30,11 +30,11 @@ from fusionai.backends.registry import open_backend
 from fusionai.backends.worker.channel import (
     METHODS,
     PIECE_BYTES,
-    Answer,
     Arena,
     Failure,
-    Question,
     TensorPlace,
+    WorkerCall,
+    WorkerReply,
     end_of,
     receive,
     send,
@@ -81,11 +81,11 @@ class Server:
         self._exports: dict[int, Iterator[tuple[str, HostTensor]]] = {}
         self._last = 0
 
-    def answer(self, data: bytes) -> Answer:
+    def answer(self, data: bytes) -> WorkerReply:
         """Return the result of a question, or the error that it ended with."""
         begun_s = time.process_time()
         try:
-            question = msgspec.msgpack.decode(data, type=Question)
+            question = msgspec.msgpack.decode(data, type=WorkerCall)
             self._arena.follow(question.arena_bytes)
             types = METHODS[question.method]
             arguments = msgspec.msgpack.decode(question.arguments, type=types[0])
@@ -101,16 +101,16 @@ class Server:
             first = (str(error).strip().splitlines() or [""])[0]
             return self._failed(Failure("ExecutionError", f"the backend failed: {type(error).__name__}: {first}", None))
 
-    def _answered(self, result: object, places: list[TensorPlace], begun_s: float) -> Answer:
-        return Answer(
+    def _answered(self, result: object, places: list[TensorPlace], begun_s: float) -> WorkerReply:
+        return WorkerReply(
             msgspec.Raw(msgspec.msgpack.encode(result)),
             tuple(places),
             self._arena.nbytes,
             time.process_time() - begun_s,
         )
 
-    def _failed(self, failure: Failure) -> Answer:
-        return Answer(msgspec.Raw(msgspec.msgpack.encode(None)), failure=failure)
+    def _failed(self, failure: Failure) -> WorkerReply:
+        return WorkerReply(msgspec.Raw(msgspec.msgpack.encode(None)), failure=failure)
 
     def _call(self, target: int, method: str, arguments: tuple[Any, ...], tensors: Named) -> tuple[object, Named]:
         if target == 0:
@@ -217,13 +217,13 @@ def begin(opening: Opening) -> tuple[Server, Opened]:
     return Server(backend, arena), opened
 
 
-def serve(questions: BinaryIO, answers: BinaryIO, answer: Callable[[bytes], Answer]) -> None:
+def serve(questions: BinaryIO, answers: BinaryIO, answer: Callable[[bytes], WorkerReply]) -> None:
     while (data := receive(questions)) is not None:
         send(answers, answer(data))
 
 
 def end_with_daemon() -> None:
-    """Have this process killed when the thread that started it ends: nobody would hear what it computes."""
+    """Have the system kill this process when its daemon has ended, instead of finishing a long call."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
@@ -240,9 +240,11 @@ def main() -> None:
     try:
         server, opened = begin(msgspec.msgpack.decode(data, type=Opening))
     except FusionError as error:
-        send(answers, Answer(msgspec.Raw(b"\xc0"), failure=Failure(type(error).__name__, error.message, error.hint)))
+        send(
+            answers, WorkerReply(msgspec.Raw(b"\xc0"), failure=Failure(type(error).__name__, error.message, error.hint))
+        )
         return
-    send(answers, Answer(msgspec.Raw(msgspec.msgpack.encode(opened))))
+    send(answers, WorkerReply(msgspec.Raw(msgspec.msgpack.encode(opened))))
     serve(questions, answers, server.answer)
 
 

@@ -12,8 +12,8 @@ from fusionai.backends.worker.channel import (
     LARGEST_MESSAGE_BYTES,
     MOST_TENSORS,
     Arena,
-    Question,
     TensorPlace,
+    WorkerCall,
     end_of,
     receive,
     send,
@@ -75,12 +75,12 @@ def test_too_many_tensors_are_refused():
 
 def test_messages_keep_their_bounds():
     pipe = io.BytesIO()
-    question = Question(0, "probe", msgspec.Raw(b"\x90"))
+    question = WorkerCall(0, "probe", msgspec.Raw(b"\x90"))
     send(pipe, question)
     pipe.seek(0)
     received = receive(pipe)
     assert received is not None
-    assert msgspec.msgpack.decode(received, type=Question) == question
+    assert msgspec.msgpack.decode(received, type=WorkerCall) == question
     assert receive(pipe) is None
     with pytest.raises(ExecutionError, match="expected a message of at most"):
         receive(io.BytesIO((LARGEST_MESSAGE_BYTES + 1).to_bytes(4, "little")))
