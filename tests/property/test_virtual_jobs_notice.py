@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from fusionai.coordination.training import driver, restoring, rounds, stage
 from fusionai.coordination.training import stage_interface as staging
@@ -20,9 +21,9 @@ from fusionai.coordination.training.interface import (
     SendResume,
     StagePrepared,
     StageReady,
+    StageReported,
 )
 from fusionai.coordination.training.plan_changes import PlanChanges
-from fusionai.coordination.training.restoring import StagePosition
 from fusionai.coordination.training.rounds import AllRestored, TrainingRounds
 from fusionai.coordination.training.stage import StageMachine
 from fusionai.coordination.training.stage_interface import Attached, Source, StageCommand, StageEvent, StageWork
@@ -188,7 +189,7 @@ def a_lost_guard_is_waited_for(patch: Patch) -> None:
 def anybody_counts_as_being_at_the_official_step(patch: Patch) -> None:
     true = restoring.is_fine
 
-    def is_fine(position: StagePosition, committed: int, records_from: int) -> bool:
+    def is_fine(position: StageReported, committed: int, records_from: int) -> bool:
         return position.applied >= committed - 1 or true(position, committed, records_from)
 
     patch.setattr(restoring, "is_fine", is_fine)
@@ -197,8 +198,8 @@ def anybody_counts_as_being_at_the_official_step(patch: Patch) -> None:
 def neighbours_need_not_have_retained_anything(patch: Patch) -> None:
     true = restoring.decide
 
-    def decide(roles: Roles, positions: dict[int, StagePosition], *rest: object, **named: object) -> object:
-        all_there = {stage: StagePosition(p.applied, p.prepared, 0) for stage, p in positions.items()}
+    def decide(roles: Roles, positions: dict[int, StageReported], *rest: object, **named: object) -> object:
+        all_there = {stage: structs.replace(p, retained_from=0) for stage, p in positions.items()}
         return true(roles, all_there, *rest, **named)  # pyright: ignore[reportArgumentType]
 
     patch.setattr(rounds, "decide", decide)

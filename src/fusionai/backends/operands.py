@@ -84,7 +84,6 @@ def _attention(q: Any, k: Any, v: Any, *, sinks: Any = None, key_mask: Any = Non
     expect(tuple(k.shape[1:3]) == tuple(v.shape[1:3]), "as many values as keys", k, v)
     expect(q.shape[3] == k.shape[3], "keys as wide as queries", q, k)
     expect(k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0, "a multiple of the keys' heads as query heads", q, k)
-    expect(q.dtype == k.dtype == v.dtype, "queries, keys and values of one dtype", q.dtype, k.dtype, v.dtype)
     expect(sinks is None or tuple(sinks.shape) == (q.shape[1],), f"one sink per each of {q.shape[1]} heads", sinks)
     seen = (k.shape[0], k.shape[2])
     expect(key_mask is None or tuple(key_mask.shape) == seen, f"a key mask of sizes {list(seen)}", key_mask)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fusionai.client.training.job_directory import check_resumable, differences, encode_recipe
+from fusionai.client.training.job_directory import check_resumable, encode_recipe
 from fusionai.corpus.recipe import load_recipe, recipe_from_table
 from fusionai.corpus.schedule import outer_step
 from fusionai.corpus.tables import (
@@ -266,7 +266,6 @@ def test_resuming_refuses_changes_that_would_change_history() -> None:
     check_resumable(kept, recipe_from_table(changed(job__checkpoint_every=5, placement={"stages": 2}), FILE))
     check_resumable(kept, recipe_from_table(changed(job__steps=20), FILE))
     other = recipe_from_table(changed(job__seed=1, train__batch_size=16), FILE)
-    assert differences(before, other) == ("job.seed", "train.batch_size")
     with pytest.raises(RecipeError, match=r"changed since .* began: job.seed, train.batch_size\."):
         check_resumable(kept, other)
     cosine = recipe_from_table(changed(train__schedule="cosine"), FILE)
