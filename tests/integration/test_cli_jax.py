@@ -44,7 +44,7 @@ def test_a_jax_peer_trains_beside_pytorch_and_never_loads_it(tmp_path: Path, mon
         if sys.platform == "linux":
             daemon, worker = (
                 Path(f"/proc/{pid}/maps").read_text()
-                for pid in (third.process.pid, *psutil.Process(third.process.pid).children())
+                for pid in (third.process.pid, *(child.pid for child in psutil.Process(third.process.pid).children()))
             )
             assert "jaxlib" in worker
             assert "jaxlib" not in daemon

@@ -26,7 +26,7 @@ from fusionai.coordination.training.interface import (
 from fusionai.coordination.training.plan_changes import PlanChanges
 from fusionai.coordination.training.rounds import AllRestored, TrainingRounds
 from fusionai.coordination.training.stage import StageMachine
-from fusionai.coordination.training.stage_interface import Attached, Source, StageCommand, StageEvent, StageWork
+from fusionai.coordination.training.stage_interface import Attached, StageCommand, StageEvent, StageWork
 from fusionai.coordination.training.state import DriverPhase, DriverState
 from fusionai.coordination.training.steps import Commits, Feeding
 from harness import virtual_member
@@ -223,15 +223,11 @@ def a_snapshot_of_another_step_is_loaded(patch: Patch) -> None:
     def load(self: TrainingRounds, restoration: restoring.Restoration) -> list[DriverCommand]:
         step = self.job.step
         return [
-            SendResume(c.stage, step, _any_source(c.source), step) if isinstance(c, SendResume) else c
+            SendResume(c.stage, staging.Resumed(step, c.resume.source, step)) if isinstance(c, SendResume) else c
             for c in true(self, restoration)
         ]
 
     patch.setattr(TrainingRounds, "_load", load)
-
-
-def _any_source(source: Source) -> Source:
-    return source
 
 
 def guards_keep_every_snapshot(patch: Patch) -> None:
