@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -127,6 +128,8 @@ class WorkerProcess:
         self._directory = own_directory(scratch_directory())
         self.used_s = 0.0
         """Processor time of all calls so far."""
+        self.dropped: deque[int] = deque()
+        """Programs that nothing refers to any more and that the worker still has."""
         self._longest_s: dict[str, float] = {}
         environment = {**for_workers(), "TMPDIR": str(self._directory), **(READING_CACHES if options.confined else {})}
         self._process = start_process(self._arena.descriptor, environment, self._directory)
@@ -162,6 +165,17 @@ class WorkerProcess:
         tensors: Mapping[str, HostTensor] | Sequence[tuple[str, HostTensor]] = (),
     ) -> tuple[Any, list[tuple[str, HostTensor]]]:
         """Return a call's result and tensors. Raises what the backend raised, or `WorkerLost`."""
+        while self.dropped:
+            self._call(0, "drop", (self.dropped.popleft(),), ())
+        return self._call(target, method, arguments, tensors)
+
+    def _call(
+        self,
+        target: int,
+        method: str,
+        arguments: tuple[Any, ...],
+        tensors: Mapping[str, HostTensor] | Sequence[tuple[str, HostTensor]],
+    ) -> tuple[Any, list[tuple[str, HostTensor]]]:
         places = self._arena.put(tensors, 0) if tensors else []
         encoded = msgspec.Raw(msgspec.msgpack.encode(arguments))
         question = WorkerCall(target, method, encoded, tuple(places), self._arena.nbytes)
@@ -300,7 +314,7 @@ class WorkerBackend(Backend):
 
 
 class _Program:
-    """A program in a worker. It is dropped there when it is dropped here."""
+    """A program in a worker. It is dropped there by the first call after it is dropped here."""
 
     def __init__(self, process: WorkerProcess, number: int) -> None:
         self._process = process
@@ -322,10 +336,8 @@ class _Program:
         return self._ask("resident_bytes")[0]
 
     def __del__(self) -> None:
-        # The interpreter may be ending, or the worker gone: then there is nothing to drop.
-        with suppress(Exception):
-            if self._process.alive:
-                self._process.ask(0, "drop", (self._number,))
+        # The last reference may end on any thread, in the middle of a call: the next call drops it.
+        self._process.dropped.append(self._number)
 
 
 class WorkerStageProgram(_Program):

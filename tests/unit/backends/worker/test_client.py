@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -97,3 +98,13 @@ def test_memory_beyond_the_limit_is_refused_and_the_worker_lives(backend: Worker
 def test_an_error_of_the_backend_keeps_its_kind_and_text(backend: WorkerBackend) -> None:
     with pytest.raises(ExecutionError, match="expected input 'x'"):
         backend.load(doubling(), grad_inputs=(), options=OPTIONS).forward(EVAL, {})
+
+
+def test_a_program_is_dropped_by_the_next_call_whichever_thread_let_go_of_it(backend: WorkerBackend) -> None:
+    held = [backend.load(doubling(), grad_inputs=(), options=OPTIONS)]
+    letting_go = threading.Thread(target=held.clear)
+    letting_go.start()
+    letting_go.join()
+    assert len(backend.process.dropped) >= 1
+    assert doubled(backend) == [2, 4, 6, 8]
+    assert len(backend.process.dropped) <= 1, "that of the call itself"
