@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -45,8 +45,6 @@ from fusionai.primitives.errors import FusionError
 from fusionai.primitives.tensors import HostTensor
 
 Named = list[tuple[str, HostTensor]]
-IN_PLACE: Final = frozenset({"run", "import_state", "import_weights", "import_gradients"})
-"""Methods that keep none of their tensors' memory, so that they may read it in the arena."""
 
 
 class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -89,7 +87,7 @@ class Server:
             self._arena.follow(question.arena_bytes)
             types = METHODS[question.method]
             arguments = msgspec.msgpack.decode(question.arguments, type=types[0])
-            tensors = self._arena.take(question.tensors, copy=question.method not in IN_PLACE)
+            tensors = self._arena.take(question.tensors, copy=True)
             result, made = self._call(question.target, question.method, arguments, tensors)
             places = self._arena.put(made, end_of(question.tensors))
             return self._answered(result, places, begun_s)
