@@ -19,7 +19,7 @@ from fusionai.broker.server import BrokerOptions, run_broker
 from fusionai.cli.running import run
 from fusionai.client.pool.job_trust import job_trust
 from fusionai.client.pool.session import PoolSession
-from fusionai.peer.daemon import candidates
+from fusionai.peer.device import candidates
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import FusionError

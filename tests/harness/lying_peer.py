@@ -19,7 +19,7 @@ def main() -> None:
     lie, part = sys.argv[1], float(sys.argv[2])
     kind = next(one for one in get_args(Lie) if one == lie)
     sys.argv = ["fusion", *sys.argv[3:]]
-    with patch("fusionai.peer.daemon.open_worker", lambda *_args, **_fields: LyingBackend(kind, part=part)):
+    with patch("fusionai.peer.device.open_worker", lambda *_args, **_fields: LyingBackend(kind, part=part)):
         entry()
 
 

@@ -379,6 +379,17 @@ class Backend(ABC):
         """Clock of the processor time that the work took in another process; None if it is done in this one."""
         return None
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Return the names of the devices that this backend sees, as `registry.open_backend` takes them: all cards, or
+        `cpu` if there is none."""
+        return (self.device,)
+
+    @property
+    def isolation(self) -> tuple[str, ...]:
+        """Return what protects this machine from the work (`worker.confinement`); empty: nothing does."""
+        return ()
+
     def limit_memory(self, memory_bytes: int) -> None:  # noqa: B027 - a backend in this process has no limit of its own
         """Limit the private memory of the process that computes, beyond what it has now."""
 

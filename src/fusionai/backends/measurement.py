@@ -292,6 +292,19 @@ def hashed(described: Iterable[str], results: Iterable[bytes | memoryview]) -> s
     return digest.hexdigest()
 
 
+def card_of(device: str, backend: str, kinds: Sequence[str]) -> tuple[str, int | None]:
+    """Return the kind of device and the card's number, None if `device` names no number. Raises `UsageError` unless it
+    is `auto`, one of `kinds`, or a kind other than `cpu` with a number, such as `cuda:1`."""
+    kind, colon, number = device.partition(":")
+    if kind not in ("auto", *kinds) or (colon and (kind in ("auto", "cpu") or not number.isdecimal())):
+        listed = f"auto, {', '.join(kinds[:-1])} or {kinds[-1]}"
+        raise UsageError(
+            f"expected a device {listed} for backend {backend}, got {device!r}.",
+            hint="One card of several has a number: cuda:1 is the second.",
+        )
+    return kind, int(number) if colon else None
+
+
 def require_threads(threads: int | None) -> None:
     """Raise `UsageError` unless `threads` is None or a number of threads."""
     if threads is not None and threads < 1:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Final
@@ -22,7 +25,11 @@ from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import PeerProfile
+from fusionai.transport.enrolment import MEMBERSHIP_FILE
+from fusionai.transport.routes.addresses import format_address, parse_address
 
+DEVICES_DIRECTORY: Final = "devices"
+"""Below a home: the homes of further devices."""
 DAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _DAY_MINUTES: Final = 24 * 60
 _WEEK: Final = timedelta(days=7)
@@ -149,13 +156,20 @@ class OthersLoad:
         # Guest time is part of user time. Stolen time belongs to other virtual machines.
         not_busy = ("idle", "iowait", "steal", "guest", "guest_nice")
         busy_s = sum(times) - sum(getattr(times, name, 0.0) for name in not_busy)
-        own = self._process.cpu_times()
-        now = (now_s, busy_s, own.user + own.system)
+        now = (now_s, busy_s, sum(self._own_s()))
         before, self._before = self._before, now
         if before is None or now[0] <= before[0]:
             return 0.0
+        # A worker that has ended takes its seconds with it, so that this may seem to go backwards.
         others_s = (now[1] - before[1]) - (now[2] - before[2])
         return min(1.0, max(0.0, others_s / ((now[0] - before[0]) * (os.cpu_count() or 1))))
+
+    def _own_s(self) -> Iterator[float]:
+        """Yield the processor time of this process and of its workers, in seconds."""
+        for process in (self._process, *self._process.children()):
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                yield times.user + times.system
 
 
 class Lending:
@@ -206,9 +220,10 @@ class Lending:
 class PeerOptions:
     """`invitation` is needed the first time only. `memory_limit_bytes` None lends what the device has, less a reserve.
     `share` in (0, 1] is the part of the time lent. The upload and download limits hold for all connections together.
-    `schedule` None: at all times; `pause_when_busy`: not while other programs use the machine. `advertise`: addresses
-    to announce instead of this machine's own (a forwarded port, a name). `relay`: other machines may connect over the
-    broker's relay; None: unless `advertise` is given. `measure`: measure even if a recent measurement exists."""
+    `device`: as `parse_devices` takes it. `schedule` None: at all times; `pause_when_busy`: not while other programs
+    use the machine. `advertise`: addresses to announce instead of this machine's own (a forwarded port, a name).
+    `relay`: other machines may connect over the broker's relay; None: unless `advertise` is given. `measure`: measure
+    even if a recent measurement exists."""
 
     home: Path
     invitation: str | None = None
@@ -227,6 +242,8 @@ class PeerOptions:
     advertise: tuple[str, ...] = ()
     relay: bool | None = None
     measure: bool = False
+    parts: int = 1
+    """Number of members that lend this device together: each lends an equal part of its memory."""
     weights_beside: Path | None = None
     """Remembered hashes of files on this machine whose tensors are read in place (`storage.weight_manifest`)."""
 
@@ -241,3 +258,56 @@ class PeerReady:
     profile: PeerProfile
     measured_at_s: float | None = None
     """When the speeds were measured, in seconds since 1970; None: at this start."""
+
+
+def parse_devices(text: str) -> tuple[str, ...]:
+    """Return the devices that a text such as `cuda:0,cuda:1` names. `auto` and `all` stand alone; only `cpu` may be
+    named several times, for as many members that divide its threads and memory. Raises `UsageError`."""
+    names = tuple(name.strip() for name in text.lower().split(","))
+    expected = "expected auto, all, or devices such as cuda:0,cuda:1 or cuda,cpu"
+    if not all(names):
+        raise UsageError(f"{expected}, got {text!r}.")
+    if len(names) > 1 and (alone := {"auto", "all"} & set(names)):
+        raise UsageError(f"{expected}; {sorted(alone)[0]} stands alone, got {text!r}.")
+    if twice := sorted({name for name in names if name != "cpu" and names.count(name) > 1}):
+        raise UsageError(f"{expected}, each card once, got {twice[0]} twice in {text!r}.")
+    return names
+
+
+def options_of_devices(options: PeerOptions, found: Sequence[str] = ()) -> list[PeerOptions]:
+    """Return the options of each device's member. `found`: the devices that `all` stands for; until they are known, it
+    stands for the first. The first device keeps the machine's home, port and name; further ones have homes of their
+    own, the next ports, and say in their names which device they are."""
+    asked = parse_devices(options.device)
+    names = tuple(found) or (("auto",) if asked == ("all",) else asked)
+    if len(names) == 1:
+        return [replace(options, device=names[0])]
+    parts = Counter(names)
+    counted, each = Counter[str](), list[PeerOptions]()
+    for place, name in enumerate(names):
+        counted[name] += 1
+        label = name if parts[name] == 1 else f"{name} {counted[name]}"
+        cores = psutil.cpu_count(logical=False) or 1
+        own = options.home / DEVICES_DIRECTORY / label.replace(":", "-").replace(" ", "-")
+        one = replace(
+            options,
+            device=name,
+            home=options.home if place == 0 else own,
+            name=f"{options.name or socket.gethostname()} {label}",
+            port=options.port and options.port + place,
+            advertise=tuple(_next_port(address, place) for address in options.advertise),
+            parts=parts[name],
+            threads=options.threads or (max(1, cores // parts[name]) if parts[name] > 1 else None),
+        )
+        each.append(one)
+    return each
+
+
+def device_homes(home: Path) -> tuple[Path, ...]:
+    """Return the homes of further devices that this machine has lent."""
+    return tuple(sorted(path.parent for path in (home / DEVICES_DIRECTORY).glob(f"*/{MEMBERSHIP_FILE}")))
+
+
+def _next_port(address: str, further: int) -> str:
+    target = parse_address(address)
+    return address if target is None else format_address(target[0], target[1] + further)

@@ -128,15 +128,16 @@ LARGEST_PROBE_BYTES: Final = 4 * 2**20
 UNMEASURED: Final = Link(bandwidth_bytes_per_s=125e6, latency_s=0.0)
 
 
-def lent_memory_bytes(report: DeviceReport, limit_bytes: int | None) -> int:
-    """Return the memory to lend. Raises `UsageError` if the limit exceeds the device's memory."""
+def lent_memory_bytes(report: DeviceReport, limit_bytes: int | None, parts: int = 1) -> int:
+    """Return the memory to lend, where `parts` members lend equal parts of one device. Raises `UsageError` if the limit
+    exceeds the device's memory."""
     if limit_bytes is None:
-        return int(report.memory_bytes * (1 - RESERVE_FRACTION))
+        return int(report.memory_bytes * (1 - RESERVE_FRACTION)) // parts
     if limit_bytes > report.memory_bytes:
         raise UsageError(
             f"--max-memory is {format_bytes(limit_bytes)}, but {report.device} has {format_bytes(report.memory_bytes)}."
         )
-    return limit_bytes
+    return limit_bytes // parts
 
 
 async def measured_links(transport: Transport, brokers: Sequence[str], clock: Clock) -> tuple[Link, Link]:
@@ -165,18 +166,21 @@ def make_profile(
     up: Link,
     down: Link,
     endorsements: tuple[bytes, ...] = (),
+    isolation: tuple[str, ...] = (),
 ) -> PeerProfile:
-    """Return the profile. `endorsements`: statements about this machine's key, signed by others."""
+    """Return the profile. `endorsements`: statements about this machine's key, signed by others. `isolation`: what
+    protects this machine from the jobs."""
     measured = {name: getattr(report, name) for name in MEASURED}
     return PeerProfile(
         **measured,
         peer=peer,
         name=options.name or socket.gethostname(),
-        memory_bytes=lent_memory_bytes(report, options.memory_limit_bytes),
+        memory_bytes=lent_memory_bytes(report, options.memory_limit_bytes, options.parts),
         share=options.share,
         uplink=_within(up, options.upload_limit_bytes_per_s),
         downlink=_within(down, options.download_limit_bytes_per_s),
         endorsements=endorsements,
+        isolation=isolation,
     )
 
 

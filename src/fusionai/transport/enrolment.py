@@ -134,6 +134,16 @@ async def enrol_second_key(machine: Membership, home: Path, purpose: Purpose, *,
     return await _join(transport, machine.broker_addresses, authority_key, b"", home, purpose, timeout_s=timeout_s)
 
 
+async def further_membership(machine: Membership, home: Path, purpose: Purpose) -> Membership:
+    """Return the membership kept in `home`, or have a further key certified if there is none of the machine's pool.
+    Raises as `enrol_second_key`."""
+    if (home / MEMBERSHIP_FILE).is_file():
+        kept = load_membership(home)
+        if kept.credentials.authority == machine.credentials.authority:
+            return kept
+    return await enrol_second_key(machine, home, purpose)
+
+
 async def _join(
     transport: TcpTransport,
     addresses: tuple[str, ...],

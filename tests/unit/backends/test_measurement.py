@@ -10,9 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionai.backends.interface import Call, Speeds
-from fusionai.backends.measurement import LARGE, NARROW, SMALL, Sample, block_graph, fitted, measured_pace, with_pace
+from fusionai.backends.measurement import (
+    LARGE,
+    NARROW,
+    SMALL,
+    Sample,
+    block_graph,
+    card_of,
+    fitted,
+    measured_pace,
+    with_pace,
+)
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.ir.cost import block_costs
+from fusionai.primitives.errors import UsageError
 from fusionai.primitives.pace import TrainingSpeed
 from fusionai.primitives.tensors import HostTensor
 from harness.null_backend import NullBackend, NullStageProgram
@@ -131,3 +142,17 @@ def test_torch_reports_it():
     assert 0 <= report.pace.call_s < 1
     assert 0 <= report.pace.byte_s < 1
     assert TorchBackend("cpu").probe(report.speeds).speeds == report.speeds
+
+
+@pytest.mark.parametrize(
+    ("device", "card"),
+    [("auto", ("auto", None)), ("cpu", ("cpu", None)), ("cuda", ("cuda", None)), ("cuda:3", ("cuda", 3))],
+)
+def test_a_card_is_named_by_kind_and_number(device: str, card: tuple[str, int | None]):
+    assert card_of(device, "torch", ("cpu", "cuda")) == card
+
+
+@pytest.mark.parametrize("device", ["tpu", "cpu:0", "auto:1", "cuda:", "cuda:-1", "cuda:x", ""])
+def test_a_card_that_cannot_be_meant_is_refused(device: str):
+    with pytest.raises(UsageError, match="expected a device auto, cpu or cuda for backend torch"):
+        card_of(device, "torch", ("cpu", "cuda"))

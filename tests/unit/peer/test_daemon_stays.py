@@ -11,6 +11,7 @@ import pytest
 
 from fusionai.peer import lending
 from fusionai.peer.daemon import _lent, _stay
+from fusionai.peer.device import stay
 from fusionai.peer.lending import BUSY_AFTER_S, QUIET_AFTER_S, Lending, OthersLoad, parse_schedule
 from fusionai.primitives.errors import RefusedError
 from harness.patience import CEILING_S
@@ -57,6 +58,21 @@ class Pool:
         self.told.append("drain" if drain else "leave")
 
 
+class Device:
+    """One device of the box, whose job acceptor and registration are the two above."""
+
+    def __init__(self, door: Door, pool: Pool) -> None:
+        self.acceptor = door
+        self.pool = pool
+
+    async def stay(self, _announce: object, stop: asyncio.Event, pausing: asyncio.Future[str]) -> bool:
+        return await stay(self.acceptor, self.pool.entered, stop, pausing)  # pyright: ignore
+
+
+def staying(devices: list[Device], times: object, stop: asyncio.Event, said: Callable[[str], None]) -> Any:
+    return _stay(devices, lambda _: None, times, stop, said)  # pyright: ignore
+
+
 class Times:
     """Lent until told otherwise."""
 
@@ -87,7 +103,7 @@ def run(body: Any) -> None:
 def test_who_stops_leaves_for_good() -> None:
     async def body() -> None:
         door, pool, stop = Door(), Pool(), asyncio.Event()
-        stay = asyncio.create_task(_stay(door, pool.entered, Times(), stop, pytest.fail))  # pyright: ignore
+        stay = asyncio.create_task(staying([Device(door, pool)], Times(), stop, pytest.fail))
         await turns()
         assert not door.closing
         stop.set()
@@ -100,7 +116,7 @@ def test_who_stops_leaves_for_good() -> None:
 def test_a_pause_hands_the_work_over_first_and_ends_the_stay_only() -> None:
     async def body() -> None:
         door, pool, times, said = Door("a job"), Pool(), Times(), list[str]()
-        stay = asyncio.create_task(_stay(door, pool.entered, times, asyncio.Event(), said.append))  # pyright: ignore
+        stay = asyncio.create_task(staying([Device(door, pool)], times, asyncio.Event(), said.append))
         await turns()
         times.kept.set()
         await turns()
@@ -118,7 +134,7 @@ def test_a_pause_hands_the_work_over_first_and_ends_the_stay_only() -> None:
 def test_a_stop_does_not_wait_for_a_pause() -> None:
     async def body() -> None:
         door, pool, times, stop = Door("a job"), Pool(), Times(), asyncio.Event()
-        stay = asyncio.create_task(_stay(door, pool.entered, times, stop, lambda _: None))  # pyright: ignore
+        stay = asyncio.create_task(staying([Device(door, pool)], times, stop, lambda _: None))
         times.kept.set()
         await turns()
         stop.set()
@@ -131,7 +147,7 @@ def test_a_stop_does_not_wait_for_a_pause() -> None:
 def test_who_is_asked_to_leave_does_not_come_back() -> None:
     async def body() -> None:
         door, pool = Door("a job"), Pool()
-        stay = asyncio.create_task(_stay(door, pool.entered, Times(), asyncio.Event(), pytest.fail))  # pyright: ignore
+        stay = asyncio.create_task(staying([Device(door, pool)], Times(), asyncio.Event(), pytest.fail))
         await turns()
         pool.leave_notice(True)
         await turns()
@@ -146,7 +162,7 @@ def test_a_refusal_by_the_broker_is_raised() -> None:
     async def body() -> None:
         pool = Pool(RefusedError("no.", code="not_authorised"))
         with pytest.raises(RefusedError):
-            await _stay(Door(), pool.entered, Times(), asyncio.Event(), pytest.fail)  # pyright: ignore
+            await staying([Device(Door(), pool)], Times(), asyncio.Event(), pytest.fail)
         await turns()
         assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody watches for a stay that is over"
 
@@ -211,14 +227,23 @@ def test_without_limits_there_is_nothing_to_watch() -> None:
     assert not Lending(None, pause_when_busy=True, clock=VirtualClock()).always
 
 
-def test_a_process_own_work_is_not_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Own:
-        user, system = 10.0, 0.0
+def test_own_work_and_that_of_workers_is_not_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Process:
+        def __init__(self, user: float, *workers: Process) -> None:
+            self.user, self.system, self.workers = user, 0.0, list(workers)
 
-        def cpu_times(self) -> Own:
+        def cpu_times(self) -> Process:
             return self
 
-    own, total = Own(), [100.0]
+        def children(self) -> list[Process]:
+            return self.workers
+
+    class Ended(Process):
+        def cpu_times(self) -> Process:
+            raise lending.psutil.NoSuchProcess(1)
+
+    worker, total = Process(6.0), [100.0]
+    own = Process(4.0, worker, Ended(0.0))
 
     class Total(tuple[float, ...]):
         idle, iowait = 900.0, 50.0
@@ -227,8 +252,8 @@ def test_a_process_own_work_is_not_others(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(lending.os, "cpu_count", lambda: 4)
     load = OthersLoad(_process=own)  # pyright: ignore
     assert load.measured(0.0) == 0.0, "nothing is known yet"
-    own.user, total[0] = 14.0, 106.0
-    assert load.measured(2.0) == pytest.approx(2.0 / 8.0), "6 s of 8, of which 4 are its own"
+    own.user, worker.user, total[0] = 5.0, 9.0, 106.0
+    assert load.measured(2.0) == pytest.approx(2.0 / 8.0), "6 s of 8, of which 1 is its own and 3 its worker's"
     assert load.measured(2.0) == 0.0, "no time has passed"
     own.user, total[0] = 24.0, 108.0
     assert load.measured(4.0) == 0.0, "never below none"

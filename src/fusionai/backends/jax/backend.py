@@ -164,6 +164,12 @@ class JaxBackend(Backend):
             partial(JaxServingProgram, device=self._device),
         )
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        if self.device == "cpu":
+            return ("cpu",)
+        return tuple(f"{self.device}:{place}" for place in range(len(jax.devices(_KINDS[self.device]))))
+
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Take about a second and some compilations; less with `speeds`."""
         known = speeds or measurement.with_pace(
@@ -206,12 +212,11 @@ class JaxBackend(Backend):
 
 
 def _choose(device: str) -> tuple[Device, str]:
-    if device not in ("auto", *_KINDS):
-        raise UsageError(f"expected a device auto, cpu or cuda for backend jax, got {device!r}.")
-    for kind in ("cuda", "cpu") if device == "auto" else (device,):
+    asked, place = measurement.card_of(device, "jax", tuple(_KINDS))
+    for kind in ("cuda", "cpu") if asked == "auto" else (asked,):
         try:
-            return jax.devices(_KINDS[kind])[0], kind
-        except RuntimeError:
+            return jax.devices(_KINDS[kind])[place or 0], kind
+        except (RuntimeError, IndexError):
             continue
     raise UsageError(f"JAX sees no {device} device here.", hint="Install it with CUDA: pip install 'jax[cuda12]'.")
 

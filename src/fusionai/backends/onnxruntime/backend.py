@@ -25,10 +25,10 @@ from fusionai.backends.interface import Backend, DeviceReport, Speeds
 from fusionai.backends.onnxruntime.building import IR_VERSION, OPSET, ROWS, Size, SizesError
 from fusionai.backends.onnxruntime.program import (
     OPERATORS,
-    PROVIDERS,
     Array,
     OnnxStageProgram,
     Weights,
+    providers,
 )
 from fusionai.backends.serving.parted import Compute, PartedServing, ProgramPart
 from fusionai.backends.tolerance import numbers
@@ -51,9 +51,10 @@ class OnnxBackend(Backend):
 
     def __init__(self, device: str = "auto", threads: int | None = None) -> None:
         measurement.require_threads(threads)
-        placed = {"device": _choose(device), "threads": threads}
+        self._placed = _choose(device)
+        placed = {"device": self._placed, "threads": threads}
         super().__init__(
-            placed["device"],
+            self._placed.partition(":")[0],
             OPERATORS.keys() | SIZES,
             partial(OnnxStageProgram, **placed),
             partial(OnnxServingProgram, **placed),
@@ -94,7 +95,7 @@ class OnnxBackend(Backend):
         options = ort.SessionOptions()
         if self._threads is not None:
             options.intra_op_num_threads = self._threads
-        session = ort.InferenceSession(model.SerializeToString(), options, providers=PROVIDERS[self.device])
+        session = ort.InferenceSession(model.SerializeToString(), options, providers=providers(self._placed))
         return lambda a, b: session.run(None, {"a": a, "b": b})[0]
 
     def _fingerprint(self, multiply: Callable[[Any, Any], Any]) -> str:
@@ -121,15 +122,14 @@ def _measured(multiply: Callable[[Any, Any], Any]) -> Speeds:
 
 
 def _choose(device: str) -> str:
-    if device not in ("auto", *PROVIDERS):
-        raise UsageError(f"expected a device auto, cpu or cuda for backend onnxruntime, got {device!r}.")
-    there = ort.get_available_providers()
-    has_cuda = "CUDAExecutionProvider" in there
-    if device == "auto":
-        return "cuda" if has_cuda else "cpu"
-    if device == "cuda" and not has_cuda:
+    """Return `cpu` or a card such as `cuda:0`."""
+    kind, place = measurement.card_of(device, "onnxruntime", ("cpu", "cuda"))
+    has_cuda = "CUDAExecutionProvider" in ort.get_available_providers()
+    if kind == "auto":
+        return "cuda:0" if has_cuda else "cpu"
+    if kind == "cuda" and not has_cuda:
         raise UsageError("ONNX Runtime sees no cuda device here.", hint="Use --device cpu, or install onnxruntime-gpu.")
-    return device
+    return kind if kind == "cpu" else f"{kind}:{place or 0}"
 
 
 FORMATS: Final = ("fp32",)

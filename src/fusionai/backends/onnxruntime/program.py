@@ -35,8 +35,13 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import StageOptions
 
 Array = npt.NDArray[Any]
-PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
-"""Device name in FusionAI -> ONNX Runtime's execution providers."""
+
+
+def providers(device: str) -> list[Any]:
+    """Return ONNX Runtime's execution providers for `cpu`, or a card such as `cuda:0`."""
+    kind, _, number = device.partition(":")
+    cards = [] if kind == "cpu" else [("CUDAExecutionProvider", {"device_id": int(number or 0)})]
+    return [*cards, "CPUExecutionProvider"]
 
 
 Session = Callable[[Mapping[str, Array]], dict[str, Array]]
@@ -77,7 +82,7 @@ class Weights:
         if held:
             options.add_external_initializers(list(held), [self._values[graph.params[name].key] for name in held])
         try:
-            session = ort.InferenceSession(model.SerializeToString(), options, providers=PROVIDERS[self._device])
+            session = ort.InferenceSession(model.SerializeToString(), options, providers=providers(self._device))
         except Exception as error:  # ONNX Runtime raises its own exceptions, which have no common base
             raise ExecutionError(f"ONNX Runtime rejects the model: {first_line(error)}") from error
         used = {one.name for one in session.get_inputs()}

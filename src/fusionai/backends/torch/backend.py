@@ -234,6 +234,10 @@ class TorchBackend(Backend):
         if self._device.type == "cuda":
             _make_cuda_deterministic()
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return _cards() or ("cpu",)
+
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Take about a second; a few milliseconds with `speeds`."""
         known = speeds or self._measured()
@@ -287,15 +291,25 @@ def _make_cuda_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _cards() -> tuple[str, ...]:
+    """Return the accelerators that torch sees, the one that `auto` chooses first."""
+    if torch.cuda.is_available():
+        return tuple(f"cuda:{place}" for place in range(torch.cuda.device_count()))
+    return ("mps",) if torch.backends.mps.is_available() else ()
+
+
 def _choose(device: str) -> torch.device:
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if device == "auto":
-        return torch.device(next(name for name in ("cuda", "mps", "cpu") if available[name]))
-    if device not in available:
-        raise UsageError(f"expected a device auto, cpu, cuda or mps, got {device!r}.")
-    if not available[device]:
-        raise UsageError(f"torch sees no {device} device here.", hint="Run `fusion doctor` to list its devices.")
-    return torch.device(device)
+    kind, place = measurement.card_of(device, "torch", ("cpu", "cuda", "mps"))
+    cards = _cards()
+    if kind == "auto":
+        return torch.device(cards[0].partition(":")[0] if cards else "cpu")
+    # torch calls one card `mps`, without a number.
+    if kind != "cpu" and (f"{kind}:{place or 0}" if kind == "cuda" else kind) not in cards:
+        raise UsageError(
+            f"torch sees no {device} device here, but {', '.join((*cards, 'cpu'))}.",
+            hint="Run `fusion doctor` to list its devices.",
+        )
+    return torch.device(kind) if place is None else torch.device(kind, place)
 
 
 def without_compiler() -> None:

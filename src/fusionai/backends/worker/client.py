@@ -252,6 +252,7 @@ class WorkerBackend(Backend):
         self._options = options
         self._process: WorkerProcess | None = None
         self._used_before_s = 0.0
+        self._memory_limited = False
         self._opened = self.process.opened
         super().__init__(self._opened.device, (), self._loaded, self._prepared)
         self.name = self._opened.name
@@ -267,6 +268,15 @@ class WorkerBackend(Backend):
         return self._process
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        return self._opened.devices
+
+    @property
+    def isolation(self) -> tuple[str, ...]:
+        """Return the measures that hold for the worker that runs, with its memory limit."""
+        return (*self._opened.measures, *(("memory",) if self._memory_limited else ()))
+
+    @property
     def works_in(self) -> WorksIn:
         return cast("WorksIn", self._opened.works_in)
 
@@ -278,7 +288,7 @@ class WorkerBackend(Backend):
         """Limit the private memory of this worker and of later ones: what they have when their backend is open,
         `memory_bytes` and `SPARE_BYTES`."""
         self._options = replace(self._options, memory_bytes=memory_bytes + SPARE_BYTES)
-        self._ask("limit_memory", memory_bytes + SPARE_BYTES)
+        self._memory_limited = self._ask("limit_memory", memory_bytes + SPARE_BYTES)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         return self.process.ask(0, method, arguments)[0]

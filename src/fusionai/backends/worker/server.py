@@ -61,10 +61,11 @@ class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Opened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A worker that has begun. `measures`: those of `confinement` that hold."""
+    """A worker that has begun. `devices`: those that its backend sees. `measures`: those of `confinement` that hold."""
 
     name: str
     device: str
+    devices: tuple[str, ...]
     works_in: str
     measures: tuple[str, ...]
 
@@ -209,6 +210,7 @@ def begin(opening: Opening) -> tuple[Server, Opened]:
     opened = Opened(
         name=backend.name,
         device=backend.device,
+        devices=backend.devices,
         works_in=backend.works_in,
         measures=measures,
     )

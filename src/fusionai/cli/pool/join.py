@@ -18,12 +18,18 @@ from fusionai.cli import console
 from fusionai.cli import options as flags
 from fusionai.cli.options import write_json
 from fusionai.cli.running import lifeline_option, run, run_until_stopped
-from fusionai.primitives.ids import short
+from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limit_bytes_per_s, parse_share
 
 if TYPE_CHECKING:
     from fusionai.peer.lending import PeerOptions, PeerReady
+
+
+def _device_names(text: str) -> str:
+    with loading():
+        from fusionai.peer.lending import parse_devices
+    return ",".join(parse_devices(text))
 
 
 @click.command()
@@ -36,12 +42,21 @@ if TYPE_CHECKING:
     ("auto", *BACKENDS),
     "auto",
 )
-@flags.device_option("Lend this device")
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    metavar="DEVICES",
+    callback=flags.converted(_device_names),
+    help="Lend these devices, each as a member of its own: cpu, cuda, mps, cards by number such as cuda:0,cuda:1, or "
+    "all: every card, or the CPU if there is none. cpu,cpu lends the CPU as two members. auto: the first card, else the "
+    "CPU.",
+)
 @flags.quantity_option(
     "--max-memory",
     parse_bytes,
     "SIZE",
-    "Lend at most this much of the device's memory, e.g. 8GB.  [default: most of the free memory]",
+    "Lend at most this much of each device's memory, e.g. 8GB.  [default: most of it]",
     name="memory_limit_bytes",
 )
 @flags.threads_option("Compute with this many threads")
@@ -69,7 +84,7 @@ if TYPE_CHECKING:
 @click.option("--pause-when-busy", is_flag=True, help="Don't compute while other programs keep the CPU busy.")
 @click.option("--name", default="", metavar="NAME", help="Show this name for the machine.  [default: the host name]")
 @flags.host_option()
-@flags.port_option("Listen on this TCP port; 0: any free one.", shown="0")
+@flags.port_option("Listen on this TCP port, further devices on the next ones; 0: any free one.", shown="0")
 @click.option(
     "--relay/--no-relay",
     default=None,
@@ -119,9 +134,12 @@ def join(
         **lent,
     )
 
-    def ready(announced: PeerReady) -> None:
-        write_json(json_file, "join", msgspec.to_builtins(announced))
-        _announce(announced, options)
+    announced: dict[PeerId, Any] = {}
+
+    def ready(device: PeerReady) -> None:
+        announced[device.peer] = msgspec.to_builtins(device)
+        write_json(json_file, "join", {**next(iter(announced.values())), "devices": list(announced.values())})
+        _announce(device, options)
 
     run_until_stopped(lambda stop: run_peer(options, announce=ready, stop=stop, notice=console.line), lifeline=lifeline)
     console.line("Left the pool.")

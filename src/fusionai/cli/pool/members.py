@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import click
 import msgspec
 
+from fusionai.backends.worker.confinement import Measure
 from fusionai.cli import console
 from fusionai.cli.options import attributes, home_option, json_option, write_json
 from fusionai.primitives.errors import TrustError, UsageError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _STATES = {"idle": "standing by", "active": "working", "draining": "leaving", "silent": "silent", "lost": "lost"}
 TRUSTED = "yes"
+_COLUMNS = ("peer", "name", "device", "speed", "memory", "lent", "isolated", "state", "job", "part", "links", "heard")
 _HISTORY_LINES = 8
 """Most recent events shown per running job; `fusion logs` shows all."""
 
@@ -64,9 +66,7 @@ def pool(home: Path, json_file: Path | None) -> None:
         )
         return
     console.table(
-        ("peer", "name", "device", "speed", "memory", "lent", "state", "job", "part", "links", "heard", "trusted")
-        if trust_states
-        else ("peer", "name", "device", "speed", "memory", "lent", "state", "job", "part", "links", "heard"),
+        (*_COLUMNS, "trusted") if trust_states else _COLUMNS,
         [(*_row(*_parts(member)), *([trust_states[member.view.peer]] if trust_states else [])) for member in members],
         title=f"Pool {console.printable(name)}",
         right=(3, 4, 5),
@@ -85,19 +85,29 @@ def pool(home: Path, json_file: Path | None) -> None:
 @click.option("--now", is_flag=True, help="Leave at once, without handing over the current work.")
 @home_option
 def leave(now: bool, home: Path) -> None:
-    """Take this machine out of the pool: its `fusion join` ends after handing over its current work."""
+    """Take this machine out of the pool, with all its devices: its `fusion join` ends after handing over its current
+    work."""
     from fusionai.cli.pool.session import in_pool
+    from fusionai.client.pool.session import any_membership
+    from fusionai.peer.lending import device_homes
+    from fusionai.transport.enrolment import load_membership
 
-    async def ask(session: PoolSession) -> None:
+    async def ask(session: PoolSession) -> bool:
         present = {member.view.peer for member in await session.pool() if member.view.state != "lost"}
-        if session.membership.peer not in present:
-            raise UsageError(
-                "this machine is not lending itself to the pool now.",
-                hint="There is nothing to leave; `fusion pool` lists the members.",
-            )
-        await session.leave(drain=not now)
+        lent = session.membership.peer in present
+        if lent:
+            await session.leave(drain=not now)
+        return lent
 
-    in_pool(home, ask)
+    machine = any_membership(home)
+    further = [load_membership(one) for one in device_homes(home)]
+    own = [machine, *(one for one in further if one.credentials.authority == machine.credentials.authority)]
+    left = [in_pool(home, ask, membership=one) for one in own]
+    if not any(left):
+        raise UsageError(
+            "this machine is not lending itself to the pool now.",
+            hint="There is nothing to leave; `fusion pool` lists the members.",
+        )
     console.line("Left the pool." if now else "Leaving: `fusion join` here ends when its work is handed over.")
 
 
@@ -129,6 +139,7 @@ def _row(member: MemberView, profile: PeerProfile) -> tuple[str, ...]:
         f"{profile.flops_per_s / 1e9:.3g} GFLOP/s",
         format_bytes(profile.memory_bytes),
         f"{profile.share:.0%}",
+        _isolated(profile.isolation),
         _state(member),
         member.job,
         _part(member),
@@ -144,6 +155,12 @@ def _state(member: MemberView) -> str:
     if member.clears:
         return f"clearing {member.clears}"
     return _STATES.get(member.state, member.state)
+
+
+def _isolated(measures: Sequence[str]) -> str:
+    """Return how well the member's machine is protected from jobs: `yes`, `no`, or the measures that hold."""
+    held = [one for one in get_args(Measure) if one in measures]
+    return "yes" if len(held) == len(get_args(Measure)) else ", ".join(held) or "no"
 
 
 def _part(member: MemberView) -> str:
@@ -188,6 +205,7 @@ def _figures(member: MemberView, profile: PeerProfile) -> dict[str, object]:
         **attributes(profile, "device device_name flops_per_s"),
         "pace": None if profile.pace is None else msgspec.to_builtins(profile.pace),
         **attributes(profile, "memory_bytes threads share"),
+        "isolation": list(profile.isolation),
         "last_heard_s": member.last_heard_s,
     }
 

@@ -25,7 +25,7 @@ from fusionai.primitives.errors import RefusedError, TransportError, TrustError,
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.scheduling.problem.types import Excluded, Link, PeerProfile, Plan, hop
 from fusionai.transport.conversation import Conversation
-from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, enrol, enrol_second_key, load_membership
+from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, enrol, further_membership, load_membership
 from fusionai.transport.peer_transport import PeerTransport
 from fusionai.wire import messages as wire
 
@@ -38,13 +38,9 @@ async def owner_membership(home: Path, invitation: str | None) -> Membership:
     owner_home = home / OWNER_DIRECTORY
     if invitation is not None:
         return await enrol(invitation, owner_home, "owner")
-    kept = known_owner(home)
     if (home / MEMBERSHIP_FILE).is_file():
-        machine = load_membership(home)
-        if kept is not None and kept.credentials.authority == machine.credentials.authority:
-            return kept
-        return await enrol_second_key(machine, owner_home, "owner")
-    if kept is not None:
+        return await further_membership(load_membership(home), owner_home, "owner")
+    if (kept := known_owner(home)) is not None:
         return kept
     raise UsageError(
         f"this machine has not joined a pool (there is no {home / MEMBERSHIP_FILE}).",

@@ -22,7 +22,7 @@ from fusionai.coordination.machine import ForbiddenTransition
 from fusionai.primitives.ids import short
 from fusionai.wire.messages import Refused
 
-MAX_VOUCHED: Final = 4
+MAX_VOUCHED: Final = 16
 """Limit on further keys that one member may have certified, because it vouches for them."""
 
 

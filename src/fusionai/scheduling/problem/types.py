@@ -75,6 +75,8 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
     power_w: float | None = None
     endorsements: Annotated[tuple[Annotated[bytes, Meta(max_length=512)], ...], Meta(max_length=16)] = ()
     """Signed statements by which other keys vouch for this peer's key (`transport.security.trust`)."""
+    isolation: Annotated[tuple[Annotated[str, Meta(max_length=32)], ...], Meta(max_length=16)] = ()
+    """What keeps a job from the rest of the peer's machine (`backends.worker.confinement`); empty: nothing does."""
 
     @property
     def effective_flops_per_s(self) -> float:

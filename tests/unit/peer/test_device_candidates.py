@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from fusionai.peer.daemon import candidates
+from fusionai.peer.device import candidates
 
 BROKERS = ("tcp://203.0.113.1:4711", "tcp://10.0.0.1:4711")
 OWN, SEEN, NAMED, RELAY = (

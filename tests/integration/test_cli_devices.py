@@ -1,0 +1,91 @@
+"""One `fusion join` lends several devices of a box: two members on one processor stand in for two cards."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.live_pool import LivePool, fusion, write_recipe, write_text
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LivePool]:
+    with LivePool(tmp_path_factory.mktemp("pool")) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FUSION_HOME", str(tmp_path / "default"))
+
+
+def members(pool: LivePool, directory: Path) -> list[dict[str, Any]]:
+    done = fusion("pool", "--home", pool.owner, "--json", directory / "pool.json")
+    assert done.code == 0, done.err
+    listed = json.loads((directory / "pool.json").read_text())["members"]
+    return [one for one in listed if one["state"] != "lost"]
+
+
+def trained(pool: LivePool, directory: Path, stages: int) -> dict[str, Any]:
+    directory.mkdir()
+    write_text(directory / "text.txt")
+    recipe = write_recipe(directory / "r.toml", placement={"stages": stages})
+    done = fusion("train", recipe, "--home", pool.owner, "--threads", 1, "--json", directory / "out.json")
+    assert done.code == 0, done.err + done.out
+    return json.loads((directory / "out.json").read_text()) | {"said": done.out}
+
+
+def test_one_join_lends_both_and_a_job_uses_both(pool: LivePool, tmp_path: Path):
+    box = pool.start("box", pool.invite(), "--device", "cpu,cpu", "--json", tmp_path / "join.json")
+    box.wait_for("as box cpu 1 (")
+    box.wait_for("as box cpu 2 (")
+    announced = json.loads((tmp_path / "join.json").read_text())
+    assert len({one["peer"] for one in announced["devices"]}) == 2
+    assert announced["peer"] == announced["devices"][0]["peer"]
+
+    there = {one["name"]: one for one in members(pool, tmp_path)}
+    assert sorted(there) == ["box cpu 1", "box cpu 2"]
+    assert all(one["memory_bytes"] == 500_000_000 for one in there.values()), "each lends half of --max-memory"
+
+    def measured() -> set[str] | None:
+        views = members(pool, tmp_path)
+        found = {link["peer"] for one in views for link in one["links"] if link["probed_bytes_per_s"]}
+        return found if len(found) == 2 else None
+
+    assert box.wait_until(measured) == {one["peer"] for one in there.values()}, "the link between them was measured"
+
+    run = trained(pool, tmp_path / "two", stages=2)
+    assert set(re.findall(r"stage \d+: (box cpu \d)", run["said"])) == {"box cpu 1", "box cpu 2"}
+    assert run["losses"] == trained(pool, tmp_path / "one", stages=1)["losses"], "a cut changes no bit"
+
+    assert fusion("leave", "--home", pool.directory / "box").code == 0
+    assert box.ended() == 0, box.text
+    assert members(pool, tmp_path) == []
+
+
+def test_the_members_are_the_same_after_a_restart(pool: LivePool, tmp_path: Path):
+    box = pool.start("twice", pool.invite(), "--device", "cpu,cpu")
+    box.wait_for("as twice cpu 2 (")
+    before = {one["peer"] for one in members(pool, tmp_path)}
+    pool.kill("twice")
+    again = pool.start("twice", "--device", "cpu,cpu")
+    again.wait_for("as twice cpu 1 (")
+    again.wait_for("as twice cpu 2 (")
+    assert {one["peer"] for one in members(pool, tmp_path)} == before
+    again.interrupt()
+    assert again.ended() == 0
+
+
+@pytest.mark.parametrize("devices", ["cuda:0,cuda:0", "auto,cpu", "cpu,", "tpu", "cuda:x", "cuda:0"])
+def test_a_wrong_device_is_named(pool: LivePool, tmp_path: Path, devices: str):
+    said = fusion("join", pool.invite(), "--home", tmp_path / "wrong", "--device", devices)
+    assert said.code == 2
+    assert "Traceback" not in said.err
+    assert devices.split(",")[0] in said.err
