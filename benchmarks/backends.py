@@ -5,6 +5,10 @@
 PyTorch: transformers' Llama with a loss, forward and backward, eagerly, against the captured graph run by a stage. JAX:
 a block written by hand in `jax.numpy`, its value and gradients compiled as one, against a stage's two compiled halves
 with what lies between kept. ONNX Runtime: PyTorch's own export of the block in a session, against a stage's forward.
+A peer computes in
+a worker process: `worker` and `worker decode` compare a training step and a decoded token there (one position of a
+session, through all layers) with the same stage in this process.
+
 One thread each; the two of a pair take turns in one process, and the ratio is the median over rounds of own time to
 stage's time: 1 is as fast, 0.95 five percent slower. What both compute is compared first.
 """
@@ -15,6 +19,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,14 +38,18 @@ from torch import nn
 
 from fusionai.backends.interface import Backend, Call, StageProgram
 from fusionai.backends.registry import open_backend
+from fusionai.backends.worker.client import WorkerBackend, WorkerOptions
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.checking.self_check import draw_inputs, reference_module
 from fusionai.capture.models.source import ConfigSource, FactorySource
 from fusionai.capture.models.state import to_host
 from fusionai.capture.tasks import ExampleInput
-from fusionai.primitives.tensors import HostTensor
+from fusionai.ir.schema import Graph
+from fusionai.ir.serving import serving_graph
+from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.atomic import write_atomic
 from fusionai.wire.messages import StageOptions
+from fusionai.wire.serving import Segment, ServeOptions
 
 HEADS = 12
 Run = Callable[[], Any]
@@ -102,13 +111,16 @@ def main() -> None:
         "jax": _jax_pair(arguments),
         "onnxruntime": _onnx_pair(arguments),
     }
+    if sys.platform == "linux":
+        found |= {"worker": _worker_pair(arguments), "worker decode": _decode_pair(arguments)}
     rows: dict[str, dict[str, float]] = {}
     for name, (own, stage) in found.items():
         rows[name] = _compared(own, stage, arguments.rounds)
         shown = rows[name]
         print(
             f"{name}: own {1e3 * shown['own_s']:.1f} ms, stage {1e3 * shown['stage_s']:.1f} ms, "
-            f"ratio {shown['ratio']:.3f} ({shown['low']:.3f} to {shown['high']:.3f}, the middle half of rounds)",
+            f"ratio {shown['ratio']:.3f} ({shown['low']:.3f} to {shown['high']:.3f}, the middle half of rounds), "
+            f"stage slower by {1e3 * shown['slower_s']:.3f} ms",
             flush=True,
         )
     if arguments.json is not None:
@@ -137,16 +149,12 @@ def _compared(own: Run, stage: Run, rounds: int) -> dict[str, float]:
         "ratio": middle,
         "low": low,
         "high": high,
+        "slower_s": statistics.median(theirs - mine for mine, theirs in times),
     }
 
 
 def _torch_pair(arguments: argparse.Namespace) -> tuple[Run, Run]:
-    fields = {
-        "model_type": "llama", "hidden_size": arguments.width, "intermediate_size": _shapes(arguments.width)["up"][0],
-        "num_hidden_layers": arguments.layers, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
-        "vocab_size": 2048,
-    }  # fmt: skip
-    captured = capture(ConfigSource(fields), batch=(1, 8), sequence=(1, max(64, arguments.tokens)))
+    captured = _llama(arguments, train=True)
     module = reference_module(captured, 0).train()
     inputs = draw_inputs(captured.inputs, 0, {"b": arguments.rows, "s": arguments.tokens})
     # transformers shifts labels by itself; here they stand where the feed has shifted them to.
@@ -165,6 +173,72 @@ def _torch_pair(arguments: argparse.Namespace) -> tuple[Run, Run]:
 
     assert abs(own() - stage()) < 1e-5, "both compute one loss"
     return own, stage
+
+
+def _llama(arguments: argparse.Namespace, *, train: bool) -> Captured:
+    fields = {
+        "model_type": "llama", "hidden_size": arguments.width, "intermediate_size": _shapes(arguments.width)["up"][0],
+        "num_hidden_layers": arguments.layers, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
+        "vocab_size": 2048,
+    }  # fmt: skip
+    return capture(ConfigSource(fields), batch=(1, 8), sequence=(1, max(64, arguments.tokens)), train=train)
+
+
+def _in_worker() -> Backend:
+    return WorkerBackend(WorkerOptions(backend="torch", device="cpu", threads=1))
+
+
+def _worker_pair(arguments: argparse.Namespace) -> tuple[Run, Run]:
+    captured = _llama(arguments, train=True)
+    inputs = draw_inputs(captured.inputs, 0, {"b": arguments.rows, "s": arguments.tokens})
+    given = {name: to_host(tensor) for name, tensor in inputs.items()}
+    one = {"loss": to_host(torch.ones(()))}
+
+    def step_of(backend: Backend) -> Run:
+        program = _loaded(captured, backend)
+
+        def step() -> bytes:
+            made = _step(program, given, one)
+            program.apply(scale=1.0, learning_rate=0.0)
+            return bytes(made["loss"].data)
+
+        return step
+
+    own, stage = step_of(open_backend("torch", device="cpu", threads=1)), step_of(_in_worker())
+    assert own() == stage(), "both compute the same bits"
+    return own, stage
+
+
+def _decode_pair(arguments: argparse.Namespace) -> tuple[Run, Run]:
+    captured = _llama(arguments, train=False)
+    graph = serving_graph(captured.graph)
+    options = ServeOptions(pages=8, sessions=1, pass_tokens=arguments.tokens)
+    weights = dict(captured.state(captured.owed))
+
+    def decode_of(backend: Backend) -> Run:
+        program = backend.serve(graph, options=options)
+        program.import_weights((key, weights[key]) for key in program.missing)
+        program.allocate()
+        program.run([Segment(1, 0, arguments.tokens, 0, tuple(range(8)))], _ids(graph, arguments.tokens), rows=(0,))
+
+        def decode() -> bytes:
+            # A start before the end drops what was cached, so that each run computes the same position.
+            made = program.run([Segment(1, arguments.tokens, 1, 8, ())], _ids(graph, 1))
+            return bytes(made["logits"].data)
+
+        return decode
+
+    own, stage = decode_of(open_backend("torch", device="cpu", threads=1)), decode_of(_in_worker())
+    assert own() == stage(), "both compute the same bits"
+    return own, stage
+
+
+def _ids(graph: Graph, tokens: int) -> dict[str, HostTensor]:
+    return {
+        name: host_tensor("int64", (1, tokens), np.arange(tokens, dtype=np.int64).tobytes())
+        for name in graph.inputs
+        if name == "input_ids"
+    }
 
 
 def _block(arguments: argparse.Namespace, *, train: bool) -> tuple[Captured, nn.Module, torch.Tensor]:

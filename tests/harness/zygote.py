@@ -22,7 +22,10 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
+
+if TYPE_CHECKING:
+    from fusionai.backends.worker.channel import Arena
 
 _LENGTH: Final = struct.Struct("<I")
 _MODULES: Final = (
@@ -177,12 +180,12 @@ def _tell_of_the_dead(channel: socket.socket) -> None:
 class ForkedWorker:
     """As far as `WorkerProcess` uses one, a `subprocess.Popen`: the worker is forked, and has torch already."""
 
-    def __init__(self, arena: int, environment: Mapping[str, str], directory: Path) -> None:
+    def __init__(self, arena: Arena, environment: Mapping[str, str], directory: Path) -> None:
         (asked, asking), (answering, answered) = os.pipe(), os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                self._become(asked, answered, arena, environment, directory)
+                self._become(asked, answered, arena.descriptor, environment, directory)
             finally:
                 os._exit(1)
         for descriptor in (asked, answered):

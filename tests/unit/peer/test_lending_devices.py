@@ -50,12 +50,12 @@ def test_all_is_the_first_until_the_devices_are_known():
 
 def test_further_devices_listen_at_the_next_ports():
     options = PeerOptions(
-        home=HOME, device="cuda:0,cuda:1", port=4711, advertise=("tcp://home.example:5000", "quic://x@[::1]:6000")
+        home=HOME, device="cuda:0,cuda:1", port=4711, advertise=("tcp://home.example:5000", "relay://[::1]:6000")
     )
     first, second = options_of_devices(options)
     assert (first.port, second.port) == (4711, 4712)
     assert first.advertise == options.advertise
-    assert second.advertise == ("tcp://home.example:5001", "quic://x@[::1]:6000")
+    assert second.advertise == ("tcp://home.example:5001", "relay://[::1]:6000")
     assert {one.port for one in options_of_devices(PeerOptions(home=HOME, device="cpu,cpu"))} == {0}
 
 

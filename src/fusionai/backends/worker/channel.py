@@ -11,8 +11,8 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
 import msgspec
@@ -25,6 +25,7 @@ from fusionai.wire.messages import StageOptions
 from fusionai.wire.serving import Segment, ServeOptions
 
 ALIGNMENT_BYTES: Final = 64
+NAMED_ARENAS: Final = sys.platform != "linux"
 SMALLEST_ARENA_BYTES: Final = 1 << 20
 PIECE_BYTES: Final = 32 << 20
 """Tensors of a state that travel together. Larger tensors travel alone."""
@@ -114,29 +115,36 @@ class Arena:
     """Memory that a daemon and its worker share. It only grows, up to `limit_bytes`.
 
     On Linux it has no name, and neither side can shrink it: reading a shrunk mapping would end the process. On other
-    systems it is a temporary file that is deleted as soon as both sides have it open.
+    systems it is a file in the worker's own directory, at `path`, which the worker opens by name: Windows passes no
+    descriptors on.
     """
 
-    def __init__(self, descriptor: int, limit_bytes: int) -> None:
+    def __init__(self, descriptor: int, limit_bytes: int, path: Path | None = None) -> None:
         self.descriptor = descriptor
         self.limit_bytes = limit_bytes
+        self.path = path
         self._map: mmap.mmap | None = None
         self.nbytes = 0
 
     @classmethod
-    def new(cls, limit_bytes: int) -> Arena:
-        if sys.platform == "linux":
+    def new(cls, limit_bytes: int, directory: Path) -> Arena:
+        """Return an arena for the worker with this directory."""
+        if sys.platform == "linux" and not NAMED_ARENAS:
             import fcntl
 
             descriptor = os.memfd_create("fusionai", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            arena = cls(descriptor, limit_bytes)
         else:
-            file, path = tempfile.mkstemp(prefix="fusionai-")
-            os.unlink(path)
-            descriptor = file
-        arena = cls(descriptor, limit_bytes)
+            arena = cls.at(directory / "arena", limit_bytes)
         arena.grow(SMALLEST_ARENA_BYTES)
         return arena
+
+    @classmethod
+    def at(cls, path: Path, limit_bytes: int) -> Arena:
+        """Open the arena that is a file."""
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
+        return cls(os.open(path, flags, 0o600), limit_bytes, path)
 
     def grow(self, nbytes: int) -> None:
         """Make room for `nbytes` in all. Raises `ExecutionError` above the limit."""

@@ -106,13 +106,13 @@ class _Watch:
                 return
 
 
-def start_process(arena: int, environment: Mapping[str, str], directory: Path) -> subprocess.Popen[bytes]:
-    """Start a worker that shares the memory `arena` (a descriptor)."""
+def start_process(arena: Arena, environment: Mapping[str, str], directory: Path) -> subprocess.Popen[bytes]:
+    """Start a worker that shares the memory `arena`."""
     return subprocess.Popen(
         [sys.executable, "-m", "fusionai.backends.worker.server"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        pass_fds=(arena,) if os.name == "posix" else (),
+        pass_fds=(arena.descriptor,) if arena.path is None else (),
         env=environment,
         cwd=directory,
     )
@@ -124,22 +124,22 @@ class WorkerProcess:
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
         limit = LARGEST_ARENA_BYTES if options.memory_bytes is None else options.memory_bytes + (1 << 26)
-        self._arena = Arena.new(limit)
         self._directory = own_directory(scratch_directory())
+        self._arena = Arena.new(limit, self._directory)
         self.used_s = 0.0
         """Processor time of all calls so far."""
         self.dropped: deque[int] = deque()
         """Programs that nothing refers to any more and that the worker still has."""
         self._longest_s: dict[str, float] = {}
         environment = {**for_workers(), "TMPDIR": str(self._directory), **(READING_CACHES if options.confined else {})}
-        self._process = start_process(self._arena.descriptor, environment, self._directory)
+        self._process = start_process(self._arena, environment, self._directory)
         self._watch = _Watch(self._process)
         threading.Thread(target=self._watch.run, name="worker-watch", daemon=True).start()
         opening = Opening(
             backend=options.backend,
             device=options.device,
             threads=options.threads,
-            arena=self._arena.descriptor,
+            arena=self._arena.descriptor if self._arena.path is None else str(self._arena.path),
             arena_bytes=limit,
             directory=str(self._directory) if options.confined else None,
             memory_bytes=options.memory_bytes,

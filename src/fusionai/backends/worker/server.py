@@ -49,12 +49,13 @@ Named = list[tuple[str, HostTensor]]
 
 class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a worker begins. `memory_bytes`: private memory beyond what it has when its backend is open; None: no limit.
-    `directory`: where it may write; None: not confined."""
+    `arena`: descriptor of the memory that it shares with its daemon, or the path of a file. `directory`: where it may
+    write; None: not confined."""
 
     backend: str
     device: str
     threads: int | None
-    arena: int
+    arena: int | str
     arena_bytes: int
     directory: str | None
     memory_bytes: int | None
@@ -199,8 +200,9 @@ def begin(opening: Opening) -> tuple[Server, Opened]:
     """Confine this process, open the backend, limit its memory."""
     keep_freed_memory()
     numpy_computes_alone()
-    arena = Arena(opening.arena, opening.arena_bytes)
-    arena.follow(os.fstat(opening.arena).st_size)
+    named = isinstance(opening.arena, str)
+    arena = Arena.at(Path(opening.arena), opening.arena_bytes) if named else Arena(opening.arena, opening.arena_bytes)
+    arena.follow(os.fstat(arena.descriptor).st_size)
     measures: tuple[str, ...] = ()
     if opening.directory is not None:
         measures = confine(Confinement(Path(opening.directory)))

@@ -49,7 +49,7 @@ def _device_names(text: str) -> str:
     metavar="DEVICES",
     callback=flags.converted(_device_names),
     help="Lend these devices, each as a member of its own: cpu, cuda, mps, cards by number such as cuda:0,cuda:1, or "
-    "all: every card, or the CPU if there is none. cpu,cpu lends the CPU as two members. auto: the first card, else the "
+    "all: every card, or the CPU if there is none. cpu,cpu lends the CPU as two members. auto: the first card, or the "
     "CPU.",
 )
 @flags.quantity_option(

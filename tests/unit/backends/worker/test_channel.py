@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
+from fusionai.backends.worker import channel
 from fusionai.backends.worker.channel import (
     LARGEST_MESSAGE_BYTES,
     MOST_TENSORS,
@@ -26,8 +28,14 @@ def tensor(count: int, dtype: str = "float32") -> HostTensor:
     return host_tensor(dtype, (count,), np.arange(count).astype(dtype).tobytes())
 
 
-def test_tensors_come_back_as_they_were_put_and_copies_are_their_own():
-    arena = Arena.new(1 << 24)
+@pytest.fixture(autouse=True, params=["without a name", "a file"])
+def _kinds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kinds of arenas: files are what systems other than Linux have."""
+    monkeypatch.setattr(channel, "NAMED_ARENAS", request.param == "a file")
+
+
+def test_tensors_come_back_as_they_were_put_and_copies_are_their_own(tmp_path: Path):
+    arena = Arena.new(1 << 24, tmp_path)
     placed = {"a": tensor(5), "b": tensor(3, "int64"), "empty": tensor(0)}
     places = arena.put(placed, 0)
     assert all(place.offset % 64 == 0 for place in places)
@@ -38,8 +46,8 @@ def test_tensors_come_back_as_they_were_put_and_copies_are_their_own():
     assert bytes(views["a"].data) == bytes(tensor(64).data)[:20]
 
 
-def test_it_grows_to_its_limit():
-    arena = Arena.new(1 << 22)
+def test_it_grows_to_its_limit(tmp_path: Path):
+    arena = Arena.new(1 << 22, tmp_path)
     arena.put({"large": tensor(1 << 19)}, 0)
     with pytest.raises(ExecutionError, match="at most 4194304 bytes"):
         arena.put({"larger": tensor((1 << 20) + 1)}, 0)
@@ -57,20 +65,20 @@ def test_it_grows_to_its_limit():
         TensorPlace("x", "float32", (1,) * 40, (), 0),
     ],
 )
-def test_a_place_that_does_not_fit_is_refused(place: TensorPlace):
+def test_a_place_that_does_not_fit_is_refused(place: TensorPlace, tmp_path: Path):
     with pytest.raises(ExecutionError, match="'x'"):
-        Arena.new(1 << 22).take([place], copy=True)
+        Arena.new(1 << 22, tmp_path).take([place], copy=True)
 
 
-def test_more_shared_memory_than_there_is_is_not_mapped():
+def test_more_shared_memory_than_there_is_is_not_mapped(tmp_path: Path):
     with pytest.raises(ExecutionError, match="but there are fewer"):
-        Arena.new(1 << 22).follow(1 << 21)
+        Arena.new(1 << 22, tmp_path).follow(1 << 21)
 
 
-def test_too_many_tensors_are_refused():
+def test_too_many_tensors_are_refused(tmp_path: Path):
     places = [TensorPlace("x", "float32", (1,), (), 0)] * (MOST_TENSORS + 1)
     with pytest.raises(ExecutionError, match="at most 65536 tensors"):
-        Arena.new(1 << 22).take(places, copy=True)
+        Arena.new(1 << 22, tmp_path).take(places, copy=True)
 
 
 def test_messages_keep_their_bounds():
@@ -86,8 +94,8 @@ def test_messages_keep_their_bounds():
         receive(io.BytesIO((LARGEST_MESSAGE_BYTES + 1).to_bytes(4, "little")))
 
 
-def test_an_answer_lies_behind_its_question():
-    arena = Arena.new(1 << 22)
+def test_an_answer_lies_behind_its_question(tmp_path: Path):
+    arena = Arena.new(1 << 22, tmp_path)
     asked = arena.put({"a": tensor(5)}, 0)
     answered = arena.put({"b": tensor(5)}, end_of(asked))
     assert answered[0].offset >= end_of(asked)

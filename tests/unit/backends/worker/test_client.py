@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fusionai.backends.interface import Call
+from fusionai.backends.worker import channel
 from fusionai.backends.worker.client import WorkerBackend, WorkerLost, WorkerOptions
 from fusionai.backends.worker.confinement import measures
 from fusionai.ir.schema import Graph, ListArg, Node, Ref, ValueSpec
@@ -108,3 +109,14 @@ def test_a_program_is_dropped_by_the_next_call_whichever_thread_let_go_of_it(bac
     assert len(backend.process.dropped) >= 1
     assert doubled(backend) == [2, 4, 6, 8]
     assert len(backend.process.dropped) <= 1, "that of the call itself"
+
+
+def test_shared_memory_can_be_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on systems that pass no descriptors on; a confined worker opens it in its own directory."""
+    monkeypatch.setattr(channel, "NAMED_ARENAS", True)
+    backend = WorkerBackend(WorkerOptions(backend="torch", device="cpu", threads=1))
+    try:
+        assert backend.devices == ("cpu",)
+        assert doubled(backend) == [2, 4, 6, 8]
+    finally:
+        backend.close()

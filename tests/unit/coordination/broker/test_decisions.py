@@ -141,7 +141,8 @@ def test_members_that_left_fill_no_pool_and_a_forgotten_one_comes_in_anew(monkey
 
 
 def test_a_member_may_have_a_few_further_keys_certified_and_those_none(drive: Drive):
-    keys = [PeerId(letter * 52) for letter in "efghi"]
+    keys = [PeerId(letter * 52) for letter in "defghijklmnpqrstu"]
+    assert len(keys) == MAX_VOUCHED + 1
     for key in keys[:MAX_VOUCHED]:
         assert drive.ask(requests.Vouch(A, key, "owner")).commands == (Certify(key),)
         assert (drive.phase(key), drive.desk.pool.members[key].sponsor) == ("joining", A)
