@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from fusionai.peer.device import Box, LentDevice, OpenWorker, first_of, ready_worker
+from fusionai.peer.device import LentBox, LentDevice, OpenWorker, first_of, ready_worker
 from fusionai.peer.lending import Lending, PeerOptions, PeerReady, options_of_devices
 from fusionai.primitives.clock import Clock, PoolClock, SystemClock
 from fusionai.scheduling.problem.types import Link
@@ -88,12 +88,12 @@ async def _each(options: Sequence[PeerOptions], clock: Clock) -> list[OpenWorker
     return workers
 
 
-def _box(options: PeerOptions, machine: Membership, clock: Clock, notice: Callable[[str], None]) -> Box:
+def _box(options: PeerOptions, machine: Membership, clock: Clock, notice: Callable[[str], None]) -> LentBox:
     beside = None if options.weights_beside is None else WeightsInFiles(options.weights_beside).find
     rates = TransferLimits(
         upload_bytes_per_s=options.upload_limit_bytes_per_s, download_bytes_per_s=options.download_limit_bytes_per_s
     )
-    return Box(
+    return LentBox(
         machine=machine,
         rates=rates,
         clock=PoolClock(clock),

@@ -115,7 +115,7 @@ async def ready_worker(options: PeerOptions, clock: Clock) -> OpenWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+class LentBox:
     """What the devices of one machine share: the membership of its first device, its line to the world, its clock, the
     weights on its disk, and `notice`, which gets sentences for the machine's owner."""
 
@@ -131,7 +131,7 @@ class LentDevice:
     """One member of the pool. `siblings`: the other devices of this box. `addresses`: where it can be reached; found
     when it is opened."""
 
-    box: Box
+    box: LentBox
     worker: OpenWorker
     membership: Membership
     transport: PeerTransport
@@ -144,7 +144,7 @@ class LentDevice:
 
     @classmethod
     async def open(
-        cls, box: Box, worker: OpenWorker, membership: Membership, line: tuple[Link, Link] | None
+        cls, box: LentBox, worker: OpenWorker, membership: Membership, line: tuple[Link, Link] | None
     ) -> LentDevice:
         """Listen with the device's key. `line`: up- and downlink of this machine; None: measure them first."""
         options = worker.options

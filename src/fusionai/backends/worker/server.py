@@ -200,8 +200,10 @@ def begin(opening: Opening) -> tuple[Server, Opened]:
     """Confine this process, open the backend, limit its memory."""
     keep_freed_memory()
     numpy_computes_alone()
-    named = isinstance(opening.arena, str)
-    arena = Arena.at(Path(opening.arena), opening.arena_bytes) if named else Arena(opening.arena, opening.arena_bytes)
+    if isinstance(opening.arena, str):
+        arena = Arena.at(Path(opening.arena), opening.arena_bytes)
+    else:
+        arena = Arena(opening.arena, opening.arena_bytes)
     arena.follow(os.fstat(arena.descriptor).st_size)
     measures: tuple[str, ...] = ()
     if opening.directory is not None:
