@@ -199,7 +199,6 @@ def _worker_pair(arguments: argparse.Namespace) -> tuple[Run, Run]:
 
         def step() -> bytes:
             made = _step(program, given, one)
-            program.apply(scale=1.0, learning_rate=0.0)
             return bytes(made["loss"].data)
 
         return step
@@ -213,17 +212,21 @@ def _decode_pair(arguments: argparse.Namespace) -> tuple[Run, Run]:
     captured = _llama(arguments, train=False)
     graph = serving_graph(captured.graph)
     options = ServeOptions(pages=8, sessions=1, pass_tokens=arguments.tokens)
-    weights = dict(captured.state(captured.owed))
+    generator = np.random.default_rng(0)
+    drawn = {spec.key: generator.standard_normal(spec.shape, np.float32) * 0.02 for spec in graph.params.values()}
+    weights = {key: host_tensor("float32", values.shape, values.tobytes()) for key, values in drawn.items()}
 
     def decode_of(backend: Backend) -> Run:
         program = backend.serve(graph, options=options)
         program.import_weights((key, weights[key]) for key in program.missing)
         program.allocate()
-        program.run([Segment(1, 0, arguments.tokens, 0, tuple(range(8)))], _ids(graph, arguments.tokens), rows=(0,))
+        program.run(
+            [Segment(1, 0, arguments.tokens, 0, tuple(range(8)))], _ids(graph, arguments.tokens), wanted=["logits"]
+        )
 
         def decode() -> bytes:
             # A start before the end drops what was cached, so that each run computes the same position.
-            made = program.run([Segment(1, arguments.tokens, 1, 8, ())], _ids(graph, 1))
+            made = program.run([Segment(1, arguments.tokens, 1, 8, ())], _ids(graph, 1), wanted=["logits"])
             return bytes(made["logits"].data)
 
         return decode

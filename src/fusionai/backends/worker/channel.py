@@ -71,6 +71,9 @@ METHODS: Final[Mapping[str, tuple[Any, Any]]] = {
     "resident_bytes": (tuple[()], int),
 }
 """Method of `backends.interface` -> types of its arguments and of its result. Tensors travel beside them."""
+ARGUMENTS: Final = {name: msgspec.msgpack.Decoder(types[0]) for name, types in METHODS.items()}
+RESULTS: Final = {name: msgspec.msgpack.Decoder(types[1]) for name, types in METHODS.items()}
+"""Decoders by method. They are made once, because making one takes longer than a small call."""
 
 
 class TensorPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -109,6 +112,11 @@ class WorkerReply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     arena_bytes: int = 0
     used_s: float = 0.0
     failure: Failure | None = None
+
+
+CALLS: Final = msgspec.msgpack.Decoder(WorkerCall)
+REPLIES: Final = msgspec.msgpack.Decoder(WorkerReply)
+ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class Arena:
@@ -230,7 +238,7 @@ def end_of(places: Sequence[TensorPlace]) -> int:
 
 
 def send(pipe: BinaryIO, message: WorkerCall | WorkerReply) -> None:
-    data = msgspec.msgpack.encode(message)
+    data = ENCODER.encode(message)
     pipe.write(len(data).to_bytes(4, "little") + data)
     pipe.flush()
 

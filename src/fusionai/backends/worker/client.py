@@ -36,8 +36,10 @@ from fusionai.backends.interface import (
     WorksIn,
 )
 from fusionai.backends.worker.channel import (
-    METHODS,
+    ENCODER,
     PIECE_BYTES,
+    REPLIES,
+    RESULTS,
     Arena,
     Failure,
     WorkerCall,
@@ -69,6 +71,9 @@ SPARE_BYTES: Final = 512 << 20
 """Private memory of a worker beyond what is lent: code that compiles, stacks, the allocator's reserve. Chosen."""
 LARGEST_ARENA_BYTES: Final = 1 << 40
 """Limit on shared memory if the provider sets none: only addresses are reserved."""
+
+
+_CORES: Final = os.cpu_count() or 1
 
 
 class WorkerLost(ExecutionError):
@@ -177,13 +182,13 @@ class WorkerProcess:
         tensors: Mapping[str, HostTensor] | Sequence[tuple[str, HostTensor]],
     ) -> tuple[Any, list[tuple[str, HostTensor]]]:
         places = self._arena.put(tensors, 0) if tensors else []
-        encoded = msgspec.Raw(msgspec.msgpack.encode(arguments))
+        encoded = msgspec.Raw(ENCODER.encode(arguments))
         question = WorkerCall(target, method, encoded, tuple(places), self._arena.nbytes)
-        answer = self._exchange(method, msgspec.msgpack.encode(question))
+        answer = self._exchange(method, ENCODER.encode(question))
         try:
             self._arena.follow(answer.arena_bytes)
             made = self._arena.take(answer.tensors, copy=True)
-            return msgspec.msgpack.decode(answer.result, type=METHODS[method][1]), made
+            return RESULTS[method].decode(answer.result), made
         except (ExecutionError, msgspec.MsgspecError, OSError) as error:
             raise self._lost(f"it answered {method} with nonsense: {error}") from None
 
@@ -208,10 +213,10 @@ class WorkerProcess:
         took_s = time.monotonic() - begun_s
         self._longest_s[method] = max(took_s, self._longest_s.get(method, 0.0))
         try:
-            answer = msgspec.msgpack.decode(received, type=WorkerReply)
+            answer = REPLIES.decode(received)
         except msgspec.MsgspecError as error:
             raise self._lost(f"it answered {method} with nonsense: {error}") from None
-        self.used_s += max(0.0, min(answer.used_s, took_s * (os.cpu_count() or 1)))
+        self.used_s += max(0.0, min(answer.used_s, took_s * _CORES))
         if answer.failure is not None:
             raise _raised(answer.failure)
         return answer

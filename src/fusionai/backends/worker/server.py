@@ -28,12 +28,13 @@ from fusionai.backends.memory import (
 )
 from fusionai.backends.registry import open_backend
 from fusionai.backends.worker.channel import (
-    METHODS,
+    ARGUMENTS,
+    CALLS,
+    ENCODER,
     PIECE_BYTES,
     Arena,
     Failure,
     TensorPlace,
-    WorkerCall,
     WorkerReply,
     end_of,
     receive,
@@ -85,10 +86,9 @@ class Server:
         """Return the result of a question, or the error that it ended with."""
         begun_s = time.process_time()
         try:
-            question = msgspec.msgpack.decode(data, type=WorkerCall)
+            question = CALLS.decode(data)
             self._arena.follow(question.arena_bytes)
-            types = METHODS[question.method]
-            arguments = msgspec.msgpack.decode(question.arguments, type=types[0])
+            arguments = ARGUMENTS[question.method].decode(question.arguments)
             tensors = self._arena.take(question.tensors, copy=True)
             result, made = self._call(question.target, question.method, arguments, tensors)
             places = self._arena.put(made, end_of(question.tensors))
@@ -103,14 +103,14 @@ class Server:
 
     def _answered(self, result: object, places: list[TensorPlace], begun_s: float) -> WorkerReply:
         return WorkerReply(
-            msgspec.Raw(msgspec.msgpack.encode(result)),
+            msgspec.Raw(ENCODER.encode(result)),
             tuple(places),
             self._arena.nbytes,
             time.process_time() - begun_s,
         )
 
     def _failed(self, failure: Failure) -> WorkerReply:
-        return WorkerReply(msgspec.Raw(msgspec.msgpack.encode(None)), failure=failure)
+        return WorkerReply(msgspec.Raw(ENCODER.encode(None)), failure=failure)
 
     def _call(self, target: int, method: str, arguments: tuple[Any, ...], tensors: Named) -> tuple[object, Named]:
         if target == 0:
