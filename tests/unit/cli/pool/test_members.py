@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 import pytest
 
+from fusionai.backends.worker.confinement import Measure
 from fusionai.cli.pool import members as pool
 from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.wire.messages import LinkView, MemberView
@@ -32,7 +35,19 @@ def member(**changes: object) -> MemberView:
 )
 def test_a_row_says_what_a_member_does(view: MemberView, state: str, part: str):
     row = pool._row(view, PROFILE)
-    assert (row[1], row[6], row[7], row[8]) == ("attic", state, view.job, part)
+    assert (row[1], row[6], row[7], row[8], row[9]) == ("attic", "no", state, view.job, part)
+
+
+@pytest.mark.parametrize(
+    ("measures", "column"),
+    [
+        ((), "no"),
+        (("files",), "files"),
+        (get_args(Measure), "yes"),
+    ],
+)
+def test_a_row_says_what_a_job_is_kept_from(measures: tuple[Measure, ...], column: str):
+    assert pool._row(member(), msgspec.structs.replace(PROFILE, isolation=measures))[6] == column
 
 
 def test_figures_have_standbys_and_rest():
