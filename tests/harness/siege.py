@@ -140,7 +140,8 @@ class Siege:
             process = self.pool.members[name]
             if name in self._dead or not process.lives or not _is_in(process):
                 continue
-            role, index = (Role.STAGE, stages[name]) if name in stages else (Role.SPARE, number)
+            works = name in stages and _has_opened_a_job(process)
+            role, index = (Role.STAGE, stages[name]) if works else (Role.SPARE, number)
             found.append(Target(role, process.process.pid, index))
         return tuple(target for target in found if not roles or target.role in roles)
 
@@ -282,3 +283,9 @@ class Siege:
 
 def _is_in(process: Process) -> bool:
     return any(line.startswith("In pool") for line in process.lines)
+
+
+def _has_opened_a_job(process: Process) -> bool:
+    """Whether a job was opened at this process. A member that was started again has its old place in the plan until
+    the next plan, but no part in the job, so the driver tells nothing of its loss."""
+    return any(line.rstrip().endswith(" opened") for line in process.lines)

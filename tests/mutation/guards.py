@@ -143,6 +143,18 @@ ACCEPTED: Final[dict[tuple[str, str], str]] = {
         "_Rhythm.heard: self.gaps[-1][1] <= gap_s  ->  self.gaps[-1][1] < gap_s",
     ): "of two equal gaps the earlier is kept too, and forgotten first: the longest is the same at any time",
     (
+        "training.exchanges",
+        "Exchanges.outstanding: taken >= 0  ->  taken > 0",
+    ): "a round of one step has no lag: its update is adopted at once and never outstanding",
+    (
+        "training.exchanges",
+        "Exchanges.outstanding: taken >= 0  ->  taken >= 1",
+    ): "a round of one step has no lag: its update is adopted at once and never outstanding",
+    (
+        "serving.driver",
+        "ServingMachine.handle: self.react(TABLE, event) or []  ->  self.react(TABLE, event)",
+    ): "an event without a row has returned before; the type checker wants it said",
+    (
         "serving.batching",
         "Batcher._composed: decoding[0].turn > reading[0].turn  ->  decoding[0].turn >= reading[0].turn",
     ): "no two sessions have the same turn",

@@ -109,7 +109,7 @@ class ServingMachine(ServingJobState):
             return ()
         due = checks.due(self.batcher, self.roles.places, self.checkable)
         text = checks.reading
-        if not due or text is None:
+        if text is None:
             return ()
         return tuple(interface.BeginCheck(one, text, self.roster.fence_of(one.verifier, self.fence)) for one in due)
 

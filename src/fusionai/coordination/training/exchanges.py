@@ -65,7 +65,7 @@ class Exchanges:
     def ends_round(self, step: int) -> bool:
         """Return whether the pseudo-gradient is taken at the end of this step."""
         whole = self.begun + step + 1
-        return self.every > 0 and self.over(whole) == whole
+        return self.over(whole) == whole
 
     def adopted_at(self, taken: int) -> int:
         """Return the step at which the outer update of step `taken` is adopted."""
@@ -82,7 +82,7 @@ class Exchanges:
         """Return the step whose pseudo-gradient was taken and whose outer update is not yet adopted after `applied`
         steps, or None."""
         taken = self.over(self.begun + applied) - self.begun - 1
-        return taken if 0 <= taken <= applied <= self.adopted_at(taken) else None
+        return taken if taken >= 0 and applied <= self.adopted_at(taken) else None
 
     def may_adopt(self, taken: int, applied: int) -> bool:
         """Return whether the outer update of step `taken` can still be adopted after `applied` steps."""

@@ -561,3 +561,33 @@ def test_a_result_that_comes_while_the_job_waits_or_is_over_counts_for_nobody() 
         assert job.batcher.sessions_of(plan.number) == ()
         assert job.machine.returned(fence, plan.number, {1: (9,)}, (), 0.0) == frozenset()
         assert job.machine.next_pass(0.0) is None
+
+
+def test_times_of_another_round_are_not_measured() -> None:
+    job = running()
+    job.batcher.submit(SessionSpec(number=1, scope="", prompt=(1,) * 4, max_tokens=2), 0.0)
+    plan = job.machine.next_pass(0.0)
+    assert plan is not None
+    times = job.machine.patience.times
+    before = repr(times)
+    job.machine.measured(Fence(1, 7, job.fence.attempt + 1), plan.number, 1, 3.0)
+    assert repr(times) == before
+    job.machine.measured(job.fence, plan.number, 1, 3.0)
+    assert repr(times) != before
+
+
+def test_what_comes_too_late_is_no_sign_of_progress() -> None:
+    job = running()
+    decoding(job)
+    assert job.machine.next_pass(1.0) is not None
+    patience = job.machine.patience
+    patience.progressed(1.0)
+    assert job.tell(interface.StageLoaded("a", 1, fence=job.fence)) == []
+    assert patience.idle_s(5.0, nothing_sent=False) == 4.0
+
+
+def test_the_story_leaves_ticks_out() -> None:
+    job = running()
+    tick = interface.Tick(1.0)
+    assert job.machine.brief(tick) == ""
+    assert job.machine.brief(StopAsked("enough")) == repr(StopAsked("enough"))

@@ -110,3 +110,15 @@ def test_a_round_ends_what_was_being_checked() -> None:
     assert told(job, begun[0], WRONG) == []
     assert job.machine.next_checks() == ()
     assert not job.batcher.is_held(1)
+
+
+def test_while_nobody_runs_nothing_is_checked() -> None:
+    job = running(checks=True)
+    job.batcher.submit(SessionSpec(number=1, scope="", prompt=(5,) * 6, max_tokens=1), 0.0)
+    plan = job.machine.next_pass(0.0)
+    assert plan is not None
+    job.machine.returned(job.fence, plan.number, {1: (8,)}, (), 0.0)
+    job.machine.phase = ServingPhase.PROBING
+    assert job.machine.next_checks() == ()
+    job.machine.phase = ServingPhase.RUNNING
+    assert len(job.machine.next_checks()) == 1

@@ -1661,3 +1661,76 @@ def test_the_job_ends_when_all_checks_are_answered():
     machine.handle(StageChecked(started[0], Opinion()))
     commands = machine.handle(StageChecked(started[1], Opinion()))
     assert EndJob(2) in commands
+
+
+def test_what_is_taken_back_leaves_neither_norms_nor_states_nor_evaluations_of_later_steps():
+    machine = checked(evaluate_every=1, checkpoint_every=1)
+    machine.older, machine.saved = [0, 2, 3], 4
+    machine.evaluations = (Evaluation(2, 1.0), Evaluation(3, 0.5))
+    machine.votes.history = {1: {"a": 1.0}, 2: {"a": 2.0}, 3: {"a": 3.0}}
+    assert machine.take_back(2) == [Rewind(2)]
+    assert (sorted(machine.older), machine.saved) == ([0, 2], 2)
+    assert machine.evaluations == (Evaluation(2, 1.0),)
+    assert machine.votes.history == {1: {"a": 1.0}}
+    assert machine.take_back(1) == [Rewind(1)]
+    assert (machine.older, machine.saved) == ([0], 0)
+
+
+def test_steps_that_are_taken_back_speak_for_nobody_any_more():
+    machine = checked()
+    inspector = machine.inspector
+    assert inspector is not None
+    for step in range(2):
+        commit(machine, step)
+    check = checks(kept(machine, 2))[1]
+    assert inspector.answered(check, Opinion()) is not None
+    machine.take_back(1)
+    (again,) = (one for one in inspector.due(PLACES, GUARDS, 2, 4) if one.stage == 1)
+    accused = inspector.answered(again, Opinion(own="other bits"))
+    assert accused is not None
+    assert accused.again is not None
+    verdict = inspector.answered(accused.again, Opinion(own="other bits"))
+    assert verdict is not None
+    assert (verdict.faulty_peer, verdict.trusted) == ("p1", 1)
+
+
+def test_a_driver_without_a_checker_takes_steps_back_all_the_same():
+    machine = running()
+    commit(machine, 0)
+    assert machine.take_back(0) == [Rewind(0)]
+    assert machine.official == machine.step == 0
+
+
+def test_a_state_that_is_only_replayed_is_not_evaluated():
+    machine = driver(official=4, saved=2, evaluate_every=2)
+    machine.step = 2
+    assert not machine.evaluate_if_due()
+    machine.step = 4
+    assert machine.evaluate_if_due()
+
+
+@pytest.mark.parametrize(
+    ("changes", "chooses"),
+    [
+        ({"evaluate_every": 1, "keep_best": True}, True),
+        ({"evaluate_every": 1, "patience": 2}, True),
+        ({"evaluate_every": 1}, False),
+        ({"keep_best": True, "patience": 2}, False),
+    ],
+)
+def test_only_evaluations_choose(changes: dict[str, object], chooses: bool):
+    assert driver(**changes).shape.is_choosing is chooses  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("step", "stop", "is_early"), [(3, None, True), (3, "enough", False), (9, None, False), (10, None, False)]
+)
+def test_an_end_is_early_only_before_the_last_step_and_unasked(step: int, stop: str | None, is_early: bool):
+    machine = running(evaluate_every=1, patience=1)
+    machine.evaluations = (Evaluation(1, 1.0), Evaluation(2, 1.0))
+    machine.step = machine.official = step
+    machine.stop = stop
+    (end,) = machine.end()
+    assert isinstance(end, EndJob)
+    assert (end.steps, end.stopped) == (step, stop)
+    assert (end.early is not None) is is_early

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionai.coordination.training.exchanges import NO_EXCHANGES, Early, Exchanges
+from fusionai.coordination.training.exchanges import NO_EXCHANGES, Early, Exchanges, OuterUpdates
 
 
 @st.composite
@@ -76,3 +76,15 @@ def test_who_trains_alone_exchanges_nothing():
         assert NO_EXCHANGES.outstanding(step) is None
         assert not NO_EXCHANGES.may_adopt(step, 0)
         assert NO_EXCHANGES.over(step) == 0
+
+
+def test_a_difference_is_sent_once_and_not_when_its_update_is_here_already():
+    made = Exchanges(every=4, lag=2, steps=8)
+    updates = OuterUpdates(made)
+    work = updates.sending(4)
+    assert work is not None
+    assert work.step == 3
+    updates.is_sent = True
+    assert updates.sending(4) is None
+    assert OuterUpdates(made, arrived={3}).sending(4) is None
+    assert OuterUpdates(made).sending(3) is None
