@@ -33,6 +33,7 @@ from fusionai.wire.frame import (
     encode_header,
 )
 from fusionai.wire.messages import Fence, Hello, Invited, Message, Ping, Probe, StateChunk, TensorHeader, encode
+from harness.admission import admitting
 from harness.credentials import CertifiedPool
 from harness.memory_transport import MemoryNetwork
 from harness.patience import CEILING_S
@@ -162,7 +163,7 @@ def run(kind: str) -> Callable[[Coroutine[Any, Any, None]], None]:
 async def listen(
     world: World, accept: Callable[[Channel], Awaitable[None]], *, role: Role = "member", strangers: bool = False
 ) -> Listener:
-    return await world.member("server", role).listen(accept, host="127.0.0.1", port=0, strangers=strangers)
+    return await world.member("server", role).listen(admitting(accept), host="127.0.0.1", port=0, strangers=strangers)
 
 
 async def echo(channel: Channel) -> None:

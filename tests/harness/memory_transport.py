@@ -12,16 +12,22 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
+from fusionai.coordination.doorkeeping import CrowdCaps
 from fusionai.primitives.errors import ChannelClosed, FusionError, TransportError, TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
-from fusionai.transport.channels.framed import AcceptedTasks, AcceptLimits, Dialling, FramedChannel
+from fusionai.transport.channels.accepting import AcceptedTasks, AcceptLimits
+from fusionai.transport.channels.framed import Dialling, FramedChannel
 from fusionai.transport.interface import Accept, Remote, Role
 from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, Stream
 
 SCHEME: Final = "memory://"
 HIGH_WATER_BYTES: Final = 2**20
+_ANY: Final = CrowdCaps(total=10_000, prefix=10_000, key=10_000)
+_LIMITS: Final = AcceptLimits(
+    greeting_s=3600.0, stranger_s=3600.0, guest_s=3600.0, half_open=_ANY, guests=_ANY, of_key=10_000
+)
 
 Delay = Callable[[Remote, Remote, int], Awaitable[None]]
 """(sender, receiver, bytes of the frame) -> returns when the frame may arrive."""
@@ -123,13 +129,13 @@ class MemoryListener:
         self.owner = owner
         self.strangers = strangers
         self._network = network
-        self._accepted = AcceptedTasks(accept, AcceptLimits(greeting_s=3600.0, stranger_s=3600.0, half_open=10_000))
+        self._accepted = AcceptedTasks(accept, _LIMITS)
 
     def greet(self, channel: MemoryChannel) -> None:
         async def connected() -> FramedChannel:
             return channel
 
-        self._accepted.start(self._accepted.serve(connected))
+        self._accepted.start(self._accepted.serve(connected, ""), "")
 
     async def close(self) -> None:
         self._network.forget_listener(self)
@@ -209,6 +215,7 @@ class MemoryChannel(FramedChannel):
         try:
             for frame in self._reader.feed(data):
                 self._arrived(frame)
+            self._watch_pace()
         except FusionError as error:
             self._fail(error)
 
@@ -235,7 +242,11 @@ class MemoryChannel(FramedChannel):
     def _finish(self) -> None:
         self._abort()
 
+    def reads(self) -> bool:
+        return self._readable.is_set()
+
     def _pause_reading(self) -> None:
+        self._pace.excuse()
         self._readable.clear()
 
     def _resume_reading(self) -> None:

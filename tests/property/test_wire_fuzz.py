@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from fusionai.cli.running import run
 from fusionai.primitives.errors import ChannelClosed, WireError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, host_tensor
-from fusionai.transport.channels.framed import AcceptLimits
+from fusionai.transport.channels.accepting import AcceptLimits
 from fusionai.transport.interface import Channel
 from fusionai.transport.routes.addresses import parse_address
 from fusionai.transport.routes.tcp import TcpTransport

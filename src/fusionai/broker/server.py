@@ -45,6 +45,7 @@ from fusionai.transport.security.certificates import (
 )
 from fusionai.transport.security.identity import Identity, load_identity, make_private_directory, read_private
 from fusionai.transport.security.trust import Endorsement, Signer, TrustList, TrustListFile, key_text, load_trust_list
+from fusionai.wire.frame import BROKER_LIMITS
 from fusionai.wire.messages import Message, Observe, Observed, Ping, Probe, Refused
 
 NOTICE_TIMEOUT_S: Final = 10.0
@@ -78,6 +79,8 @@ class BrokerServer:
             return
         number = next(self._numbers)
         self._channels[number] = channel
+        if channel.remote.peer is not None and self.service.state.knows(channel.remote.peer):
+            channel.admit(BROKER_LIMITS)
         try:
             while True:
                 envelope = await channel.receive()

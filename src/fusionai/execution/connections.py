@@ -28,7 +28,7 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.problem.types import Plan
 from fusionai.transport.interface import Channel, ChannelStats, Envelope, Remote
 from fusionai.wire import messages as wire
-from fusionai.wire.frame import by_name
+from fusionai.wire.frame import FrameLimits, by_name
 from fusionai.wire.messages import Message, RouteKind, Stream
 
 log = logging.getLogger(__name__)
@@ -316,6 +316,9 @@ class LocalChannel:
     def send_at_once(self, message: Message, tensors: Sequence[HostTensor] = ()) -> bool:  # noqa: ARG002
         """Send nothing and return False: messages on this channel are never urgent."""
         return False
+
+    def admit(self, limits: FrameLimits | None = None) -> None:
+        """Do nothing: both ends are in one process."""
 
     async def receive(self) -> Envelope:
         envelope = await self._inbox.get()

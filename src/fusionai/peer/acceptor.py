@@ -92,6 +92,7 @@ class JobAcceptor:
 
     async def _open(self, channel: Channel, opening: wire.OpenJob) -> None:
         ticket = self._check(channel, opening)
+        channel.admit()
         job, peer = JobId(ticket.job), PeerId(ticket.peer)
         if channel.stream == "control":
             await self._serve_driver(channel, job, self._admit_driver(ticket, job, peer, opening), opening.fence)

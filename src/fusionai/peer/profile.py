@@ -124,7 +124,6 @@ MEASURED: Final = (
     *("unsupported_ops", "tasks", "weight_formats", "savings"),
 )
 """Fields of a profile as the device's report has them."""
-LARGEST_PROBE_BYTES: Final = 4 * 2**20
 UNMEASURED: Final = Link(bandwidth_bytes_per_s=125e6, latency_s=0.0)
 
 
@@ -146,7 +145,7 @@ async def measured_links(transport: Transport, brokers: Sequence[str], clock: Cl
     try:
         channel = await transport.dial(brokers, expect=None, stream="tensors")
         try:
-            found = await measure_link(channel, clock, largest_probe_bytes=LARGEST_PROBE_BYTES, back=True)
+            found = await measure_link(channel, clock, back=True)
         finally:
             await channel.close()
     except FusionError as error:  # registration waits for the broker
@@ -195,7 +194,6 @@ SETTLING_S: Final = 1.0
 """Delay before probing, in seconds: machines that start together measure their speed first."""
 TIMEOUT_S: Final = 5.0
 """Timeout for dialling a neighbour, in seconds. Routes within a network answer at once."""
-LARGEST_LAN_PROBE_BYTES: Final = 16 * 2**20
 
 
 @dataclass(kw_only=True)
@@ -257,6 +255,6 @@ class NearLinks:
         try:
             if channel.route != "lan":
                 return None
-            return await measure_link(channel, self.clock, largest_probe_bytes=LARGEST_LAN_PROBE_BYTES)
+            return await measure_link(channel, self.clock)
         finally:
             await channel.close()

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
+from fusionai.wire.frame import FrameLimits
 from fusionai.wire.messages import Message, RouteKind, Stream
 
 Role = Literal["broker", "member", "stranger"]
@@ -67,6 +68,13 @@ class Channel(Protocol):
     def send_at_once(self, message: Message, tensors: Sequence[HostTensor] = ()) -> bool:
         """Queue a frame if that needs no waiting and return True. Otherwise queue nothing and return False. Raises the
         same errors as `send`."""
+        ...
+
+    def admit(self, limits: FrameLimits | None = None) -> None:
+        """Let the other side, which dialled, send frames of `limits` (None: all that its stream allows), because it has
+        shown what entitles it to them. Until then frames are small, the channel counts as a guest of its listener, and
+        it ends after a while. Does nothing on the dialling side
+        and for strangers."""
         ...
 
     async def receive(self) -> Envelope:

@@ -312,7 +312,7 @@ class PeerTransport:
         except (TransportError, TimeoutError) as error:
             _LOG.info("could not meet %s at the relay: %s", short(PeerId(notice.peer)), error)
             return
-        listener.admit_relayed(sock)
+        listener.admit_relayed(sock, PeerId(notice.peer))
 
     def _seek_better_route(self, peer: PeerId, addresses: Sequence[str]) -> None:
         better = better_than_relay(addresses)

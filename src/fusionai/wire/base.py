@@ -105,8 +105,8 @@ class Neighbour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     addresses: Addresses
 
 
-MAX_BACK_BYTES: Final = 4 * 2**20
-"""Most bytes that a member may ask to be sent back for a bandwidth measurement."""
+MAX_PROBE_BYTES: Final = 4 * 2**20
+"""Most bytes that one bandwidth measurement may carry in either direction."""
 
 
 class Hello(WireMessage, frozen=True, kw_only=True, tag="hello"):
@@ -156,6 +156,6 @@ class Probe(WireMessage, frozen=True, kw_only=True, tag="probe"):
 
     sequence: Count
     sent_at_s: Seconds
-    back_bytes: Annotated[int, Meta(ge=0, le=MAX_BACK_BYTES)] = 0
+    back_bytes: Annotated[int, Meta(ge=0, le=MAX_PROBE_BYTES)] = 0
     """Bytes that the answer carries, to measure the other direction."""
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=1)] = ()

@@ -26,7 +26,7 @@ import msgspec
 from fusionai.primitives.errors import WireError
 from fusionai.primitives.tensors import HostTensor, layout_fits, tensor_bytes
 from fusionai.wire import messages
-from fusionai.wire.messages import Message, Stream, TensorHeader
+from fusionai.wire.messages import MAX_PLACEMENT_BYTES, MAX_PROBE_BYTES, Message, Stream, TensorHeader
 
 MAGIC: Final = b"FA"
 FRAME_VERSION: Final = 1
@@ -47,6 +47,13 @@ GREETING_LIMITS: Final = FrameLimits(message_bytes=1024, body_bytes=0)
 
 STRANGER_LIMITS: Final = FrameLimits(message_bytes=4096, body_bytes=0)
 """Caps for a side without a certificate: enough for `JoinRequest`."""
+
+DOOR_LIMITS: Final = FrameLimits(message_bytes=MAX_PLACEMENT_BYTES + 8192, body_bytes=MAX_PROBE_BYTES)
+"""Caps for a member that has dialled and not shown a valid ticket: enough for `OpenJob` with a signed placement, and
+for a bandwidth probe."""
+
+BROKER_LIMITS: Final = FrameLimits(message_bytes=16 * 2**20, body_bytes=MAX_PROBE_BYTES)
+"""Caps for a member that has dialled its broker: enough for a plan and for a bandwidth probe."""
 
 STREAM_LIMITS: Final[Mapping[Stream, FrameLimits]] = {
     "control": FrameLimits(message_bytes=16 * 2**20, body_bytes=64 * 2**20),
@@ -221,11 +228,18 @@ class FrameReader:
         # Buffer of a message or body that is too large for the scratch buffer, while it fills.
         self._target: memoryview | None = None
         self._filled = 0
+        self._ended = False
 
     @property
     def midway(self) -> bool:
         """Return whether a frame has begun and is not complete."""
         return self._header is not None or self._end > self._start
+
+    def end(self) -> None:
+        """Release the incomplete frame and read no more, because the connection has ended. An object that keeps the
+        connection, such as the traceback of its last error, must not keep its memory."""
+        self._ended = True
+        self._target = None
 
     def buffer(self) -> memoryview:
         """Return the buffer for the next bytes. It is never empty if the caller calls `next` until that returns
@@ -249,6 +263,8 @@ class FrameReader:
 
     def next(self) -> Frame | None:
         """Return the next complete frame, or None until more bytes come. Raises `WireError` on malformed input."""
+        if self._ended:
+            return None
         if self._header is None:
             if self._end - self._start < HEADER_BYTES:
                 return None
@@ -275,7 +291,7 @@ class FrameReader:
     def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
         """Copy `data` in, whatever its size. Yields each frame as it completes (`limits` may change in between)."""
         rest = memoryview(data)
-        while rest.nbytes:
+        while rest.nbytes and not self._ended:
             room = self.buffer()
             count = min(room.nbytes, rest.nbytes)
             room[:count] = rest[:count]

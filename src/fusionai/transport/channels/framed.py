@@ -1,17 +1,17 @@
-"""What all channels share: the version handshake, the queue of received envelopes, frame limits, and accept tasks.
+"""What all channels share: the version handshake, the queue of received envelopes, and the limits of frames.
 
 The dialling side sends `Hello` and gets `Welcome` or `Refused`. The handshake decides which protocol versions are
-compatible, which streams a stranger may open, and which frame limits hold afterwards. A full queue pauses reading from
-the network. A listener runs its `accept` callback in one task per channel, and the channel ends with that task.
+compatible, which streams a stranger may open, and which frame limits hold afterwards. The dialling side has little to
+say until the listening side calls `admit`: small frames, and one of them in the queue. A full queue pauses reading from
+the network. `channels.accepting` runs the channels of a listener.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,8 +22,10 @@ from fusionai.primitives.errors import ChannelClosed, FusionError, RefusedError,
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.channels.link import UNKNOWN, LinkFigures
-from fusionai.transport.interface import Accept, ChannelStats, Envelope, Remote, Role
+from fusionai.transport.channels.pace import WINDOW_S, Arrived, FramePace
+from fusionai.transport.interface import ChannelStats, Envelope, Remote, Role
 from fusionai.wire.frame import (
+    DOOR_LIMITS,
     GREETING_LIMITS,
     STRANGER_LIMITS,
     STREAM_LIMITS,
@@ -113,6 +115,7 @@ class Inbox:
     def __init__(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
         self._pause = pause
         self._resume = resume
+        self._high_water_bytes = HIGH_WATER_BYTES
         self._waiting: deque[tuple[Envelope, int]] = deque()
         self._waiting_bytes = 0
         self._paused = False
@@ -122,6 +125,13 @@ class Inbox:
     @property
     def ended(self) -> bool:
         return self._end is not None
+
+    def limit(self, high_water_bytes: int) -> None:
+        """Change the high-water mark. 0: reading pauses while one frame waits."""
+        self._high_water_bytes = high_water_bytes
+        if self._paused and not self._above():
+            self._paused = False
+            self._resume()
 
     def put(self, envelope: Envelope, nbytes: int) -> None:
         """Add an arrived frame. Ignored after the end."""
@@ -175,7 +185,7 @@ class Inbox:
         return envelope
 
     def _above(self) -> bool:
-        return self._waiting_bytes > HIGH_WATER_BYTES or len(self._waiting) > HIGH_WATER_FRAMES
+        return self._waiting_bytes > self._high_water_bytes or len(self._waiting) > HIGH_WATER_FRAMES
 
     def _wake_one(self) -> None:
         for getter in self._getters:
@@ -211,6 +221,9 @@ class FramedChannel(ABC):
         self._outbound = GREETING_LIMITS
         self._inbox = Inbox(self._pause_reading, self._resume_reading)
         self._closing = False
+        self.on_admitted: Callable[[], None] | None = None
+        """Called when the listening side admits the other side."""
+        self._pace = FramePace()
         self._last_arrival_s = self._loop.time()
         """When something arrived last, on the event loop's clock."""
 
@@ -227,6 +240,15 @@ class FramedChannel(ABC):
     def acknowledges(self) -> bool | None:
         return None
 
+    def admit(self, limits: FrameLimits | None = None) -> None:
+        if self._dialling is not None or self.remote.role == "stranger" or self.closed:
+            return
+        self._reader.limits = limits or limits_from(self.remote.role, self.stream)
+        self._inbox.limit(HIGH_WATER_BYTES)
+        self._pace.window_s = WINDOW_S
+        if self.on_admitted is not None:
+            self.on_admitted()
+
     @abstractmethod
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None: ...
 
@@ -240,7 +262,9 @@ class FramedChannel(ABC):
 
     def abort(self) -> None:
         self._closing = True
-        self._settle(ChannelClosed("this side dropped the connection."))
+        dropped = ChannelClosed("this side dropped the connection.")
+        self._settle(dropped)
+        self._inbox.end(dropped, discard=True)
         self._abort()
 
     async def receive(self) -> Envelope:
@@ -263,6 +287,10 @@ class FramedChannel(ABC):
 
     @abstractmethod
     def _resume_reading(self) -> None: ...
+
+    @abstractmethod
+    def reads(self) -> bool:
+        """Return whether this side reads from the network now."""
 
     def _connected(self, remote: Remote) -> None:
         """The connection is up and the other side's identity is proven. The dialling side sends the first message."""
@@ -295,7 +323,13 @@ class FramedChannel(ABC):
                 self._open()
 
     def _open(self) -> None:
-        self._reader.limits = limits_from(self.remote.role, self.stream)
+        known = limits_from(self.remote.role, self.stream)
+        if self._dialling is not None:
+            self._reader.limits = known
+            self._pace.window_s = WINDOW_S
+        else:
+            self._reader.limits = known if self.remote.role == "stranger" else DOOR_LIMITS
+            self._inbox.limit(0)
         self._outbound = limits_from(self._own_role, self.stream)
         self.opened.set_result(None)
 
@@ -306,6 +340,18 @@ class FramedChannel(ABC):
                 self._arrived(frame)
         except FusionError as error:
             self._fail(error)
+        self._watch_pace()
+
+    def _watch_pace(self) -> None:
+        """Give an incomplete frame its deadline."""
+        if not self._pace.watching and self._reader.midway and self.opened.done() and not self.closed:
+            self._pace.watch(self)
+
+    def incomplete(self) -> Arrived | None:
+        return Arrived(self.stats.received_frames, self.stats.arrived_bytes) if self._reader.midway else None
+
+    def fall_behind(self, reason: str) -> None:
+        self._fail(ChannelClosed(reason))
 
     def _fail(self, error: FusionError) -> None:
         """End the channel with an error that this side detected."""
@@ -321,6 +367,8 @@ class FramedChannel(ABC):
     def _settle(self, error: FusionError) -> None:
         if not self.opened.done():
             self.opened.set_exception(error)
+        self._pace.end()
+        self._reader.end()
         self._inbox.end(error)
 
     def _count_sent(self, nbytes: int) -> None:
@@ -343,89 +391,3 @@ def joined(head: bytes, tensors: Sequence[HostTensor]) -> bytes:
 def _allocate(count: int) -> memoryview:
     # numpy neither clears a large buffer (a second pass over its memory) nor touches it before data arrives.
     return np.empty(count, np.uint8).data if count >= LARGE_ALLOCATION_BYTES else memoryview(bytearray(count))
-
-
-_LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class AcceptLimits:
-    """Limits of half-open connections. `greeting_s`: time for TLS and `Hello` together. `stranger_s`: total time of a
-    stranger. `half_open`: number of both together."""
-
-    greeting_s: float = 5.0
-    stranger_s: float = 20.0
-    half_open: int = 128
-
-
-class AcceptedTasks:
-    """Tasks of one listener, one for each connection. At the limit of half-open connections the oldest one is dropped.
-    `errors`: exceptions by which a connection may fail besides the transport's own."""
-
-    def __init__(self, accept: Accept, limits: AcceptLimits, errors: tuple[type[Exception], ...] = ()) -> None:
-        self._accept = accept
-        self._limits = limits
-        self._errors = (OSError, FusionError, asyncio.CancelledError, *errors)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._half_open: dict[asyncio.Task[None], None] = {}
-
-    def start(self, work: Coroutine[None, None, None]) -> None:
-        """Start `serve`, or a coroutine that ends in it, as the task of a new connection."""
-        if len(self._half_open) >= self._limits.half_open:
-            oldest = next(iter(self._half_open))
-            del self._half_open[oldest]
-            oldest.cancel()
-        task = asyncio.get_running_loop().create_task(work)
-        for tasks in (self._tasks.discard, lambda done: self._half_open.pop(done, None)):
-            task.add_done_callback(tasks)
-        self._tasks.add(task)
-        self._half_open[task] = None
-
-    def proven(self) -> None:
-        """Stop counting the current task's connection as half open."""
-        current = asyncio.current_task()
-        assert current is not None, "a coroutine of this listener runs as a task"
-        self._half_open.pop(current, None)
-
-    async def serve(self, connect: Callable[[], Coroutine[None, None, FramedChannel]]) -> None:
-        """Connect, wait for the handshake, then run the channel. Raises nothing but cancellation."""
-        channel: FramedChannel | None = None
-        try:
-            async with asyncio.timeout(self._limits.greeting_s):
-                channel = await connect()
-                await channel.opened
-        except self._errors as error:
-            _LOG.debug("an incoming connection was rejected: %r", error)
-            if channel is not None:
-                if isinstance(error, FusionError):
-                    # A refusal may still be in the send queue.
-                    await channel.close()
-                channel.abort()
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            return
-        if channel.remote.role != "stranger":
-            self.proven()
-        await self._run(channel)
-
-    async def close(self) -> None:
-        """Cancel all tasks, which closes their channels."""
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _run(self, channel: FramedChannel) -> None:
-        """Call `accept` and close the channel."""
-        try:
-            lifetime_s = self._limits.stranger_s if channel.remote.role == "stranger" else None
-            async with asyncio.timeout(lifetime_s):
-                await self._accept(channel)
-        except (ChannelClosed, TimeoutError) as error:
-            _LOG.debug("a channel ended: %s", error)
-        except FusionError as error:
-            _LOG.info("a channel ended: %s", error)
-        except Exception:  # noqa: BLE001 - one failing channel must not take the listener down
-            _LOG.exception("a channel's task failed")
-        finally:
-            await channel.close()

@@ -22,7 +22,7 @@ from fusionai.primitives.errors import WireError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire.frame import describe
-from fusionai.wire.messages import MAX_BACK_BYTES, Message, Ping, Pong, Probe, TensorHeader
+from fusionai.wire.messages import MAX_PROBE_BYTES, Message, Ping, Pong, Probe, TensorHeader
 
 _TCP_INFO: Final = struct.Struct("=8B24I4Q6IQ")
 """Layout of Linux's `struct tcp_info` (linux/tcp.h), up to the delivery rate."""
@@ -95,7 +95,7 @@ async def measure_link(
     clock: Clock,
     *,
     pings: int = 8,
-    largest_probe_bytes: int = 32 * 2**20,
+    largest_probe_bytes: int = MAX_PROBE_BYTES,
     enough_s: float = 0.25,
     back: bool = False,
 ) -> LinkMeasurement:
@@ -106,7 +106,7 @@ async def measure_link(
     there = await _bandwidth(asking.sent, round_trip_s, largest_probe_bytes, enough_s)
     if not back:
         return LinkMeasurement(round_trip_s, round_trip_s / 2, *there)
-    returned, _ = await _bandwidth(asking.fetched, round_trip_s, min(largest_probe_bytes, MAX_BACK_BYTES), enough_s)
+    returned, _ = await _bandwidth(asking.fetched, round_trip_s, largest_probe_bytes, enough_s)
     return LinkMeasurement(round_trip_s, round_trip_s / 2, *there, back_bytes_per_s=returned)
 
 

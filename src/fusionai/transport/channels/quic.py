@@ -165,9 +165,11 @@ class QuicChannel(FramedChannel):
         self.stats.arrived_bytes += len(data)
         for frame in self._reader.feed(data):
             self._arrived(frame)
+        self._watch_pace()
         if self._limits.download is not None:
             due_s = self._limits.download.take(len(data), self._loop.time())
             if due_s > 0:
+                self._pace.excuse()
                 await asyncio.sleep(due_s)
 
     async def _put(self, data: bytes) -> None:
@@ -227,6 +229,7 @@ class QuicChannel(FramedChannel):
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _end_tasks(self) -> None:
+        self._pace.end()
         self._gone.set()
         self._readable.set()
         for task in self._tasks:
@@ -258,7 +261,11 @@ class QuicChannel(FramedChannel):
             self._closing_task = self._loop.create_task(self._close_gracefully())
 
     def _pause_reading(self) -> None:
+        self._pace.excuse()
         self._readable.clear()
+
+    def reads(self) -> bool:
+        return self._readable.is_set()
 
     def _resume_reading(self) -> None:
         self._last_arrival_s = self._loop.time()

@@ -345,10 +345,14 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         self._inbox_full = False
         self._apply_pauses()
 
+    def reads(self) -> bool:
+        return not (self._inbox_full or self._over_limit)
+
     def _apply_pauses(self) -> None:
         if self._transport is None or self._transport.is_closing():
             return
-        if self._inbox_full or self._over_limit:
+        if not self.reads():
+            self._pace.excuse()
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()

@@ -21,7 +21,8 @@ import psutil
 
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError, TrustError, UsageError
 from fusionai.primitives.ids import PeerId
-from fusionai.transport.channels.framed import AcceptLimits, Dialling, FramedChannel
+from fusionai.transport.channels.accepting import AcceptLimits
+from fusionai.transport.channels.framed import Dialling, FramedChannel
 from fusionai.transport.channels.link import LinkFigures
 from fusionai.transport.channels.uplink import TransferLimits
 from fusionai.transport.interface import Role

@@ -20,9 +20,11 @@ from functools import partial
 from types import ModuleType
 from typing import Any, Final
 
+from fusionai.coordination.doorkeeping import prefix_of
 from fusionai.primitives.errors import TransportError, TrustError, UsageError
 from fusionai.primitives.ids import PeerId, short
-from fusionai.transport.channels.framed import AcceptedTasks, AcceptLimits, Dialling
+from fusionai.transport.channels.accepting import AcceptedTasks, AcceptLimits
+from fusionai.transport.channels.framed import Dialling
 from fusionai.transport.channels.quic import QuicChannel
 from fusionai.transport.channels.uplink import TransferLimits
 from fusionai.transport.interface import Accept
@@ -297,10 +299,16 @@ class QuicListener:
 
     async def _accept_all(self) -> None:
         while (incoming := await self._endpoint.accept_next()) is not None:
-            self._accepted.start(self._accepted.serve(partial(self._connected, incoming)))
+            if self._accepted.crowded and not await incoming.remote_addr_validated():
+                # A forged source address would count against a prefix that is not the sender's.
+                await incoming.retry()
+                continue
+            host, port = _place(await incoming.remote_addr())
+            prefix = prefix_of(host)
+            connect = partial(self._connected, incoming, host, port)
+            self._accepted.start(self._accepted.serve(connect, prefix), prefix)
 
-    async def _connected(self, incoming: Any) -> QuicChannel:
-        host, port = _place(await incoming.remote_addr())
+    async def _connected(self, incoming: Any, host: str, port: int) -> QuicChannel:
         connection = await (await incoming.accept()).connect()
         channel = self._transport.channel(connection, None, host, port, strangers=self._strangers)
         try:

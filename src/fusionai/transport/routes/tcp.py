@@ -17,8 +17,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
+from fusionai.coordination.doorkeeping import prefix_of
 from fusionai.primitives.errors import TransportError, TrustError, UsageError
-from fusionai.transport.channels.framed import AcceptedTasks, AcceptLimits, Dialling
+from fusionai.primitives.ids import PeerId
+from fusionai.transport.channels.accepting import AcceptedTasks, AcceptLimits
+from fusionai.transport.channels.framed import Dialling
 from fusionai.transport.channels.tcp import GOODBYE_TIMEOUT_S, TcpChannel
 from fusionai.transport.channels.uplink import TransferLimits
 from fusionai.transport.interface import Accept, Role
@@ -79,20 +82,24 @@ class TcpListener:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(self._socket)
+                sock, place = await loop.sock_accept(self._socket)
             except OSError as error:
                 # Out of descriptors or memory, or the caller has already gone: go on accepting.
                 _LOG.debug("accepting a connection failed: %s", error)
                 await asyncio.sleep(_RETRY_ACCEPT_S)
                 continue
             sock.setblocking(False)
-            self._accepted.start(self._serve(sock, relayed=False))
+            self._start(sock, prefix_of(str(place[0])), relayed=False)
 
-    def admit_relayed(self, sock: socket.socket) -> None:
-        """Admit the peer at the far end of an outgoing relayed connection, as if it had connected to this listener."""
-        self._accepted.start(self._serve(sock, relayed=True))
+    def admit_relayed(self, sock: socket.socket, peer: PeerId) -> None:
+        """Admit `peer` at the far end of an outgoing relayed connection, as if it had connected to this listener. All
+        relayed connections come from the relay's address, so each counts for the peer that the broker named."""
+        self._start(sock, f"relay to {peer}", relayed=True)
 
-    async def _serve(self, sock: socket.socket, *, relayed: bool) -> None:
+    def _start(self, sock: socket.socket, prefix: str, *, relayed: bool) -> None:
+        self._accepted.start(self._serve(sock, prefix, relayed=relayed), prefix)
+
+    async def _serve(self, sock: socket.socket, prefix: str, *, relayed: bool) -> None:
         if self._relay is not None and not relayed:
             try:
                 tls = await self._speaks_tls(sock)
@@ -102,7 +109,7 @@ class TcpListener:
             if not tls:
                 await self._relay.serve(sock, self._accepted.proven)
                 return
-        await self._accepted.serve(partial(self._connected, sock, relayed=relayed))
+        await self._accepted.serve(partial(self._connected, sock, relayed=relayed), prefix)
 
     async def _connected(self, sock: socket.socket, *, relayed: bool) -> TcpChannel:
         channel = TcpChannel(self._credentials, self._role, None, self._rates, relayed=relayed)

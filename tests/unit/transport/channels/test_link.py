@@ -10,7 +10,7 @@ from fusionai.primitives.errors import WireError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.channels.link import LinkMeasurement, answer_probe, measure_link
 from fusionai.transport.interface import Channel, Remote
-from fusionai.wire.messages import Done, Hello
+from fusionai.wire.messages import MAX_PROBE_BYTES, Done, Hello
 from harness.memory_transport import MemoryNetwork
 from harness.virtual_clock import VirtualClock
 
@@ -54,7 +54,7 @@ def test_a_known_link_is_measured_right(bandwidth_bytes_per_s: float, latency_s:
 
 def test_a_slow_link_is_probed_briefly_and_a_fast_one_long_enough():
     assert measured(0.1e6, 0.1).probed_bytes == 256 * 2**10
-    assert measured(1e10, 0.0).probed_bytes == 32 * 2**20
+    assert measured(1e10, 0.0).probed_bytes == MAX_PROBE_BYTES
 
 
 def test_both_directions_are_measured():

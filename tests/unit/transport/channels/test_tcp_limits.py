@@ -59,6 +59,7 @@ async def joined(pool: Any, sending: TransferLimits, receiving: TransferLimits) 
     ended = asyncio.Event()
 
     async def accept(channel: Channel) -> None:
+        channel.admit()
         arrived.put_nowait(channel)
         await ended.wait()
 

@@ -28,6 +28,7 @@ from fusionai.transport.security.certificates import MemberCredentials
 from fusionai.transport.security.signed import PairingToken, Side, prove_holding, sign_pairing
 from fusionai.wire.frame import describe
 from fusionai.wire.messages import Fence, Ping, StateChunk
+from harness.admission import admitting
 from harness.patience import CEILING_S
 
 MIB = 2**20
@@ -94,11 +95,11 @@ class Stand:
             came.put_nowait(channel)
             await asyncio.Event().wait()
 
-        listener = await TcpTransport(self.credentials("b")).listen(accept, host="127.0.0.1", port=0)
+        listener = await TcpTransport(self.credentials("b")).listen(admitting(accept), host="127.0.0.1", port=0)
         near, far = await asyncio.gather(
             self.go("a", self.token("a", "b", "dials")), self.go("b", self.token("b", "a", "answers"))
         )
-        listener.admit_relayed(far)
+        listener.admit_relayed(far, PeerId("a" * 52))
         dialling = Dialling(self.peer("b"), "state")
         channel = await TcpTransport(self.credentials("a")).dial_over(near, dialling, 5.0, where="the relay")
         try:
@@ -118,7 +119,7 @@ class Stand:
             await channel.receive()
 
         door = TcpTransport(self.pool.credentials("broker", "broker"))
-        self.listener = await door.listen(accept, host="127.0.0.1", port=0, strangers=True, relay=self.relay)
+        self.listener = await door.listen(admitting(accept), host="127.0.0.1", port=0, strangers=True, relay=self.relay)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -240,8 +241,8 @@ def test_somebody_else_at_the_other_end_is_not_believed(stand, run: Run):
             async def accept(channel: Channel) -> None:
                 await channel.receive()
 
-            listener = await TcpTransport(door.credentials("c")).listen(accept, host="127.0.0.1", port=0)
-            listener.admit_relayed(far)
+            listener = await TcpTransport(door.credentials("c")).listen(admitting(accept), host="127.0.0.1", port=0)
+            listener.admit_relayed(far, PeerId("a" * 52))
             with pytest.raises(TrustError):
                 await TcpTransport(door.credentials("a")).dial_over(
                     near, Dialling(door.peer("b"), "state"), 5.0, where="the relay"
