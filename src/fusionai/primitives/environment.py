@@ -84,7 +84,11 @@ def arithmetic_limits() -> dict[str, str]:
     return {**limits, **({"XLA_FLAGS": " ".join(flags)} if flags else {})}
 
 
-_OF_USERS: Final = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "CUDA_VISIBLE_DEVICES")
+_OF_USERS: Final = (
+    *("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "CUDA_VISIBLE_DEVICES"),
+    # Where compiled kernels are kept. Without a home directory none can be found or compiled.
+    *("HOME", "USERPROFILE", "LOCALAPPDATA", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"),
+)
 
 
 def for_workers() -> dict[str, str]:

@@ -68,7 +68,6 @@ METHODS: Final[Mapping[str, tuple[Any, Any]]] = {
     "forget_all": (tuple[()], None),
     "cached": (tuple[()], dict[int, int]),
     # Both.
-    "resident_bytes": (tuple[()], int),
 }
 """Method of `backends.interface` -> types of its arguments and of its result. Tensors travel beside them."""
 ARGUMENTS: Final = {name: msgspec.msgpack.Decoder(types[0]) for name, types in METHODS.items()}
@@ -105,12 +104,14 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class WorkerReply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A call's result. `used_s`: processor time that the call took, in seconds."""
+    """A call's result. `used_s`: processor time that the call took, in seconds. `resident_bytes`: memory of the program
+    that was called, None if the call can't have changed it."""
 
     result: msgspec.Raw
     tensors: tuple[TensorPlace, ...] = ()
     arena_bytes: int = 0
     used_s: float = 0.0
+    resident_bytes: int | None = None
     failure: Failure | None = None
 
 

@@ -2,8 +2,7 @@
 
 `WorkerBackend` is a `Backend` and a `ServingBackend`. A worker that crashes, hangs or answers nonsense is ended; all
 programs it had are lost: their calls raise `WorkerLost`, so that the job sees lost stages. The next program that is
-loaded starts a new worker; the daemon and its other workers go on. Calls come from one thread at a time, as for any
-backend.
+loaded starts a new worker; the daemon and its other workers go on. Calls from several threads take turns.
 """
 
 from __future__ import annotations
@@ -136,6 +135,9 @@ class WorkerProcess:
         self.dropped: deque[int] = deque()
         """Programs that nothing refers to any more and that the worker still has."""
         self._longest_s: dict[str, float] = {}
+        self._turn = threading.RLock()
+        """Held for a whole call: questions and answers have no numbers, and the shared memory holds those of one."""
+        self._closed = False
         environment = {**for_workers(), "TMPDIR": str(self._directory), **(READING_CACHES if options.confined else {})}
         self._process = start_process(self._arena, environment, self._directory)
         self._watch = _Watch(self._process)
@@ -170,9 +172,21 @@ class WorkerProcess:
         tensors: Mapping[str, HostTensor] | Sequence[tuple[str, HostTensor]] = (),
     ) -> tuple[Any, list[tuple[str, HostTensor]]]:
         """Return a call's result and tensors. Raises what the backend raised, or `WorkerLost`."""
-        while self.dropped:
-            self._call(0, "drop", (self.dropped.popleft(),), ())
-        return self._call(target, method, arguments, tensors)
+        return self.ask_with_size(target, method, arguments, tensors)[:2]
+
+    def ask_with_size(
+        self,
+        target: int,
+        method: str,
+        arguments: tuple[Any, ...],
+        tensors: Mapping[str, HostTensor] | Sequence[tuple[str, HostTensor]] = (),
+    ) -> tuple[Any, list[tuple[str, HostTensor]], int | None]:
+        """Like `ask`, with the memory of the program after the call in bytes; None if the call can't have changed
+        it."""
+        with self._turn:
+            while self.dropped:
+                self._call(0, "drop", (self.dropped.popleft(),), ())
+            return self._call(target, method, arguments, tensors)
 
     def _call(
         self,
@@ -180,7 +194,9 @@ class WorkerProcess:
         method: str,
         arguments: tuple[Any, ...],
         tensors: Mapping[str, HostTensor] | Sequence[tuple[str, HostTensor]],
-    ) -> tuple[Any, list[tuple[str, HostTensor]]]:
+    ) -> tuple[Any, list[tuple[str, HostTensor]], int | None]:
+        if self._closed:
+            raise WorkerLost(f"the worker process for {self._options.backend} is lost.")
         places = self._arena.put(tensors, 0) if tensors else []
         encoded = msgspec.Raw(ENCODER.encode(arguments))
         question = WorkerCall(target, method, encoded, tuple(places), self._arena.nbytes)
@@ -188,7 +204,7 @@ class WorkerProcess:
         try:
             self._arena.follow(answer.arena_bytes)
             made = self._arena.take(answer.tensors, copy=True)
-            return RESULTS[method].decode(answer.result), made
+            return RESULTS[method].decode(answer.result), made, answer.resident_bytes
         except (ExecutionError, msgspec.MsgspecError, OSError) as error:
             raise self._lost(f"it answered {method} with nonsense: {error}") from None
 
@@ -231,15 +247,19 @@ class WorkerProcess:
         return WorkerLost(f"the worker process for {self._options.backend} is lost: {reason}.")
 
     def close(self) -> None:
-        """End the process; what it had is lost."""
+        """End the process; what it had is lost. A call under way on another thread ends first, with `WorkerLost`.
+        Idempotent: a descriptor's number is somebody else's once it is closed."""
         self._watch.over.set()
         with suppress(OSError):
             self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):
-                cast("BinaryIO", pipe).close()
-        with suppress(OSError):
+        with self._turn:
+            if self._closed:
+                return
+            self._closed = True
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                with suppress(OSError):
+                    cast("BinaryIO", pipe).close()
             self._arena.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -314,14 +334,15 @@ class WorkerBackend(Backend):
         self, graph: Graph, *, grad_inputs: Sequence[str], options: StageOptions, memory_limit_bytes: int | None
     ) -> StageProgram:
         process = self.process
-        number, _ = process.ask(0, "load", (encode(graph), tuple(grad_inputs), options, memory_limit_bytes))
+        asked = (encode(graph), tuple(grad_inputs), options, memory_limit_bytes)
+        number, _, size_bytes = process.ask_with_size(0, "load", asked)
         # It has all methods; what the base class keeps of a stage is in the worker.
-        return cast("StageProgram", WorkerStageProgram(process, number))
+        return cast("StageProgram", WorkerStageProgram(process, number, size_bytes))
 
     def _prepared(self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None) -> ServingProgram:
         process = self.process
-        number, _ = process.ask(0, "serve", (encode(graph), options, memory_limit_bytes))
-        return cast("ServingProgram", WorkerServingProgram(process, number))
+        number, _, size_bytes = process.ask_with_size(0, "serve", (encode(graph), options, memory_limit_bytes))
+        return cast("ServingProgram", WorkerServingProgram(process, number, size_bytes))
 
     def close(self) -> None:
         if self._process is not None:
@@ -331,24 +352,25 @@ class WorkerBackend(Backend):
 class _Program:
     """A program in a worker. It is dropped there by the first call after it is dropped here."""
 
-    def __init__(self, process: WorkerProcess, number: int) -> None:
+    def __init__(self, process: WorkerProcess, number: int, size_bytes: int | None) -> None:
         self._process = process
         self._number = number
+        self.resident_bytes = size_bytes or 0
+        """As of the last call that may have changed it: to read it takes no call, so it may be read at any time."""
 
     def _ask(
         self, method: str, *arguments: Any, tensors: Mapping[str, HostTensor] | Sequence[tuple[str, HostTensor]] = ()
     ) -> tuple[Any, list[tuple[str, HostTensor]]]:
         if not self._process.alive:
             raise WorkerLost("the worker process that held this stage is lost.")
-        return self._process.ask(self._number, method, arguments, tensors)
+        result, made, size_bytes = self._process.ask_with_size(self._number, method, arguments, tensors)
+        if size_bytes is not None:
+            self.resident_bytes = size_bytes
+        return result, made
 
     def _import(self, method: str, entries: Entries, *arguments: Any) -> None:
         for piece in _pieces(entries):
             self._ask(method, *arguments, tensors=piece)
-
-    @property
-    def resident_bytes(self) -> int:
-        return self._ask("resident_bytes")[0]
 
     def __del__(self) -> None:
         # The last reference may end on any thread, in the middle of a call: the next call drops it.

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final, cast
 
 import msgspec
 
@@ -35,6 +35,7 @@ from fusionai.backends.worker.channel import (
     Arena,
     Failure,
     TensorPlace,
+    WorkerCall,
     WorkerReply,
     end_of,
     receive,
@@ -72,6 +73,13 @@ class Opened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     measures: tuple[str, ...]
 
 
+RESIZING: Final = {
+    *("load", "serve", "initialise", "allocate", "gradient_norms", "apply", "discard"),
+    *("import_state", "import_weights", "import_gradients"),
+}
+"""Methods after which a program may take more or less memory than before. A pass takes memory that it gives back."""
+
+
 class Server:
     """Answers questions about one backend. Programs are numbered in the order in which they were loaded."""
 
@@ -92,7 +100,7 @@ class Server:
             tensors = self._arena.take(question.tensors, copy=True)
             result, made = self._call(question.target, question.method, arguments, tensors)
             places = self._arena.put(made, end_of(question.tensors))
-            return self._answered(result, places, begun_s)
+            return self._answered(result, places, begun_s, self._resident_bytes(question, result))
         except FusionError as error:
             return self._failed(Failure(type(error).__name__, error.message, error.hint))
         except MemoryError as error:
@@ -101,13 +109,23 @@ class Server:
             first = (str(error).strip().splitlines() or [""])[0]
             return self._failed(Failure("ExecutionError", f"the backend failed: {type(error).__name__}: {first}", None))
 
-    def _answered(self, result: object, places: list[TensorPlace], begun_s: float) -> WorkerReply:
+    def _answered(
+        self, result: object, places: list[TensorPlace], begun_s: float, resident_bytes: int | None
+    ) -> WorkerReply:
         return WorkerReply(
             msgspec.Raw(ENCODER.encode(result)),
             tuple(places),
             self._arena.nbytes,
             time.process_time() - begun_s,
+            resident_bytes,
         )
+
+    def _resident_bytes(self, question: WorkerCall, result: object) -> int | None:
+        """Return the memory of the program that was called or loaded, if the call may have changed it."""
+        if question.method not in RESIZING:
+            return None
+        program = self._programs.get(question.target or cast("int", result))
+        return None if program is None else program.resident_bytes
 
     def _failed(self, failure: Failure) -> WorkerReply:
         return WorkerReply(msgspec.Raw(ENCODER.encode(None)), failure=failure)
@@ -145,7 +163,7 @@ class Server:
             case "run":
                 segments, wanted, rows = arguments
                 return None, list(program.run(segments, dict(tensors), wanted=wanted, rows=rows).items())
-            case "missing" | "cached" | "resident_bytes":
+            case "missing" | "cached":
                 return getattr(program, method), []
             case _:
                 return getattr(program, method)(*arguments), []

@@ -309,7 +309,8 @@ class ServingMember(RoundMember):
                 await self._host.compute.run(
                     lambda spec=spec: program.import_weights([(spec.key, self._weights.read(spec))])
                 )
-        if missing := program.missing:
+        missing, _ = await self._host.compute.run(lambda: program.missing)
+        if missing:
             raise ExecutionError(f"stage {load.stage} lacks {len(missing)} weights, first {missing[0]}.")
         self._stages[load.stage] = stage
         return_freed_memory()

@@ -66,7 +66,7 @@ class AcceptedTasks:
 
     @property
     def crowded(self) -> bool:
-        """Whether so many connections are half open that some prefix may soon reach its cap."""
+        """Whether the number of half-open connections is so high that some prefix may soon reach its cap."""
         return len(self._half_open) > self._limits.half_open.prefix // 2
 
     def start(self, work: Coroutine[None, None, None], prefix: str) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from fusionai.backends.interface import Call
 from fusionai.backends.worker import channel
 from fusionai.backends.worker.client import WorkerBackend, WorkerLost, WorkerOptions
 from fusionai.backends.worker.confinement import measures
-from fusionai.ir.schema import Graph, ListArg, Node, Ref, ValueSpec
+from fusionai.ir.schema import Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import StageOptions
@@ -39,6 +40,15 @@ def doubling(rows: int = 4) -> Graph:
     values = {name: ValueSpec((rows,), "float32") for name in ("x", "y")}
     node = Node(id=0, op="aten.add.Tensor", args=(Ref("x"), Ref("x")), outputs=("y",))
     return Graph(name="double", symbols={}, inputs=("x",), outputs={"y": "y"}, values=values, params={}, nodes=(node,))
+
+
+def scaling(rows: int = 4) -> Graph:
+    values = {name: ValueSpec((rows,), "float32") for name in ("x", "w", "y")}
+    node = Node(id=0, op="aten.mul.Tensor", args=(Ref("x"), Ref("w")), outputs=("y",))
+    params = {"w": ParamSpec(key="w", kind="parameter", shape=(rows,), dtype="float32", trainable=True)}
+    return Graph(
+        name="scale", symbols={}, inputs=("x",), outputs={"y": "y"}, values=values, params=params, nodes=(node,)
+    )
 
 
 def numbers(*values: float) -> HostTensor:
@@ -120,3 +130,57 @@ def test_shared_memory_can_be_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
         assert doubled(backend) == [2, 4, 6, 8]
     finally:
         backend.close()
+
+
+def test_calls_of_several_threads_take_turns(backend: WorkerBackend) -> None:
+    """As when a job's compute thread works and the event loop asks for something."""
+    program = backend.load(doubling(), grad_inputs=(), options=OPTIONS)
+    pid, wrong = backend.process.pid, list[object]()
+
+    def work(number: float) -> None:
+        for _ in range(100):
+            made = np.frombuffer(program.forward(EVAL, {"x": numbers(*[number] * 4)})["y"].data, np.float32)
+            if made.tolist() != [2 * number] * 4 or backend.unsupported(("aten.add.Tensor", f"no.{number}")) != (
+                f"no.{number}",
+            ):
+                wrong.append((number, made))
+
+    threads = [threading.Thread(target=work, args=(float(number),)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert backend.process.pid == pid
+
+
+def test_a_closed_worker_touches_no_descriptor_that_others_have_since(tmp_path: Path) -> None:
+    backend = WorkerBackend(WorkerOptions(backend="torch", device="cpu", threads=1))
+    program = backend.load(doubling(), grad_inputs=(), options=OPTIONS)
+    process = backend.process
+    arena = process._arena.descriptor
+    process.close()
+    kept = tmp_path / "journal"
+    other = os.open(kept, os.O_RDWR | os.O_CREAT)
+    taken = other if other == arena else os.dup2(other, arena)
+    try:
+        process.close()
+        with pytest.raises(WorkerLost):
+            process.ask(program._number, "forward", (EVAL, None), {"x": numbers(*[1.0] * MIB)})  # pyright: ignore[reportAttributeAccessIssue]
+        assert os.fstat(taken).st_size == 0, "the shared memory of the worker that was grew into a file of ours"
+    finally:
+        os.close(taken)
+        if taken != other:
+            os.close(other)
+
+
+def test_the_size_of_a_program_is_known_without_a_call(backend: WorkerBackend) -> None:
+    program = backend.load(scaling(), grad_inputs=(), options=OPTIONS)
+    program.import_state([("model/w", numbers(1, 2, 3, 4))])
+    assert program.resident_bytes == 16
+    with backend.process._turn:
+        read: list[int] = []
+        reading = threading.Thread(target=lambda: read.append(program.resident_bytes))
+        reading.start()
+        reading.join(10.0)
+    assert read == [16]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fusionai.backends.worker.client import READING_CACHES
 from fusionai.backends.worker.confinement import measures
 from fusionai.primitives.environment import for_workers
 
@@ -111,3 +112,33 @@ def test_the_environment_of_a_worker_holds_no_secret(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("FUSION_HOME", str(Path("/home")))
     assert not {"HF_TOKEN", "FUSION_HOME"} & for_workers().keys()
+
+
+KERNELS = """
+import sys
+from pathlib import Path
+from fusionai.backends.worker.confinement import Confinement, confine
+assert "files" in confine(Confinement(Path(sys.argv[1])))
+from fusionai.backends.torch.blocked_linear import kernels
+print(kernels() is not None)
+"""
+
+
+@pytest.mark.slow
+def test_a_confined_worker_has_the_compiled_kernels(tmp_path: Path) -> None:
+    """Those of the cache or, without writing there, its own."""
+    pytest.importorskip("numba")
+    ended = subprocess.run(
+        [sys.executable, "-c", KERNELS, str(tmp_path)],
+        env={**for_workers(), **READING_CACHES},
+        capture_output=True,
+        check=False,
+    )
+    assert ended.stdout.decode().strip() == "True", ended.stderr.decode()
+
+
+def test_a_worker_knows_where_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can't look its home up in the list of users, and without one there were no compiled kernels."""
+    monkeypatch.setenv("HOME", "/somewhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert (for_workers()["HOME"], for_workers()["XDG_CACHE_HOME"]) == ("/somewhere", "/elsewhere")
