@@ -48,7 +48,9 @@ def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def command(pool: LivePool, directory: Path) -> tuple[object, ...]:
     write_text(directory / "text.txt")
-    settings = {"job__steps": STEPS, "train__batch_size": 16, "train__clip_norm": 1.0, "placement": {"stages": 2}}
+    # A worker that recomputes returns freed memory, so that a limit on it is felt in the next step.
+    train = {"train__batch_size": 16, "train__clip_norm": 1.0, "train__recompute": "always"}
+    settings = {"job__steps": STEPS, **train, "placement": {"stages": 2}}
     recipe = write_recipe(directory / "r.toml", **settings)
     return ("train", recipe, "--home", pool.owner, "--threads", 1, "--json", directory / "out.json")
 

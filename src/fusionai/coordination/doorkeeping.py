@@ -4,8 +4,8 @@ A crowd is a set of connections that cost this machine something and have not ye
 half-open handshakes, or members without a ticket. A newcomer always gets in. From three quarters of a cap on, another
 connection is dropped with a probability that rises to one at the cap, so that a crowd never exceeds its caps.
 
-- A connection that is dropped belongs to the crowd that is too large: the newcomer's key, the newcomer's address prefix,
-  or, at the total cap, the prefix with the most connections. A flood from one prefix therefore displaces itself.
+- A dropped connection belongs to the crowd that is too large: the newcomer's key, the newcomer's address prefix, or, at
+  the total cap, the prefix with the most connections. A flood from one prefix therefore displaces itself.
 - The dropped connection is drawn at random. Dropping the oldest one would favour an attacker: at a rate of (cap /
   round trip) every honest handshake is the oldest before it is over. The idea is that of Random Early Detection (Floyd
   and Jacobson, 1993), as applied to half-open connections by OpenSSH's `MaxStartups start:rate:full` and by the random
