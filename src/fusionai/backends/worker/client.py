@@ -248,7 +248,8 @@ class WorkerProcess:
 
     def close(self) -> None:
         """End the process; what it had is lost. A call under way on another thread ends first, with `WorkerLost`.
-        Idempotent: a descriptor's number is somebody else's once it is closed."""
+        Idempotent: after the first call, the
+        number of the descriptor may belong to another file."""
         self._watch.over.set()
         with suppress(OSError):
             self._process.kill()
@@ -356,7 +357,8 @@ class _Program:
         self._process = process
         self._number = number
         self.resident_bytes = size_bytes or 0
-        """As of the last call that may have changed it: to read it takes no call, so it may be read at any time."""
+        """Bytes of memory after the last call that may have changed it. Reading it calls nothing, so that any thread may
+        read it at any time."""
 
     def _ask(
         self, method: str, *arguments: Any, tensors: Mapping[str, HostTensor] | Sequence[tuple[str, HostTensor]] = ()
