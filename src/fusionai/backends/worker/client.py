@@ -248,8 +248,7 @@ class WorkerProcess:
 
     def close(self) -> None:
         """End the process; what it had is lost. A call under way on another thread ends first, with `WorkerLost`.
-        Idempotent: after the first call, the
-        number of the descriptor may belong to another file."""
+        Idempotent: after the first call, the number of the descriptor may belong to another file."""
         self._watch.over.set()
         with suppress(OSError):
             self._process.kill()
