@@ -356,8 +356,8 @@ class _Program:
         self._process = process
         self._number = number
         self.resident_bytes = size_bytes or 0
-        """Bytes of memory after the last call that may have changed it. Reading it calls nothing, so that any thread may
-        read it at any time."""
+        """Bytes of memory after the last call that may have changed it. Reading it calls nothing, so
+        that any thread may read it at any time."""
 
     def _ask(
         self, method: str, *arguments: Any, tensors: Mapping[str, HostTensor] | Sequence[tuple[str, HostTensor]] = ()
