@@ -10,6 +10,7 @@ from fusionai.coordination.broker import events, requests
 from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.coordination.broker.job import Job
 from fusionai.coordination.broker.requests import REASON_LENGTH, Answer, Notify, Refusal
+from fusionai.coordination.broker.state import Lease
 from fusionai.coordination.broker.transaction import Transaction
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.wire.messages import (
@@ -47,7 +48,7 @@ def report_job(turn: Transaction, request: requests.ReportJob) -> None:
         case "failed":
             turn.record(events.JobFailed(at_s=at_s, job=job.job, step=step, detail=detail))
         case "stopping" if job.phase != "stopping":
-            turn.record(events.JobStopAsked(at_s=at_s, job=job.job, by=request.sender))
+            _ask_to_stop(turn, job, request.sender)
         case "running" if job.phase == "requested":
             turn.record(events.JobStarted(at_s=at_s, job=job.job))
         case _:
@@ -72,13 +73,20 @@ def stop_job(turn: Transaction, request: requests.StopJob) -> None:
     if request.sender not in (job.owner, sponsor, turn.rules.broker):
         raise Refusal("not_authorised", f"Only {job.entity}'s owner and the broker's owner may stop it.")
     if job.live:
-        turn.record(events.JobStopAsked(at_s=turn.wall_s, job=job.job, by=request.sender))
+        _ask_to_stop(turn, job, request.sender)
         driver = turn.desk.drivers.get(job.job)
         if driver is not None:
             turn.commands.append(Notify(driver, StopNotice(job=job.job)))
         elif not job.attended:
             turn.fail(job, "stopped while nobody attended to it")
     turn.commands.append(Answer(Done()))
+
+
+def _ask_to_stop(turn: Transaction, job: Job, sender: PeerId) -> None:
+    """Record the stop. The first one starts the driver's grace period, which no later one prolongs."""
+    turn.record(events.JobStopAsked(at_s=turn.wall_s, job=job.job, by=sender))
+    if job.job not in turn.desk.stops:
+        turn.put("stops", job.job, Lease(turn.rules.stop_grace_s, turn.now_s))
 
 
 def _same_plan(turn: Transaction, request: requests.RequestJob, job: Job | None) -> int:

@@ -173,6 +173,9 @@ def tick(turn: Transaction, _request: requests.DeadlinePassed) -> None:
     for peer, lease in turn.desk.leases.items():
         if turn.now_s >= lease.expires_at_s:
             _lose(turn, turn.pool.members[peer], f"not heard for {lease.duration_s:g} s")
+    for name, grace in turn.desk.stops.items():
+        if turn.now_s >= grace.expires_at_s:
+            turn.fail(turn.pool.jobs[name], f"its driver did not end it within {grace.duration_s:g} s of the stop")
     for name, wait in turn.desk.waits.items():
         if turn.now_s < wait.expires_at_s:
             continue
@@ -199,7 +202,7 @@ def _is_driven(turn: Transaction, name: JobId) -> bool:
 def restart_leases(turn: Transaction, _request: requests.Stalled) -> None:
     fresh = recovered(turn.rules, turn.pool, turn.now_s)
     waits = {name: wait for name, wait in fresh.waits.items() if name in turn.desk.waits}
-    turn.desk = replace(turn.desk, leases=fresh.leases, waits=waits)
+    turn.desk = replace(turn.desk, leases=fresh.leases, waits=waits, stops=fresh.stops)
 
 
 def _lose(turn: Transaction, member: Member, reason: str) -> None:

@@ -56,6 +56,9 @@ class BrokerRules:
     heartbeat_s: float = 3.0
     unattended_s: float = 120.0
     """Seconds without its driver after which a job is given up."""
+    stop_grace_s: float = 600.0
+    """Seconds after `fusion stop` within which a job's driver must end it; then the broker ends it. Chosen, so that a
+    last checkpoint can cross a slow uplink."""
     losses_before_rest: int = 5
     """Losses within `loss_window_s` after which a machine gets no new work for `rest_s`; 0: no limit."""
     loss_window_s: float = 600.0
@@ -87,6 +90,8 @@ class BrokerState:
     """Lease of each member that is present."""
     waits: Mapping[JobId, Lease] = field(default_factory=dict[JobId, Lease])
     """For each live job without a driver's connection: first `lease_s` of grace, then `unattended_s`."""
+    stops: Mapping[JobId, Lease] = field(default_factory=dict[JobId, Lease])
+    """For each job that was asked to stop: the `stop_grace_s` which its driver has to end it."""
     links: Mapping[PeerId, int] = field(default_factory=dict[PeerId, int])
     drivers: Mapping[JobId, int] = field(default_factory=dict[JobId, int])
     progress: Mapping[JobId, int] = field(default_factory=dict[JobId, int])
@@ -100,7 +105,7 @@ class BrokerState:
 
     def with_deadline(self) -> BrokerState:
         """Return this state with `next_deadline_s` computed from all leases."""
-        ends_s = (lease.expires_at_s for leases in (self.leases, self.waits) for lease in leases.values())
+        ends_s = (lease.expires_at_s for leases in (self.leases, self.waits, self.stops) for lease in leases.values())
         return replace(self, next_deadline_s=min(ends_s, default=None))
 
     def knows(self, peer: PeerId) -> bool:
@@ -129,12 +134,14 @@ class Decision:
 
 
 def recovered(rules: BrokerRules, pool: Pool, now_s: float) -> BrokerState:
-    """Return the state after a start, with one lease of grace for each member present and for each live job."""
+    """Return the state after a start, with one lease of grace for each member present and for each live job, and
+    with a new `stop_grace_s` for each job that is stopping."""
     return BrokerState(
         rules=rules,
         pool=pool,
         leases={peer: Lease(rules.lease_s, now_s) for peer, member in pool.members.items() if member.phase in PRESENT},
         waits={job.job: wait_for_driver(job, now_s, rules) for job in pool.live_jobs()},
+        stops={job.job: Lease(rules.stop_grace_s, now_s) for job in pool.live_jobs() if job.phase == "stopping"},
     ).with_deadline()
 
 

@@ -91,7 +91,7 @@ class Transaction:
 
     def dismiss(self, name: JobId) -> None:
         """Forget what is kept in memory about a job that has ended."""
-        self.drop(name, "drivers", "waits", "progress")
+        self.drop(name, "drivers", "waits", "stops", "progress")
         self.see_off()
 
     def fail(self, job: Job, why: str) -> None:

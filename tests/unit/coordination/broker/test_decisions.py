@@ -597,6 +597,58 @@ def test_a_job_that_its_members_hold_runs_on_while_only_the_broker_misses_its_dr
     assert (drive.phase(A), drive.phase(B)) == ("active", "active")
 
 
+def _drive_on(drive: Drive, seconds: float, state: str) -> None:
+    """A present driver that reports this state, and a present member, for so many seconds."""
+    for _ in range(int(seconds / 3)):
+        drive.now_s += 3.0
+        drive.ask(requests.Beat(A, 97, 1))
+        drive.ask(report(state))
+        drive.ask(requests.DeadlinePassed())
+
+
+@pytest.mark.parametrize("state", ["running", "stopping"])
+def test_a_job_whose_driver_ignores_the_stop_is_ended_after_a_grace_period(state: str):
+    drive = Drive(replace(RULES, stop_grace_s=30.0))
+    drive.join(OWNER, A)
+    drive.register(A)
+    drive.ask(want(A))
+    drive.ask(report("running"))
+    drive.ask(requests.StopJob(OWNER, JOB))
+    _drive_on(drive, 27.0, state)
+    assert drive.desk.pool.jobs[JOB].phase == "stopping"
+    drive.ask(requests.StopJob(OWNER, JOB))  # a second stop prolongs nothing
+    drive.wait(3.0)
+    assert drive.notes()[-1] == "failed: its driver did not end it within 30 s of the stop"
+    assert drive.phase(A) == "idle"
+    assert drive.desk.stops == {}
+    drive.refused(report(state), "bad_message")
+
+
+def test_a_broker_that_started_again_or_stood_still_grants_a_stopping_job_a_new_grace_period():
+    drive = Drive(replace(RULES, stop_grace_s=30.0))
+    drive.join(OWNER, A)
+    drive.register(A)
+    drive.ask(want(A))
+    drive.ask(requests.StopJob(OWNER, JOB))
+    drive.now_s = 40.0
+    drive.ask(requests.Stalled())
+    assert drive.desk.stops[JOB].expires_at_s == 70.0
+    drive.desk = recovered(drive.desk.rules, drive.desk.pool, 100.0)
+    assert drive.desk.stops[JOB].expires_at_s == 130.0
+
+
+def test_a_job_that_ends_in_time_and_is_asked_for_again_is_not_ended_by_its_old_stop():
+    drive = Drive(replace(RULES, stop_grace_s=30.0))
+    drive.join(OWNER, A)
+    drive.register(A)
+    drive.ask(want(A))
+    drive.ask(requests.StopJob(OWNER, JOB))
+    drive.ask(report("done"))
+    drive.ask(want(A))
+    _drive_on(drive, 60.0, "running")
+    assert drive.desk.pool.jobs[JOB].phase == "running"
+
+
 def test_stopping_an_unattended_job_ends_it(drive: Drive):
     drive.ask(want(A))
     drive.ask(requests.Disconnected(500))
