@@ -88,6 +88,8 @@ class MemoryPool:
         self.doors: list[JobAcceptor] = []
         """One for each start of a peer."""
         self.addresses: dict[str, tuple[str, ...]] = {}
+        self.elsewhere: dict[str, tuple[str, ...]] = {}
+        """Addresses of members that a test plays itself."""
         self.dead: set[PeerId] = set()
         self.changed = asyncio.Event()
         """Somebody came (back)."""
@@ -109,6 +111,7 @@ class MemoryPool:
             fingerprint="test",
             clock=SystemClock(),
             seal=SEAL if peer == OWNER else None,
+            authority_key=self.authority_key,
         )
 
     def ticket(
@@ -121,8 +124,13 @@ class MemoryPool:
             plan_version=version,
             role="driver" if driver else "stage",
             expires_at_s=SystemClock().wall_s() + lifetime_s,
+            addresses=() if driver else {**self.addresses, **self.elsewhere}.get(peer, ()),
         )
         return sign_ticket(content, self.key)
+
+    def contact(self, peer: PeerId) -> bytes:
+        """The ticket with which others may dial `peer`; empty for the owner."""
+        return b"" if peer == OWNER else self.ticket(peer)
 
     def tickets(self, version: int = 1) -> dict[str, bytes]:
         peers = {host.peer: self.ticket(host.peer, version=version) for host in self.hosts}

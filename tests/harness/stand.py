@@ -167,10 +167,8 @@ class Stand:
     def neighbours(self, at: int = 0) -> tuple[wire.Neighbour, ...]:
         """The plan: stage 0 at a shipped peer, by default the one under test."""
         places = ((0, self.pool.hosts[at].peer), (1, NEIGHBOUR), (2, OWNER))
-        addresses = {**self.pool.addresses, NEIGHBOUR: self.listener.addresses}
-        return tuple(
-            wire.Neighbour(stage=stage, peer=peer, addresses=addresses.get(peer, ())) for stage, peer in places
-        )
+        self.pool.elsewhere[NEIGHBOUR] = self.listener.addresses
+        return tuple(wire.Neighbour(stage=stage, peer=peer, ticket=self.pool.contact(peer)) for stage, peer in places)
 
     def enlist(self, to: PeerId | None = None, **changes: Any) -> wire.Enlist:
         """A good one but for `changes`; `to` standbys what they say, by default the peer under test."""

@@ -65,7 +65,9 @@ KEY = Ed25519PrivateKey.generate()
 
 
 def ticket(expires_at_s: float) -> bytes:
-    content = Ticket(job=JOB, peer="o" * 52, stage=-1, plan_version=1, role="driver", expires_at_s=expires_at_s)
+    content = Ticket(
+        job=JOB, peer="o" * 52, stage=-1, plan_version=1, role="driver", expires_at_s=expires_at_s, addresses=()
+    )
     return sign_ticket(content, KEY)
 
 

@@ -192,6 +192,7 @@ class ForkedWorker:
             os.close(descriptor)
         self.stdin, self.stdout = os.fdopen(asking, "wb"), os.fdopen(answering, "rb")
         self.returncode: int | None = None
+        self._reaping = threading.Lock()
 
     def _become(self, asked: int, answered: int, arena: int, environment: Mapping[str, str], directory: Path) -> None:
         """Become a worker: no descriptor but the pipes and the arena, and its own environment."""
@@ -222,11 +223,12 @@ class ForkedWorker:
             os.kill(self.pid, signal.SIGKILL)
 
     def _reaped(self, options: int) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, options)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+        with self._reaping:  # the event loop asks whether it lives while another thread waits for its end
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, options)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
 
 
 def main() -> None:

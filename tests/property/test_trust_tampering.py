@@ -77,7 +77,7 @@ def placed(
 
 
 def ticket(who: PeerId, *, job: str = JOB, version: int = 4, signer: Ed25519PrivateKey = AUTHORITY) -> bytes:
-    return sign_ticket(Ticket(job, who, 0, version, "stage", NOW_S + 600), signer)
+    return sign_ticket(Ticket(job, who, 0, version, "stage", NOW_S + 600, ()), signer)
 
 
 # --------------------------------------------------------------------------------------------- what is attacked
@@ -98,9 +98,7 @@ def owner_accepts(who: PeerId, *shown: bytes) -> bool:
 
 
 def enlist(placement: bytes, *stages: PeerId, fence: Fence = PRESENT, standbys: tuple[int, ...] = ()) -> wire.Enlist:
-    neighbours = tuple(
-        wire.Neighbour(stage=number, peer=who, addresses=()) for number, who in enumerate((*stages, OWNER))
-    )
+    neighbours = tuple(wire.Neighbour(stage=number, peer=who) for number, who in enumerate((*stages, OWNER)))
     return wire.Enlist(fence=fence, job=JOB, neighbours=neighbours, standbys=standbys, ticket=b"", placement=placement)
 
 

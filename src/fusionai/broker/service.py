@@ -33,6 +33,7 @@ from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.transport.enrolment import InvitationContent, format_invitation
 from fusionai.transport.interface import Remote
+from fusionai.transport.routes.addresses import vouched
 from fusionai.transport.security.certificates import Authority
 from fusionai.transport.security.identity import peer_of, public_key_of
 from fusionai.transport.security.signed import DRIVER_STAGE, Role, Ticket, sign_ticket
@@ -143,7 +144,7 @@ class BrokerService:
                 return self._decide(requests.Beat(peer, connection, message.boot, message.jobs))
             case wire.Register():
                 self._check_lender(peer, _check_profile(message.profile, peer))
-                profile, addresses = bytes(message.profile), tuple(message.addresses)
+                profile, addresses = bytes(message.profile), vouched(message.addresses, remote.host)
                 register = requests.RegisterMember(peer, connection, message.boot, profile, addresses)
                 return self._with_neighbours(self._decide(register), peer, remote.host)
             case wire.Leave():
@@ -291,7 +292,15 @@ class BrokerService:
             *((member.peer, member.standbys[0], "standby") for member in minted.members if not member.stages),
             (owner, DRIVER_STAGE, "driver"),
         ]
-        tickets = [Ticket(job, peer, stage, version, role, expires_at_s) for peer, stage, role in holders]
+        members = self.state.pool.members
+
+        def listens_at(peer: str) -> tuple[str, ...]:
+            # An owner that keeps stages to itself lends nothing and is dialled by nobody.
+            return () if peer == owner or PeerId(peer) not in members else members[PeerId(peer)].addresses
+
+        tickets = [
+            Ticket(job, peer, stage, version, role, expires_at_s, listens_at(peer)) for peer, stage, role in holders
+        ]
         peers = tuple(PeerId(placement.peer) for placement in minted.members)
         return wire.JobGranted(
             job=job,

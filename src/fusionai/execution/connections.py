@@ -358,9 +358,15 @@ class Deployment:
     tickets: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     clock_ahead_s: float = 0.0
 
+    @property
+    def contacts(self) -> dict[str, bytes]:
+        """Ticket of each peer that others may dial. It says where the peer listens. Nobody else can use it."""
+        return {peer: self.tickets[peer] for peer in self.members if peer in self.tickets}
+
     def neighbours(self) -> tuple[wire.Neighbour, ...]:
+        contacts = self.contacts
         return tuple(
-            wire.Neighbour(stage=p.stage, peer=p.peer, addresses=self.members.get(p.peer, ())) for p in self.plan.stages
+            wire.Neighbour(stage=p.stage, peer=p.peer, ticket=contacts.get(p.peer, b"")) for p in self.plan.stages
         )
 
 

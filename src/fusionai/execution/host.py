@@ -21,10 +21,11 @@ from fusionai.backends.interface import Backend, WorksIn
 from fusionai.backends.memory import keep_freed_memory, numpy_computes_alone
 from fusionai.ir.validate import GraphLimits
 from fusionai.primitives.clock import Clock
-from fusionai.primitives.ids import PeerId
+from fusionai.primitives.errors import TrustError
+from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.interface import Transport
-from fusionai.transport.security.signed import Seal
+from fusionai.transport.security.signed import Seal, verify_ticket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,19 @@ class Host:
     weights: WeightStore | None = None
     seal: Seal | None = None
     graph_limits: GraphLimits = field(default_factory=GraphLimits)
+    authority_key: bytes | None = None
+    """Public key of the pool's broker, which signs tickets; None on a machine that is in no pool."""
+
+    def addresses_of(self, peer: PeerId, job: str, ticket: bytes) -> tuple[str, ...]:
+        """Return where the broker says that another member of a job listens. A job's owner, who names the member, can
+        choose no address. Raises `TrustError` for a ticket that the broker did not sign for `peer` and `job`."""
+        if self.authority_key is None:
+            raise TrustError(
+                f"expected to dial members of a pool, got peer {short(peer)} on a machine that is in none."
+            )
+        return verify_ticket(
+            ticket, self.authority_key, now_wall_s=self.clock.wall_s(), job=JobId(job), peer=peer
+        ).addresses
 
 
 T = TypeVar("T")

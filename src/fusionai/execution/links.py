@@ -200,6 +200,20 @@ async def open_job(
     raise TransportError(f"peer {short(peer)} answered {type(answer).__name__} instead of opening job {opening.job}.")
 
 
+async def open_link(
+    transport: Transport, addresses: Sequence[str], peer: PeerId, stream: wire.Stream, opening: wire.OpenJob
+) -> Channel:
+    """Like `open_job`, between two members. The job's owner is told why the other member refused, but not what this
+    machine's network answered: that would map the network of whoever lends the machine."""
+    try:
+        return await open_job(transport, addresses, peer, stream, opening)
+    except RefusedError:
+        raise
+    except FusionError as error:
+        log.info("peer %s could not be reached: %s", short(peer), error)
+        raise TransportError(f"peer {short(peer)} could not be reached from there.") from None
+
+
 @dataclass(frozen=True, slots=True)
 class _Dialling:
     """An attempt to open a link."""
@@ -304,7 +318,7 @@ class Links(_Connected):
 
     async def _dial(self, peer: PeerId, addresses: Sequence[str], opening: wire.OpenJob) -> None:
         try:
-            channel = await open_job(self._transport, addresses, peer, "tensors", opening)
+            channel = await open_link(self._transport, addresses, peer, "tensors", opening)
         except FusionError as error:
             if not self._closing:
                 self._on_lost(peer, str(error))
@@ -380,7 +394,7 @@ class StateConnections(_Connected):
         await connection.channel.send(message, tensors)
 
     async def _open(self, peer: PeerId, addresses: Sequence[str], opening: wire.OpenJob) -> KeepaliveConnection:
-        channel = await open_job(self._transport, addresses, peer, "state", opening)
+        channel = await open_link(self._transport, addresses, peer, "state", opening)
         if self._closing:
             channel.abort()
             raise TransportError(f"the connection to peer {short(peer)} is not needed: this member is closing.")

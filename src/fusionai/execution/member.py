@@ -258,7 +258,12 @@ class RoundMember(ABC):
         """Open the link to a neighbour if this side dials and the link does not exist."""
         other = PeerId(neighbour.peer)
         if other != self._host.peer and self._dials(other):
-            self._links.dial(other, neighbour.addresses, self._placement.opening)
+            try:
+                self._links.dial(
+                    other, self._host.addresses_of(other, self.job, neighbour.ticket), self._placement.opening
+                )
+            except TrustError as error:
+                self._link_lost(other, str(error))
 
     async def _is_linked(self, peer: PeerId, fence: Fence) -> bool:
         """Wait for the link to `peer`. A missing one is reported, unless the round of `fence` is over."""

@@ -54,6 +54,9 @@ class JobAcceptor:
         self._ending: set[asyncio.Task[None]] = set()
         self._patience: dict[JobId, asyncio.Task[None]] = {}
         """Timeout of each job whose driver's connection ended."""
+        self._placed = ("", 0)
+        """The job that this machine was given to last, and the newest plan version of the pool at that time. One
+        counter serves all jobs, so tickets of other jobs up to that version are those of jobs that are over here."""
         self.closing = False
         self._changed = asyncio.Event()
         """Set and cleared when a job is opened."""
@@ -63,6 +66,12 @@ class JobAcceptor:
     @property
     def jobs(self) -> tuple[str, ...]:
         return tuple(sorted(self._members))
+
+    def placed(self, job: str, newest_version: int) -> None:
+        """Note that the broker has given this machine to `job` ("" for none), when `newest_version` was the newest plan
+        version of the pool. Tickets end with their job: those of other jobs up to that version open no door. A lower
+        version than before counts too, since a broker may be set back to an earlier state."""
+        self._placed = (job, newest_version)
 
     async def accept(self, channel: Channel) -> None:
         try:
@@ -148,6 +157,8 @@ class JobAcceptor:
             self._end(other, "the pool has given this machine to another job")
         if member is None:
             member = self._members[job] = self._opened(opening, owner)
+            if ticket.plan_version > self._placed[1]:
+                self._placed = (job, ticket.plan_version)
             self.idle.clear()
             self._changed.set()
             self._changed.clear()
@@ -209,6 +220,12 @@ class JobAcceptor:
             ticket = verify_ticket(opening.ticket, key, now_wall_s=now_wall_s, job=job, peer=peer)
             if (asked := opening.fence.plan_version) != ticket.plan_version:
                 raise TrustError(f"expected a ticket for plan version {asked}, got one for {ticket.plan_version}.")
+            given, newest = self._placed
+            if ticket.job != given and ticket.plan_version <= newest:
+                raise ExpiredTicket(
+                    f"expected a ticket of plan version {newest + 1} or later, got one of {ticket.plan_version}: "
+                    f"job {ticket.job} is over on this machine."
+                )
         except TrustError as error:
             code = "expired_ticket" if isinstance(error, ExpiredTicket) else "bad_ticket"
             raise Refusal(code, str(error)) from error

@@ -164,6 +164,7 @@ class LentDevice:
             clock=box.clock,
             memory_limit_bytes=profile.memory_bytes,
             weights=box.weights,
+            authority_key=membership.credentials.authority_key,
         )
         acceptor = JobAcceptor(host, membership.credentials.authority_key)
         device = cls(
@@ -214,6 +215,7 @@ class LentDevice:
             moved=lambda: self.transport.moved,
             endorsements=lambda: carried_endorsements(self.worker.options.home),
             on_time=self._set_clock,
+            on_place=self.acceptor.placed,
         )
 
     def _set_clock(self, broker_wall_s: float) -> None:

@@ -37,7 +37,7 @@ class Registration:
     one, and the broker that sent it. `links` are reported with each heartbeat. `addresses_now` is called after the
     broker was away and when `moved` returns true; changed addresses are announced. `endorsements` returns those that
     this machine carries now; new ones are sent at once. `on_time` gets the broker's clock (seconds since 1970) with
-    every answer."""
+    every answer. `on_place` gets the job that has this peer, or "", and the pool's newest plan version."""
 
     transport: Transport
     brokers: Sequence[str]
@@ -55,6 +55,7 @@ class Registration:
     moved: Callable[[], bool] = bool
     endorsements: Callable[[], tuple[bytes, ...]] | None = None
     on_time: Callable[[float], None] = lambda _: None
+    on_place: Callable[[str, int], None] = lambda _job, _version: None
     _conversation: Conversation | None = None
     _broker: Remote | None = None
     _known: wire.Registered | None = None
@@ -162,6 +163,7 @@ class Registration:
             return False
         if isinstance(answer, wire.HeartbeatAck):
             self._set_time(answer.wall_s)
+            self.on_place(answer.job, answer.plan_version)
         return True
 
     def _set_time(self, broker_wall_s: float) -> None:

@@ -100,12 +100,12 @@ class ServingRound:
         """Enlist a member; connect to it first if necessary."""
         self.highest = max(self.highest, fence)
         deployment = self._deployments[fence.plan_version]
-        addresses = {**self.newest.members, **deployment.members}
+        contacts = {**self.newest.contacts, **deployment.contacts}
         enlist = wire.Enlist(
             fence=fence,
             job=self._job.job,
             neighbours=tuple(
-                wire.Neighbour(stage=stage, peer=place, addresses=tuple(addresses.get(place, ())))
+                wire.Neighbour(stage=stage, peer=place, ticket=contacts.get(place, b""))
                 for stage, place in sorted(roles.places.items())
             ),
             standbys=roles.standby_of(peer),
@@ -178,17 +178,17 @@ class ServingRound:
         owner."""
         wanted = {spec.digest for spec in whole.stages[command.stage].weights}
         having: dict[str, set[bytes]] = {}
-        roles, addresses = command.roles, self.newest.members
+        roles, contacts = command.roles, self.newest.contacts
         for stage, peer in (*roles.places.items(), *roles.standbys.items()):
             if peer not in (command.peer, self._job.owner):
                 shared = wanted & {spec.digest for spec in whole.stages[stage].weights}
                 having.setdefault(peer, set()).update(shared)
         others = [
-            wire.WeightSource(peer=peer, addresses=tuple(addresses[peer]), digests=tuple(sorted(digests)))
+            wire.WeightSource(peer=peer, ticket=contacts[peer], digests=tuple(sorted(digests)))
             for peer, digests in sorted(having.items())
-            if digests and addresses.get(peer)
+            if digests and peer in contacts
         ]
-        return (*others, wire.WeightSource(peer=self._job.owner, addresses=()))
+        return (*others, wire.WeightSource(peer=self._job.owner))
 
 
 def _plan_as(plan: Plan, roles: ServingRoles) -> Plan:

@@ -225,8 +225,7 @@ class Driver:
             case interface.SendAttach():
                 self._begin_round(command)
             case interface.SendSnapshot(stage, step, holder, peer):
-                addresses = tuple(self.deployment.members.get(peer, ()))
-                self._round.pass_snapshot(holder, stage, step, peer, addresses)
+                self._round.pass_snapshot(holder, stage, step, peer)
             case interface.SendResume():
                 self._resume(command)
             case interface.SendProbe(step):

@@ -151,10 +151,9 @@ class Traffic:
     async def bring(self, check: Check) -> None:
         """Have all inputs of the checked stage sent to the verifier. The owner's machine also needs its snapshots."""
         boundary, places = self._round.cut.stages[check.stage].boundary, self._round.machine.roles.places
-        addresses = tuple(self._round.deployment.members.get(check.verifier, ()))
         if check.verifier == self._job.owner and (standby := self._round.machine.standbys.get(check.stage)) is not None:
             for step in (check.first, check.below):
-                self._round.pass_snapshot(standby, check.stage, step, check.verifier, ())
+                self._round.pass_snapshot(standby, check.stage, step, check.verifier)
         for stage in sorted(boundary.others):
             order = wire.SendEvidence(
                 fence=self._round.fence,
@@ -163,7 +162,7 @@ class Traffic:
                 first=check.first,
                 below=check.below,
                 peer=check.verifier,
-                addresses=addresses,
+                ticket=self._round.deployment.contacts.get(check.verifier, b""),
             )
             self._round.connections.send_to(PeerId(places[stage]), order)
         if check.stage not in self._round.machine.roles.fed:

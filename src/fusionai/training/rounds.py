@@ -121,7 +121,7 @@ class JobRound:
                 options=self._options(stage),
                 retain=bool(standbys),
                 standby=standby,
-                standby_addresses=tuple(deployment.members.get(standby, ())),
+                standby_ticket=deployment.contacts.get(standby, b""),
                 snapshot_every=command.roles.snapshot_every if standby else 0,
                 secret=self._inspection.secret_of(stage, peer) if self._inspection and standbys else b"",
                 tensors=headers({"graph": part.encoded}),
@@ -177,9 +177,10 @@ class JobRound:
         )
         self.connections.send_to(PeerId(check.verifier), message, (part.encoded,))
 
-    def pass_snapshot(self, holder: str, stage: int, step: int, peer: str, addresses: Sequence[str]) -> None:
+    def pass_snapshot(self, holder: str, stage: int, step: int, peer: str) -> None:
         """Ask the holder of a snapshot to send it to `peer`."""
-        message = wire.PassSnapshot(fence=self.fence, stage=stage, step=step, peer=peer, addresses=tuple(addresses))
+        ticket = self.deployment.contacts.get(peer, b"")
+        message = wire.PassSnapshot(fence=self.fence, stage=stage, step=step, peer=peer, ticket=ticket)
         self.connections.send_to(PeerId(holder), message)
 
     def _boundary(self, stage: int) -> msgspec.Raw:

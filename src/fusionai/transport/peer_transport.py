@@ -29,8 +29,11 @@ from fusionai.transport.routes.addresses import (
     Attempt,
     RouteTable,
     better_than_relay,
+    dialable,
     first_to_answer,
     format_address,
+    host_of,
+    is_loopback,
     parse_address,
     port_of,
 )
@@ -163,6 +166,8 @@ class PeerTransport:
     ) -> None:
         self._credentials = credentials
         self._admits = admits
+        self._beside_broker = bool(brokers) and is_loopback(host_of(brokers[0]))
+        """Whether the broker, and so every member that it saw at a loopback address, is on this machine."""
         rates = rates or TransferLimits()
         self._tcp = TcpTransport(credentials, rates=rates)
         self._introductions = Introductions(self._tcp, brokers)
@@ -199,10 +204,11 @@ class PeerTransport:
         if expect is None:
             return await self._tcp.dial(addresses, expect=None, stream=stream, timeout_s=timeout_s)
         self._admits(expect)
+        addresses = dialable(addresses, beside=self._beside_broker)
         ordered = self._routes.in_order(expect, addresses, asyncio.get_running_loop().time())
-        attempts = self._attempts(expect, ordered, Dialling(expect, stream), timeout_s)
+        attempts = self._attempts(expect, ordered, Dialling(expect, stream, self._beside_broker), timeout_s)
         if not attempts:
-            raise UsageError(f"expected at least one address that can be dialled, got {list(addresses)}.")
+            raise UsageError(f"peer {short(expect)} has no address that this machine may dial.")
         channel = await first_to_answer(attempts, timeout_s=timeout_s)
         self._routes.opened(channel)
         if channel.route == "relay":
@@ -329,7 +335,7 @@ class PeerTransport:
             wait_s = min(2 * wait_s, LAST_RETRY_S)
             if not any(link.peer == peer and link.route == "relay" for link in self.links):
                 return
-            attempts = self._attempts(peer, addresses, Dialling(peer, "control"), _RETRY_TIMEOUT_S)
+            attempts = self._attempts(peer, addresses, Dialling(peer, "control", self._beside_broker), _RETRY_TIMEOUT_S)
             if not attempts:
                 return
             try:

@@ -97,12 +97,13 @@ class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arra
 
 
 class Neighbour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The peer that hosts a stage of the job, and its addresses. Stage numbers are the plan's; the job owner's own
-    stages have the owner's peer id."""
+    """The peer that hosts a stage of the job. Stage numbers are the plan's; the job owner's own stages have the owner's
+    peer id."""
 
     stage: Count
     peer: Peer
-    addresses: Addresses
+    ticket: Blob = b""
+    """The broker's ticket for that peer, which says where it listens; empty for the owner, which nobody dials."""
 
 
 MAX_PROBE_BYTES: Final = 4 * 2**20

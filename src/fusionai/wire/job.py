@@ -8,7 +8,6 @@ import msgspec
 from msgspec import Meta
 
 from fusionai.wire.base import (
-    Addresses,
     Blob,
     Count,
     Fence,
@@ -112,10 +111,11 @@ class WeightSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 
 
 class WeightSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A member that has tensors or is fetching them. `digests`: which ones; empty means all."""
+    """A member that has tensors or is fetching them. `digests`: which ones; empty means all. `ticket`: the broker's for
+    it, which says where it listens; empty for the owner, which is asked over its own connection."""
 
     peer: Peer
-    addresses: Addresses
+    ticket: Blob = b""
     digests: Annotated[tuple[Digest, ...], Meta(max_length=100_000)] = ()
 
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from fusionai.wire.base import (
-    Addresses,
+    Blob,
     Count,
     Fence,
     Index,
@@ -133,7 +133,8 @@ class Attach(WireMessage, frozen=True, kw_only=True, tag="attach"):
     step."""
     standby: Peer = ""
     """Peer that keeps snapshots of this stage; empty: none."""
-    standby_addresses: Addresses = ()
+    standby_ticket: Blob = b""
+    """The broker's ticket for the standby, which says where it listens."""
     snapshot_every: Count = 0
     """Steps between two snapshots."""
     secret: Secret = b""
@@ -218,13 +219,14 @@ class SnapshotKept(WireMessage, frozen=True, kw_only=True, tag="snapshot_kept"):
 
 
 class PassSnapshot(WireMessage, frozen=True, kw_only=True, tag="pass_snapshot"):
-    """Driver -> holder of a snapshot: send it to `peer`, which will run the stage."""
+    """Driver -> holder of a snapshot: send it to `peer`, which will run the stage. `ticket`: the broker's for `peer`,
+    which says where it listens; empty for the owner."""
 
     fence: Fence
     stage: Count
     step: Count
     peer: Peer
-    addresses: Addresses
+    ticket: Blob = b""
 
 
 class StateChunk(WireMessage, frozen=True, kw_only=True, tag="state_chunk"):
@@ -372,7 +374,8 @@ class Rechecking(WireMessage, frozen=True, kw_only=True, tag="rechecking"):
 
 class SendEvidence(WireMessage, frozen=True, kw_only=True, tag="send_evidence"):
     """Driver -> member: send the verifier `peer` again the retained tensors that your `stage` sent to stage `about` in
-    steps `first` to `below` - 1."""
+    steps `first` to `below` - 1. `ticket`: the broker's for `peer`, which says where it listens; empty for the
+    owner."""
 
     fence: Fence
     stage: Count
@@ -380,7 +383,7 @@ class SendEvidence(WireMessage, frozen=True, kw_only=True, tag="send_evidence"):
     first: Count
     below: Count
     peer: Peer
-    addresses: Addresses
+    ticket: Blob = b""
 
 
 class EvidenceMissing(WireMessage, frozen=True, kw_only=True, tag="evidence_missing"):

@@ -272,12 +272,24 @@ def test_a_certificate_the_journal_does_not_know_opens_nothing(play):
     play(scene)
 
 
+def test_addresses_that_mean_something_else_at_another_machine_are_not_passed_on(play):
+    async def scene(bench: Bench) -> None:
+        a = await bench.member(2)
+        announced = ("tcp://127.0.0.1:22", "tcp://169.254.169.254:80", "tcp://10.0.0.2:1", "relay://127.0.0.1:2")
+        await a.ask(msgspec.structs.replace(registration(A), addresses=announced))
+        view = await a.ask(PoolQuery())
+        assert isinstance(view, PoolView)
+        assert [one.addresses for one in view.members] == [("tcp://10.0.0.2:1", "relay://127.0.0.1:2")]
+
+    play(scene)
+
+
 def test_a_member_registers_beats_and_is_seen(play):
     async def scene(bench: Bench) -> None:
         a = await bench.member(2)
         registered = await a.ask(registration(A))
         assert registered == Registered(heartbeat_s=3.0, pool="home", wall_s=bench.clock.wall_s())
-        assert await a.ask(Heartbeat(boot=1)) == HeartbeatAck(wall_s=bench.clock.wall_s())
+        assert await a.ask(Heartbeat(boot=1)) == HeartbeatAck(wall_s=bench.clock.wall_s(), job="", plan_version=0)
         view = await a.ask(PoolQuery())
         assert isinstance(view, PoolView)
         assert [(m.peer, m.state, m.addresses) for m in view.members] == [(A, "idle", ("tcp://10.0.0.2:1",))]

@@ -20,7 +20,7 @@ def enlist(*peers: PeerId, fence: Fence = PRESENT, standby: PeerId = BOB) -> wir
     return wire.Enlist(
         fence=fence,
         job=JOB,
-        neighbours=tuple(wire.Neighbour(stage=stage, peer=peer, addresses=()) for stage, peer in enumerate(places)),
+        neighbours=tuple(wire.Neighbour(stage=stage, peer=peer) for stage, peer in enumerate(places)),
         standbys=(0,) if standby == ME else (),
         ticket=b"",
         placement=SEAL.placement(JOB, fence, stages=enumerate(places), standbys=[(0, standby)]),

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fusionai.execution import member as driven_part
 from fusionai.execution.training import stages as stages_module
@@ -18,10 +19,11 @@ from fusionai.ir.partition import SharedParam, cut_blocks
 from fusionai.ir.schema import Graph, Node, Ref
 from fusionai.primitives.errors import TransportError
 from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.transport.security.signed import Ticket, sign_ticket
 from fusionai.wire import messages as wire
 from fusionai.wire.frame import headers
 from fusionai.wire.messages import Fence, OptimizerSpec, StageOptions
-from harness.pool import OWNER, tensor
+from harness.pool import JOB, OWNER, tensor
 from harness.stand import (
     FENCE,
     NEIGHBOUR,
@@ -179,7 +181,7 @@ def test_stages_of_one_member_share_what_its_machine_lends():
 
     async def body(stand: Stand) -> None:
         control, _ = await stand.open()
-        places = tuple(wire.Neighbour(stage=stage, peer=stand.peer, addresses=()) for stage in (0, 1, 2))
+        places = tuple(wire.Neighbour(stage=stage, peer=stand.peer) for stage in (0, 1, 2))
         await stand.enlisted(control, neighbours=places)
         answer = await stand.attach_on(control)
         assert isinstance(answer, wire.Status), answer
@@ -361,7 +363,7 @@ DRIVERS_ONLY: list[wire.Message] = [
     wire.Export(fence=FENCE, stage=0, step=0),
     wire.Detach(fence=FENCE),
     wire.Enlist(fence=Fence(9, 9, 9), job="job-1", neighbours=(), ticket=b"", placement=b""),
-    wire.PassSnapshot(fence=FENCE, stage=0, step=0, peer=NEIGHBOUR, addresses=()),
+    wire.PassSnapshot(fence=FENCE, stage=0, step=0, peer=NEIGHBOUR),
     wire.Snapshot(fence=FENCE, stage=0, step=0, part=0, watermark=0, last=True),
     wire.Done(),
     wire.Hello(),
@@ -503,7 +505,7 @@ def test_a_neighbour_that_refuses_the_link_is_reported_at_once():
         control, _ = await stand.attached()
         message = (await receive(control)).message
         assert isinstance(message, wire.LinkLost)
-        assert "no answer from" in message.reason
+        assert message.reason == f"peer {NEIGHBOUR[:8]} could not be reached from there.", "nothing about the network"
 
     with_stand(body)
 
@@ -738,3 +740,37 @@ def test_the_boundaries_of_a_cut_pass_the_check_of_what_is_received():
     partition = cut_blocks(layers(), ((0, 2), (2, 3), (3, 4)))
     for stage, boundary in zip(partition.stages, boundaries(partition), strict=True):
         boundary.check(stage.graph)
+
+
+CONTACTS: dict[str, Callable[[Stand], bytes]] = {
+    "nothing": lambda _stand: b"",
+    "the owner's own words": lambda stand: sign_ticket(_contact(stand), Ed25519PrivateKey.generate()),
+    "a ticket of another peer": lambda stand: stand.pool.ticket(stand.peer),
+    "a ticket for another job": lambda stand: stand.pool.ticket(NEIGHBOUR, job="job-2"),
+    "an expired ticket": lambda stand: stand.pool.ticket(NEIGHBOUR, lifetime_s=-1.0),
+}
+
+
+def _contact(stand: Stand) -> Ticket:
+    return Ticket(JOB, NEIGHBOUR, 1, 1, "stage", 1e12, stand.listener.addresses)
+
+
+@pytest.mark.parametrize("contact", CONTACTS)
+def test_an_owner_can_choose_no_address_for_a_peer_to_dial(contact: str):
+    """Only what the broker signed for the neighbour and this job says where the neighbour listens."""
+
+    async def body(stand: Stand) -> None:
+        neighbours = [
+            msgspec.structs.replace(one, ticket=CONTACTS[contact](stand)) if one.peer == NEIGHBOUR else one
+            for one in stand.neighbours()
+        ]
+        control, _ = await stand.open()
+        await stand.enlisted(control, neighbours=tuple(neighbours))
+        message, carried = stand.attach()
+        await control.send(message, tuple(carried.values()))
+        while not isinstance(message := (await receive(control)).message, wire.LinkLost):
+            pass
+        assert message.peer == NEIGHBOUR
+        assert stand.from_peer.empty()
+
+    with_stand(body)

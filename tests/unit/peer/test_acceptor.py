@@ -167,8 +167,9 @@ def test_drivers_that_come_at_once_leave_exactly_one_at_work():
 def test_a_second_job_is_told_that_this_peer_is_busy():
     async def body(stand: Stand) -> None:
         await stand.open()
-        ticket = stand.pool.ticket(OTHER, driver=True, job="job-2")
-        answer = await refused(await stand.open(as_peer=OTHER, job="job-2", ticket=ticket))
+        ticket = stand.pool.ticket(OTHER, driver=True, job="job-2", version=2)
+        later = Fence(2, 1, 0)
+        answer = await refused(await stand.open(as_peer=OTHER, job="job-2", ticket=ticket, fence=later))
         assert (answer.code, JOB in answer.reason) == ("busy", True)
 
     with_stand(body)
@@ -273,10 +274,45 @@ def test_a_driver_that_came_back_is_not_waited_for_any_more(monkeypatch: pytest.
 def test_an_orphaned_job_gives_way_to_another():
     async def body(stand: Stand) -> None:
         await orphaned(stand)
-        ticket = stand.pool.ticket(OTHER, driver=True, job="job-2")
-        _, message = await stand.open(as_peer=OTHER, job="job-2", ticket=ticket)
+        later = Fence(2, 1, 0)
+        ticket = stand.pool.ticket(OTHER, driver=True, job="job-2", version=2)
+        _, message = await stand.open(as_peer=OTHER, job="job-2", ticket=ticket, fence=later)
         assert isinstance(message, wire.Done)
         assert stand.pool.doors[0].jobs == ("job-2",)
+
+    with_stand(body)
+
+
+def test_a_ticket_of_a_job_that_is_over_ends_no_other_job():
+    """It is signed and has not expired, and the other job's driver is away for a moment."""
+
+    async def body(stand: Stand) -> None:
+        old = stand.pool.ticket(OTHER, driver=True, job="job-0")
+        later = Fence(2, 1, 0)
+        ticket = stand.pool.ticket(OWNER, driver=True, version=2)
+        control, message = await stand.open(ticket=ticket, fence=later)
+        assert isinstance(message, wire.Done)
+        answer = await refused(await stand.open(as_peer=OTHER, job="job-0", ticket=old))
+        assert (answer.code, "job-0 is over on this machine" in answer.reason) == ("expired_ticket", True)
+        assert stand.pool.doors[0].jobs == (JOB,)
+        await control.close()
+
+    with_stand(body)
+
+
+def test_tickets_end_with_their_job_as_soon_as_the_broker_says_so():
+    async def body(stand: Stand) -> None:
+        door = stand.pool.doors[0]
+        door.placed("", 3)
+        assert (await refused(await stand.open())).code == "expired_ticket"
+        door.placed(JOB, 3)
+        control, message = await stand.open()
+        assert isinstance(message, wire.Done)
+        await control.close()
+        door.placed("", 0)
+        other = stand.pool.ticket(OTHER, driver=True, job="job-2", version=2)
+        _, message = await stand.open(as_peer=OTHER, job="job-2", ticket=other, fence=Fence(2, 1, 0))
+        assert isinstance(message, wire.Done), "the broker was set back to an earlier state"
 
     with_stand(body)
 
@@ -321,8 +357,9 @@ def test_a_draining_peer_serves_its_job_on_and_takes_no_other():
     async def body(stand: Stand) -> None:
         await orphaned(stand)
         stand.pool.doors[0].closing = True
-        ticket = stand.pool.ticket(OTHER, driver=True, job="job-2")
-        assert (await refused(await stand.open(as_peer=OTHER, job="job-2", ticket=ticket))).code == "leaving"
+        ticket = stand.pool.ticket(OTHER, driver=True, job="job-2", version=2)
+        answer = await refused(await stand.open(as_peer=OTHER, job="job-2", ticket=ticket, fence=Fence(2, 1, 0)))
+        assert answer.code == "leaving"
         control, _ = await stand.open(fence=Fence(1, 2, 0))
         assert (await stand.round(control, Fence(1, 2, 0))).applied == 0
 

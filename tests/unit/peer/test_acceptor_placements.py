@@ -33,7 +33,7 @@ def with_stand(body: Callable[[Stand], Awaitable[None]]) -> None:
 
 def in_place_of_the_neighbour(stand: Stand) -> tuple[wire.Neighbour, ...]:
     return tuple(
-        wire.Neighbour(stage=one.stage, peer=INSERTED if one.peer == NEIGHBOUR else one.peer, addresses=one.addresses)
+        wire.Neighbour(stage=one.stage, peer=INSERTED if one.peer == NEIGHBOUR else one.peer)
         for one in stand.neighbours()
     )
 

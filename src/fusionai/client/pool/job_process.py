@@ -95,6 +95,7 @@ class OwnerProcess:
             fingerprint=machine.report.fingerprint,
             clock=self.clock,
             seal=self.trust.seal,
+            authority_key=self.pool.membership.credentials.authority_key,
         )
 
 

@@ -75,7 +75,8 @@ def beat(turn: Transaction, request: requests.Beat) -> None:
     turn.put("links", request.peer, request.connection)
     _check_leftovers(turn, member, request.jobs)
     _check_dismissed(turn, turn.member(request.peer), request.jobs)
-    turn.commands.append(Answer(HeartbeatAck(wall_s=turn.wall_s)))
+    job = turn.member(request.peer).job or ""
+    turn.commands.append(Answer(HeartbeatAck(wall_s=turn.wall_s, job=job, plan_version=turn.pool.newest_version)))
 
 
 def _return_to_place(turn: Transaction, member: Member) -> None:

@@ -166,7 +166,7 @@ class FetchedWeights:
             if source.peer == self._owner:
                 yield await self._from_owner()
             else:
-                async with dialled(self._host.transport, source, opening) as channel:
+                async with dialled(self._host, source, opening) as channel:
                     yield channel
 
         return await fetch(

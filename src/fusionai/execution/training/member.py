@@ -287,7 +287,7 @@ class JobMember(RoundMember):
             return
 
         async def send(message: wire.Snapshot, tensors: Sequence[HostTensor]) -> None:
-            await self._give(PeerId(order.peer), order.addresses, message, tensors)
+            await self._give(PeerId(order.peer), order.ticket, message, tensors)
 
         try:
             await self.kept.hand_on(order, send)
@@ -370,12 +370,12 @@ class JobMember(RoundMember):
             for _, message, tensors in sent:
                 if request.fence != self._placement.fence:
                     return
-                await self._give(PeerId(request.peer), request.addresses, message, tensors)
+                await self._give(PeerId(request.peer), request.ticket, message, tensors)
         except FusionError as error:
             log.warning("the inputs of stage %d could not be sent to its verifier: %s", request.about, error)
 
     async def _give(
-        self, peer: PeerId, addresses: Sequence[str], message: wire.Snapshot | Sent, tensors: Sequence[HostTensor]
+        self, peer: PeerId, ticket: bytes, message: wire.Snapshot | Sent, tensors: Sequence[HostTensor]
     ) -> None:
         """Send snapshots and retained tensors to another member. To and from the owner's machine they travel through
         the driver's connection, because members do not dial it. Raises `RefusedError`, `TransportError`,
@@ -386,7 +386,7 @@ class JobMember(RoundMember):
             if not isinstance(message, wire.Snapshot):
                 self.send_evidence(peer, message, by_name(message, tensors))
         else:
-            await self.kept.send(peer, addresses, message, tensors)
+            await self.kept.send(peer, self._host.addresses_of(peer, self.job, ticket), message, tensors)
 
     def take_snapshot(self, peer: PeerId, message: wire.Snapshot, tensors: Mapping[str, HostTensor]) -> None:
         """Take a snapshot that the driver received, on the owner's machine. Raises `ExecutionError` if it is not

@@ -85,7 +85,8 @@ class StageRuntime:
         self._copies = SnapshotCopier(
             boundary.stage, program, _entries(graph, options), host.compute, self._send_copy, self._standby_lost
         )
-        self._standby: tuple[PeerId, tuple[str, ...]] | None = None
+        self._standby: tuple[PeerId, bytes] | None = None
+        """The standby and the broker's ticket for it."""
         self._bench = StageExecutor(
             self,
             compute=host.compute,
@@ -121,7 +122,7 @@ class StageRuntime:
         """Adopt a later fence as soon as the current piece of work has ended."""
         if self._machine.fence is not None and attach.fence > self._machine.fence:
             self._bench.superseded.set()
-        self._standby = (PeerId(attach.standby), attach.standby_addresses) if attach.standby else None
+        self._standby = (PeerId(attach.standby), attach.standby_ticket) if attach.standby else None
         self._bench.secret = attach.secret
         self._handle(machine.Attached(attach.fence, attach.retain, attach.snapshot_every))
 
@@ -348,7 +349,9 @@ class StageRuntime:
             rest_of=copy.rest_of,
             tensors=headers(named),
         )
-        await self.member.kept.send(*self._standby, message, tuple(named.values()))
+        peer, ticket = self._standby
+        addresses = self._host.addresses_of(peer, self.job, ticket)
+        await self.member.kept.send(peer, addresses, message, tuple(named.values()))
 
     def _standby_lost(self, reason: str) -> None:
         if self._standby is not None:

@@ -5,7 +5,7 @@ source that sends a wrong one is not asked again. A connection that ends is reop
 kept, also across restarts. `execution.weights.board` decides the order.
 
     def reach(source):                                     # a new state connection for each source ...
-        return dialled(transport, source, placement.opening)
+        return dialled(host, source, placement.opening)
     # ... except the owner, which can't be dialled: use the connection it made (`WeightInlet`)
     counted = await fetch(load.weights, load.sources, store, reach=reach, now_s=clock.now_s, me=host.peer,
                           on_progress=tell, on_refused=lambda peer, key: to_driver(WeightRefused(...)))
@@ -25,7 +25,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from fusionai.execution.links import KeepaliveConnection, open_job
+from fusionai.execution.host import Host
+from fusionai.execution.links import KeepaliveConnection, open_link
 from fusionai.execution.weights.board import LEAST_REST, Board, Share, ring, start
 from fusionai.primitives.errors import (
     ChannelClosed,
@@ -39,7 +40,7 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.primitives.units import format_bytes
 from fusionai.storage.weight_store import WeightStore, piece_bytes, pieces_of, spec_bytes
-from fusionai.transport.interface import Channel, Envelope, Transport
+from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire import messages as wire
 from fusionai.wire.job import PIECE_BYTES, WeightSource, WeightSpec
 
@@ -75,9 +76,11 @@ class FetchLimits:
 
 
 @asynccontextmanager
-async def dialled(transport: Transport, source: WeightSource, opening: wire.OpenJob) -> AsyncIterator[Channel]:
+async def dialled(host: Host, source: WeightSource, opening: wire.OpenJob) -> AsyncIterator[Channel]:
     """Open a state connection to a source. Raises `RefusedError`, `TransportError`, `TrustError`."""
-    channel = await open_job(transport, source.addresses, PeerId(source.peer), "state", opening)
+    peer = PeerId(source.peer)
+    addresses = host.addresses_of(peer, opening.job, source.ticket)
+    channel = await open_link(host.transport, addresses, peer, "state", opening)
     try:
         yield channel
     finally:

@@ -196,10 +196,12 @@ class Inbox:
 
 @dataclass(frozen=True, slots=True)
 class Dialling:
-    """Request of the dialling side: the peer it expects and the stream it wants."""
+    """Request of the dialling side: the peer it expects and the stream it wants. `beside`: the peer may be on this
+    machine, so that a name may stand for a loopback address."""
 
     expect: PeerId | None
     stream: Stream
+    beside: bool = True
 
 
 class FramedChannel(ABC):

@@ -71,6 +71,38 @@ def host_of(address: str) -> str:
     return "" if match is None else match["six"] or match["host"].rpartition("@")[2]
 
 
+def is_dialable(host: str, *, beside: bool) -> bool:
+    """Return whether a member of the pool may be dialled at this host. Link-local, multicast and unspecified addresses
+    name no machine beyond one cable, and loopback names the machine that dials: it may be dialled only `beside` the
+    broker, where the other member is too. A name passes, and what it stands for must be checked."""
+    address = ip_of(host)
+    if address is None:
+        return True
+    if address.is_loopback:
+        return beside
+    return not (address.is_link_local or address.is_multicast or address.is_unspecified or address.is_reserved)
+
+
+def dialable(addresses: Iterable[str], *, beside: bool) -> tuple[str, ...]:
+    """Return the addresses at which a member may be dialled. A relay's are not dialled but looked up at the broker."""
+    return tuple(
+        one
+        for one in addresses
+        if (host := host_of(one)) and (one.startswith(f"{RELAY_SCHEME}://") or is_dialable(host, beside=beside))
+    )
+
+
+def vouched(addresses: Iterable[str], seen_at: str) -> tuple[str, ...]:
+    """Return those announced addresses of a member that its broker passes on. `seen_at`: host that the member connects
+    from."""
+    return dialable(addresses, beside=is_loopback(seen_at))
+
+
+def is_loopback(host: str) -> bool:
+    address = ip_of(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
 def port_of(addresses: Sequence[str]) -> int:
     """The port of the first `tcp://` address; 0 if there is none."""
     return next((target[1] for address in addresses if (target := parse_address(address)) is not None), 0)
@@ -83,14 +115,21 @@ def relay_candidates(brokers: Sequence[str]) -> tuple[str, ...]:
     return tuple(format_address(*target, RELAY_SCHEME) for target in targets[:1])
 
 
-def route_to(host: str) -> RouteKind:
-    """Return the route of a direct connection to this host. A host name counts as not local."""
+def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address that `host` is written as; None for a name."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
+def route_to(host: str) -> RouteKind:
+    """Return the route of a direct connection to this host. A host name counts as not local."""
+    address = ip_of(host)
+    if address is None:
         return "direct"
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
     return "lan" if any(address in network for network in _NEAR) else "direct"
 
 

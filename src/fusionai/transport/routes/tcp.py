@@ -31,6 +31,8 @@ from fusionai.transport.routes.addresses import (
     RacingTransport,
     candidates,
     format_address,
+    ip_of,
+    is_dialable,
     parse_address,
 )
 from fusionai.transport.routes.relay import MAGIC, Relay
@@ -136,6 +138,21 @@ class TcpListener:
         return True
 
 
+async def _machine(host: str, port: int, *, beside: bool) -> str:
+    """Return the address that a member's host name stands for. Raises `TransportError` if it stands for none that may
+    be dialled: a name must not lead to this machine's own services."""
+    if ip_of(host) is not None:
+        return host
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise TransportError(f"the name {host} is not known ({error.strerror or error}).") from error
+    for *_, target in found:
+        if is_dialable(str(target[0]), beside=beside):
+            return str(target[0])
+    raise TransportError(f"the name {host} stands for no address at which a member may be dialled.")
+
+
 async def open_listener(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises `UsageError` naming the port or host that can't be used."""
     loop = asyncio.get_running_loop()
@@ -223,8 +240,11 @@ class TcpTransport(RacingTransport[TcpChannel]):
         return await self._shake_hands(channel, where, timeout_s, sock=sock, server_hostname="")
 
     async def _try(self, host: str, port: int, dialling: Dialling, timeout_s: float) -> TcpChannel:
+        address = format_address(host, port)
+        if dialling.expect is not None:
+            host = await _machine(host, port, beside=dialling.beside)
         channel = TcpChannel(self._credentials, self._role, dialling, self._rates)
-        return await self._shake_hands(channel, format_address(host, port), timeout_s, host=host, port=port)
+        return await self._shake_hands(channel, address, timeout_s, host=host, port=port)
 
     async def _shake_hands(
         self, channel: TcpChannel, address: str, timeout_s: float, **connection: object

@@ -24,7 +24,7 @@ from fusionai.primitives.errors import TrustError
 from fusionai.primitives.ids import PEER_ID_LENGTH, JobId, PeerId, short
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.transport.security.identity import peer_of, public_bytes, public_key_of
-from fusionai.wire.base import MAX_PLACEMENT_BYTES, Fence
+from fusionai.wire.base import MAX_PLACEMENT_BYTES, Addresses, Fence
 
 SIGNATURE_BYTES: Final = 64
 
@@ -134,7 +134,7 @@ def check_holder(data: bytes, proof: bytes, public_key: bytes) -> None:
 
 Role = Literal["driver", "stage", "standby"]
 DRIVER_STAGE: Final = -1
-MAX_TICKET_BYTES: Final = 1024
+MAX_TICKET_BYTES: Final = 16_384
 
 
 class ExpiredTicket(TrustError):
@@ -143,7 +143,8 @@ class ExpiredTicket(TrustError):
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Role of one peer in one job. `stage` is -1 for the driver; for a `standby` it is the first stage whose snapshots
-    it keeps. `expires_at_s` is in seconds since 1970."""
+    it keeps. `expires_at_s` is in seconds since 1970. `addresses`: where the peer listens, as the broker vouches; other
+    members dial it there and nowhere else. None for the driver, which nobody dials."""
 
     job: Annotated[str, Meta(min_length=1, max_length=128)]
     peer: Annotated[str, Meta(min_length=52, max_length=52)]
@@ -151,9 +152,10 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     plan_version: Annotated[int, Meta(ge=0, le=2**62)]
     role: Role
     expires_at_s: Annotated[float, Meta(ge=0, le=1e12)]
+    addresses: Addresses
 
 
-_TICKET: Final = StatementKind("ticket", Ticket, b"fusionai ticket 1\x00", MAX_TICKET_BYTES)
+_TICKET: Final = StatementKind("ticket", Ticket, b"fusionai ticket 2\x00", MAX_TICKET_BYTES)
 
 
 def sign_ticket(ticket: Ticket, authority_key: Ed25519PrivateKey) -> bytes:

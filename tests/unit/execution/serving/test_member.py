@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from fusionai.execution.connections import LocalChannel
-from fusionai.execution.host import ComputeThread, Host
+from fusionai.execution.host import Host
 from fusionai.execution.links import Links
 from fusionai.execution.serving import member as serving_member
 from fusionai.execution.serving.loading import OwnWeights, identity_of
@@ -45,6 +45,13 @@ class Program:
     missing: tuple[str, ...] = ()
 
 
+class AtOnce:
+    """A compute thread whose work is done in the same turn of the loop."""
+
+    async def run(self, work: Callable[[], object]) -> tuple[object, None]:
+        return work(), None
+
+
 class Bench:
     """A member whose stages are prepared one after the other, each when `go` lets it. `made`: the order."""
 
@@ -60,10 +67,11 @@ class Bench:
         monkeypatch.setattr(serving_member, "prepare_stage", prepare)
         monkeypatch.setattr(Links, "up", _linked)
         monkeypatch.setattr(Links, "dial", lambda *_: None)
+        monkeypatch.setattr(Host, "addresses_of", lambda *_: ())
         host = Host(
             peer=ME,
             backend=cast("Any", None),
-            compute=ComputeThread(),
+            compute=cast("Any", AtOnce()),
             transport=cast("Any", None),
             fingerprint="f",
             clock=SystemClock(),
@@ -75,7 +83,7 @@ class Bench:
 
     async def enlist(self, attempt: int, *, runs: tuple[int, ...] = (), standbys: tuple[int, ...] = ()) -> None:
         places = {stage: ME if stage in runs else OWNER for stage in range(4)}
-        neighbours = tuple(Neighbour(stage=stage, peer=peer, addresses=()) for stage, peer in places.items())
+        neighbours = tuple(Neighbour(stage=stage, peer=peer) for stage, peer in places.items())
         fence = Fence(1, 1, attempt)
         placement = signed(neighbours, fence, job="job", standbys=[(stage, ME) for stage in standbys])
         await self.driver.send(

@@ -92,9 +92,7 @@ def test_a_member_may_standby_and_run_nothing():
 def test_a_stage_that_is_placed_elsewhere_is_forgotten_and_its_links_too():
     async def body(running: Running) -> None:
         stand = running.stand
-        elsewhere = tuple(
-            wire.Neighbour(stage=stage, peer=peer, addresses=()) for stage, peer in ((0, peer_id(7)), (1, peer_id(8)))
-        )
+        elsewhere = tuple(wire.Neighbour(stage=stage, peer=peer) for stage, peer in ((0, peer_id(7)), (1, peer_id(8))))
         await stand.enlisted(running.control, fence=Fence(2, 1, 0), neighbours=elsewhere)
         assert stand.member.stages == ()
         with pytest.raises(TransportError):
@@ -109,7 +107,7 @@ def test_who_only_standbys_drops_the_links_of_the_stage_it_had():
     async def body(running: Running) -> None:
         stand = running.stand
         places = ((0, peer_id(7)), (1, NEIGHBOUR), (2, OWNER))
-        moved = tuple(wire.Neighbour(stage=stage, peer=peer, addresses=()) for stage, peer in places)
+        moved = tuple(wire.Neighbour(stage=stage, peer=peer) for stage, peer in places)
         await stand.enlisted(running.control, fence=Fence(2, 1, 0), neighbours=moved, standbys=(0,))
         for link in (running.neighbour, running.feed):
             with pytest.raises(TransportError):

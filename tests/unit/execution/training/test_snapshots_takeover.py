@@ -119,7 +119,7 @@ async def has_standby(stand: Stand, **changes: object) -> tuple[Running, Channel
         **{
             "retain": True,
             "standby": peer,
-            "standby_addresses": stand.pool.addresses[peer],
+            "standby_ticket": stand.pool.contact(peer),
             "snapshot_every": EVERY,
             **changes,
         }
@@ -340,7 +340,7 @@ def test_a_snapshot_is_handed_on_to_a_machine_that_has_none():
         state, _ = await stand.open("state", to=2, fence=later)
         await control.send(wire.Resume(fence=later, stage=0, committed=2, source="snapshot", base=2))
         await standby.send(
-            wire.PassSnapshot(fence=later, stage=0, step=2, peer=newcomer, addresses=stand.pool.addresses[newcomer])
+            wire.PassSnapshot(fence=later, stage=0, step=2, peer=newcomer, ticket=stand.pool.contact(newcomer))
         )
         assert (await receive(control)).message == wire.Ready(fence=later, stage=0, applied=2)
         assert await exported(control, state, 2, later) == undisturbed
@@ -351,7 +351,7 @@ def test_a_snapshot_is_handed_on_to_a_machine_that_has_none():
 def test_a_snapshot_nobody_has_or_nobody_takes_is_reported():
     async def body(stand: Stand) -> None:
         standby = await guard_of(stand)
-        order = wire.PassSnapshot(fence=FENCE, stage=0, step=2, peer=NEIGHBOUR, addresses=())
+        order = wire.PassSnapshot(fence=FENCE, stage=0, step=2, peer=NEIGHBOUR)
         await standby.send(order)
         message = (await receive(standby)).message
         assert isinstance(message, wire.StageFailed)
@@ -439,7 +439,7 @@ def test_a_recovered_stage_gives_its_standby_a_snapshot_at_once():
             later,
             retain=True,
             standby=peer,
-            standby_addresses=stand.pool.addresses[peer],
+            standby_ticket=stand.pool.contact(peer),
             snapshot_every=EVERY,
         )
         await running.control.send(wire.Resume(fence=later, stage=0, committed=1, source="keep", base=1, snapshot=True))
@@ -490,7 +490,7 @@ def test_who_is_in_the_placement_no_more_gives_no_snapshots_over_a_connection_it
         assert isinstance(answer, wire.Done)
         later = Fence(2, 1, 0)
         places = tuple(
-            wire.Neighbour(stage=one.stage, peer=peer_id(5) if one.peer == NEIGHBOUR else one.peer, addresses=())
+            wire.Neighbour(stage=one.stage, peer=peer_id(5) if one.peer == NEIGHBOUR else one.peer)
             for one in stand.neighbours()
         )
         await stand.enlisted(running.control, fence=later, neighbours=places)

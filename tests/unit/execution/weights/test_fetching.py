@@ -84,10 +84,12 @@ class Members:
         self.desks: dict[PeerId, WeightServer] = {}
         self.refused: list[tuple[PeerId, str]] = []
         self.dials: list[str] = []
+        self.listening: dict[str, tuple[str, ...]] = {}
 
     async def serve(self, peer: PeerId, serve: Serve, digests: tuple[bytes, ...] = ()) -> WeightSource:
         listener = await self.network.transport(peer).listen(serve, host=peer, port=0)
-        return WeightSource(peer=peer, addresses=listener.addresses, digests=digests)
+        self.listening[peer] = listener.addresses
+        return WeightSource(peer=peer, digests=digests)
 
     async def desk(self, peer: PeerId, store: WeightStore, digests: tuple[bytes, ...] = ()) -> WeightSource:
         desk = self.desks[peer] = WeightServer(store, [spec.digest for spec in SPECS])
@@ -112,7 +114,7 @@ class Members:
         @asynccontextmanager
         async def reach(source: WeightSource) -> AsyncIterator[Channel]:
             self.dials.append(source.peer)
-            channel = await transport.dial(source.addresses, expect=PeerId(source.peer), stream="state")
+            channel = await transport.dial(self.listening[source.peer], expect=PeerId(source.peer), stream="state")
             try:
                 yield channel
             finally:
@@ -392,7 +394,8 @@ def test_nobody_waits_for_a_source_that_says_nothing(tmp_path: Path, pongs: bool
 def test_what_can_not_be_had_is_named_with_everybody_asked(tmp_path: Path) -> None:
     async def body(members: Members) -> None:
         partly = await members.desk(OWNER, filled(tmp_path / "owner", SPECS[:2]))
-        gone = WeightSource(peer=FIRST, addresses=("memory://nowhere:1",))
+        gone = WeightSource(peer=FIRST)
+        members.listening[FIRST] = ("memory://nowhere:1",)
         faulty_peer = await members.serve(SECOND, answering(lambda ask: pieces(ask, bytes(len(right(ask))))))
         store = WeightStore(tmp_path / "c")
         with pytest.raises(ExecutionError) as told:
@@ -454,7 +457,7 @@ def test_too_little_room_is_told_before_anything_is_asked(tmp_path: Path) -> Non
 
 
 async def ask_at(members: Members, source: WeightSource, *messages: wire.Message) -> list[wire.Message]:
-    channel = await members.network.transport(THIRD).dial(source.addresses, expect=OWNER, stream="state")
+    channel = await members.network.transport(THIRD).dial(members.listening[source.peer], expect=OWNER, stream="state")
     answers: list[wire.Message] = []
     with suppress(TransportError):
         for message in messages:
@@ -510,7 +513,7 @@ def test_who_does_not_read_holds_up_nobody_else(tmp_path: Path) -> None:
                 ended.set()
 
         owner = await members.serve(OWNER, serve)
-        greedy = await members.network.transport(THIRD).dial(owner.addresses, expect=OWNER, stream="state")
+        greedy = await members.network.transport(THIRD).dial(members.listening[OWNER], expect=OWNER, stream="state")
         for _ in range(8):
             await greedy.send(wire.WeightAsk(digest=SPECS[0].digest, first=0, count=4))
         assert await members.fetch(FIRST, WeightStore(tmp_path / "a"), owner) == {OWNER: TOTAL_BYTES}
@@ -533,9 +536,9 @@ def test_a_connection_that_ends_and_is_given_up_at_the_same_time_leaves_its_plac
             theirs.put_nowait(channel)
             await asyncio.Event().wait()
 
-        there = await members.serve(FIRST, member)
+        await members.serve(FIRST, member)
         for _ in range(MAX_CONNECTIONS + 1):
-            mine = await members.network.transport(OWNER).dial(there.addresses, expect=FIRST, stream="state")
+            mine = await members.network.transport(OWNER).dial(members.listening[FIRST], expect=FIRST, stream="state")
             answering = asyncio.create_task(desk.answer(FIRST, mine))
             other = await theirs.get()
             await asyncio.sleep(0)
@@ -579,7 +582,7 @@ def test_members_ask_the_owner_on_the_connection_it_made(tmp_path: Path) -> None
         def fetching(specs: Sequence[WeightSpec]) -> Awaitable[dict[PeerId, int]]:
             return fetch(
                 specs,
-                [WeightSource(peer=OWNER, addresses=())],
+                [WeightSource(peer=OWNER)],
                 store,
                 reach=reach,
                 now_s=time.monotonic,
