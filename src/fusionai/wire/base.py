@@ -57,7 +57,7 @@ REFUSAL_SENTENCES: Final[dict[str, str]] = {
     "not_authorised": "This identity may not do that in this pool.",
     "bad_invitation": "The invitation is unknown, used up or expired; ask the broker's owner for a new one.",
     "bad_ticket": "The ticket does not name this peer, job or plan, or its signature does not hold.",
-    "expired_ticket": "The ticket has expired; the job owner must ask the broker for a new one.",
+    "expired_ticket": "The ticket has expired or its job is over; the job owner must ask the broker for a new one.",
     "bad_placement": "The placement signed by the job's owner is missing, does not hold or does not name this peer.",
     "untrusted": "Its key is not endorsed by any that is trusted here.",
     "stale_fence": "The message belongs to an older plan version or attempt.",
