@@ -142,12 +142,13 @@ class Heartbeat(WireMessage, frozen=True, kw_only=True, tag="heartbeat"):
 
 
 class HeartbeatAck(WireMessage, frozen=True, kw_only=True, tag="heartbeat_ack"):
-    """The lease is renewed from now on. `job`: the one that has this member, empty if none has. `plan_version`: the
-    newest of the pool. Tickets for other jobs with this version or an older one are void."""
+    """The lease is renewed from now on."""
 
     wall_s: Seconds = 0.0
     job: Name = ""
+    """The job that has this member; empty if none has."""
     plan_version: Count = 0
+    """The newest plan version of the pool. Tickets for other jobs with this version or an older one are void."""
 
 
 class Leave(WireMessage, frozen=True, kw_only=True, tag="leave"):
