@@ -295,7 +295,7 @@ class BrokerService:
         members = self.state.pool.members
 
         def listens_at(peer: str) -> tuple[str, ...]:
-            # An owner that keeps stages to itself lends nothing and is dialled by nobody.
+            # An owner that keeps stages to itself lends nothing, and no member dials it.
             return () if peer == owner or PeerId(peer) not in members else members[PeerId(peer)].addresses
 
         tickets = [

@@ -360,7 +360,7 @@ class Deployment:
 
     @property
     def contacts(self) -> dict[str, bytes]:
-        """Ticket of each peer that others may dial. It says where the peer listens. Nobody else can use it."""
+        """Ticket of each peer that others may dial. It says where the peer listens. It admits that peer alone."""
         return {peer: self.tickets[peer] for peer in self.members if peer in self.tickets}
 
     def neighbours(self) -> tuple[wire.Neighbour, ...]:

@@ -203,8 +203,8 @@ async def open_job(
 async def open_link(
     transport: Transport, addresses: Sequence[str], peer: PeerId, stream: wire.Stream, opening: wire.OpenJob
 ) -> Channel:
-    """Like `open_job`, between two members. The job's owner is told why the other member refused, but not what this
-    machine's network answered: that would map the network of whoever lends the machine."""
+    """Like `open_job`, between two members. The error has the other member's reason for a refusal, but not what this
+    machine's network answered: the job's owner reads it, and could map the network of the provider."""
     try:
         return await open_job(transport, addresses, peer, stream, opening)
     except RefusedError:

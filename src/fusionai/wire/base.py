@@ -103,7 +103,7 @@ class Neighbour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     stage: Count
     peer: Peer
     ticket: Blob = b""
-    """The broker's ticket for that peer, which says where it listens; empty for the owner, which nobody dials."""
+    """The broker's ticket for that peer, which says where it listens; empty for the owner, which no member dials."""
 
 
 MAX_PROBE_BYTES: Final = 4 * 2**20

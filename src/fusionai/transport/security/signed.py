@@ -144,7 +144,7 @@ class ExpiredTicket(TrustError):
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Role of one peer in one job. `stage` is -1 for the driver; for a `standby` it is the first stage whose snapshots
     it keeps. `expires_at_s` is in seconds since 1970. `addresses`: where the peer listens, as the broker vouches; other
-    members dial it there and nowhere else. None for the driver, which nobody dials."""
+    members dial it there and nowhere else. None for the driver, which no member dials."""
 
     job: Annotated[str, Meta(min_length=1, max_length=128)]
     peer: Annotated[str, Meta(min_length=52, max_length=52)]
