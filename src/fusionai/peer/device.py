@@ -214,9 +214,14 @@ class LentDevice:
             addresses_now=self.candidates,
             moved=lambda: self.transport.moved,
             endorsements=lambda: carried_endorsements(self.worker.options.home),
-            on_time=self._set_clock,
-            on_place=self.acceptor.placed,
+            on_answer=self._answered,
         )
+
+    def _answered(self, answer: wire.Registered | wire.HeartbeatAck) -> None:
+        if answer.wall_s > 0:
+            self._set_clock(answer.wall_s)
+        if isinstance(answer, wire.HeartbeatAck):
+            self.acceptor.placed(answer.job, answer.plan_version)
 
     def _set_clock(self, broker_wall_s: float) -> None:
         clock = self.box.clock

@@ -36,8 +36,8 @@ class Registration:
     closes the connections of jobs, and must not block. `on_meet` gets the notice of a peer that wants to reach this
     one, and the broker that sent it. `links` are reported with each heartbeat. `addresses_now` is called after the
     broker was away and when `moved` returns true; changed addresses are announced. `endorsements` returns those that
-    this machine carries now; new ones are sent at once. `on_time` gets the broker's clock (seconds since 1970) with
-    every answer. `on_place` gets the job that has this peer, or "", and the pool's newest plan version."""
+    this machine carries now; new ones are sent at once. `on_answer` gets every answer, with the broker's clock and,
+    of a heartbeat, the job that has this peer."""
 
     transport: Transport
     brokers: Sequence[str]
@@ -54,8 +54,7 @@ class Registration:
     addresses_now: Callable[[], Awaitable[tuple[str, ...]]] | None = None
     moved: Callable[[], bool] = bool
     endorsements: Callable[[], tuple[bytes, ...]] | None = None
-    on_time: Callable[[float], None] = lambda _: None
-    on_place: Callable[[str, int], None] = lambda _job, _version: None
+    on_answer: Callable[[wire.Registered | wire.HeartbeatAck], None] = lambda _: None
     _conversation: Conversation | None = None
     _broker: Remote | None = None
     _known: wire.Registered | None = None
@@ -125,7 +124,7 @@ class Registration:
         if not isinstance(answer, wire.Registered):
             raise TrustError(f"expected the broker to register this peer, got {type(answer).__name__}.")
         self._known = answer
-        self._set_time(answer.wall_s)
+        self.on_answer(answer)
         return answer
 
     async def _announce_move(self, conversation: Conversation) -> None:
@@ -162,13 +161,8 @@ class Registration:
             self.on_lost()
             return False
         if isinstance(answer, wire.HeartbeatAck):
-            self._set_time(answer.wall_s)
-            self.on_place(answer.job, answer.plan_version)
+            self.on_answer(answer)
         return True
-
-    def _set_time(self, broker_wall_s: float) -> None:
-        if broker_wall_s > 0:
-            self.on_time(broker_wall_s)
 
     async def leave(self, *, drain: bool = False) -> None:
         """Notify the broker that this peer leaves now or, with `drain`, after its work is handed over. If the broker

@@ -64,6 +64,10 @@ class Script:
             if self.answers and isinstance(self.answers[0], wire.MeetNotice):
                 await channel.send(self.answers.pop(0))
 
+    def heard(self, answer: wire.Registered | wire.HeartbeatAck) -> None:
+        if answer.wall_s:
+            self.seen.append(f"the broker's clock: {answer.wall_s:g}")
+
     def carried(self) -> tuple[bytes, ...]:
         now = self.carries.pop(0) if len(self.carries) > 1 else self.carries[0]
         if isinstance(now, FusionError):
@@ -96,7 +100,7 @@ async def registering(script: Script) -> AsyncIterator[asyncio.Task[None]]:
         addresses_now=None if script.finds is None else script.look,
         moved=script.moved,
         endorsements=script.carried if script.carries else None,
-        on_time=lambda wall_s: script.seen.append(f"the broker's clock: {wall_s:g}"),
+        on_answer=script.heard,
     )
     running = asyncio.create_task(peer.run())
     try:
