@@ -75,9 +75,10 @@ class Opened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 RESIZING: Final = {
     *("load", "serve", "initialise", "allocate", "gradient_norms", "apply", "discard"),
+    *("backward", "weight_gradients"),
     *("import_state", "import_weights", "import_gradients"),
 }
-"""Methods after which a program may take more or less memory than before. A pass takes memory that it gives back."""
+"""Methods after which a program may take more or less memory than before. Other passes give back what they take."""
 
 
 class Server:
