@@ -6,6 +6,7 @@ A task is one microbatch of one stage; which ones are lied about follows from (s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,21 +17,24 @@ from fusionai.backends.torch.backend import TorchBackend
 from fusionai.execution.training.codecs import pack, unpack
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 
-Lie = Literal["scales", "stale", "four_bits", "four_bits_kept", "skips"]
+Lie = Literal["scales", "stale", "four_bits", "four_bits_kept", "skips", "breaks", "breaks_back"]
 """Activations times 1.01; the gradients of the step before; 4-bit weights in place of those agreed, for a task or in
-the state; no work at all."""
+the state; no work at all; activations, or gradients, that are not finite."""
 LIES: tuple[Lie, ...] = ("scales", "stale", "four_bits", "four_bits_kept", "skips")
 
 
 class LyingBackend(TorchBackend):
-    """`part` of the tasks, from step `since` on."""
+    """`part` of the tasks, from step `since` on. `once`: only in the first run of this step."""
 
-    def __init__(self, lie: Lie, *, part: float = 0.2, seed: int = 0, since: int = 0) -> None:
+    def __init__(self, lie: Lie, *, part: float = 0.2, seed: int = 0, since: int = 0, once: int | None = None) -> None:
         super().__init__(device="cpu", threads=1)
         self.lie: Lie = lie
         self.part = part
         self.seed = seed
         self.since = since
+        self.once = once
+        self.runs = Counter[tuple[int, int]]()
+        """(step, microbatch) -> number of forward passes."""
         self.tasks = 0
         self.lied = 0
 
@@ -39,6 +43,8 @@ class LyingBackend(TorchBackend):
         return LyingProgram(self, super().load(*args, **fields), shadow, args[0])
 
     def lies(self, call: Call) -> bool:
+        if self.once is not None and (call.step != self.once or self.runs[call.step, call.microbatch] > 1):
+            return False
         draw = np.random.default_rng((self.seed, call.step, call.microbatch)).random()
         return call.mode == "train" and call.step >= self.since and draw < self.part
 
@@ -58,6 +64,8 @@ class LyingProgram:
         return getattr(self._program, name)
 
     def forward(self, call: Call, inputs: Mapping[str, HostTensor], wanted: Sequence[str] | None = None) -> Any:
+        if call.mode == "train":
+            self._backend.runs[call.step, call.microbatch] += 1
         lying = self._backend.lies(call)
         if call.mode == "train":
             self._backend.tasks += 1
@@ -76,6 +84,8 @@ class LyingProgram:
                 return {name: _changed(tensor, lambda x: x * np.float32(1.01)) for name, tensor in made.items()}
             case "skips":
                 return {name: _skipped(tensor, inputs) for name, tensor in made.items()}
+            case "breaks":
+                return {name: _changed(tensor, lambda x: x * np.float32(np.nan)) for name, tensor in made.items()}
             case _:
                 return made
 
@@ -97,6 +107,8 @@ class LyingProgram:
             return former
         if lying and self._backend.lie == "skips":
             return {name: _changed(tensor, np.zeros_like) for name, tensor in made.items()}
+        if lying and self._backend.lie == "breaks_back":
+            return {name: _changed(tensor, lambda x: x + np.float32(np.inf)) for name, tensor in made.items()}
         return made
 
     def apply(self, *, scale: float, learning_rate: float) -> None:

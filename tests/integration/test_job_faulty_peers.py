@@ -115,6 +115,33 @@ def test_a_faulty_peer_is_found_named_and_left_out_and_its_work_done_again(
     assert_same(done, undisturbed, tmp_path, STEPS)
 
 
+@pytest.mark.parametrize("lie", ["breaks", "breaks_back"])
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_step_that_is_not_finite_is_never_committed(
+    lie: Lie, lasting: bool, llama: Captured, undisturbed: Run, tmp_path: Path
+):
+    """Without spot checks. A peer that keeps making such values is replaced; one that did once stays."""
+    faulty_peer = LyingBackend(lie, part=1.0, since=3, once=None if lasting else 3)
+    done = run(tmp_path, llama, {1: faulty_peer}, secret=b"")
+    assert faulty_peer.lied
+    seen = events(done, progress.FaultSeen)
+    assert [(one.kind, one.peer, one.stages) for one in seen] == [("stage", peer_id(1), (1,))] * (2 if lasting else 1)
+    assert all("step 3: stage 1 makes values that are not finite" in one.reason for one in seen)
+    changes = events(done, progress.PlanChanged)
+    assert len(changes) == lasting
+    assert all(peer_id(1) not in {stage.peer for stage in one.plan.stages} for one in changes)
+    assert_same(done, undisturbed, tmp_path, STEPS)
+
+
+def test_a_training_in_which_no_peer_makes_finite_values_ends_with_advice(llama: Captured, tmp_path: Path):
+    lying = {number: LyingBackend("breaks", part=1.0, since=3) for number in range(1, 8)}
+    done = run(tmp_path, llama, lying, secret=b"")
+    assert done.end is not None
+    assert done.end.failed is not None
+    assert "step 3: stage 1 makes values that are not finite from finite ones, on two peers" in done.end.failed
+    assert done.end.steps == 3
+
+
 def test_a_standby_that_accuses_the_honest_is_the_one_to_go(llama: Captured, undisturbed: Run, tmp_path: Path):
     standby = LyingBackend("scales", part=1.0)
     done = run(tmp_path, llama, {GUARDS[1]: standby})

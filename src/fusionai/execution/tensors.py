@@ -67,6 +67,19 @@ def as_array(tensor: HostTensor) -> np.ndarray:
     return np.frombuffer(tensor.data, _NUMPY[tensor.dtype])
 
 
+def is_finite(tensor: HostTensor, *, masks: bool = False) -> bool:
+    """Return whether all values are finite. `masks`: minus infinity is allowed too, as additive masks contain it."""
+    if tensor.dtype not in FLOAT_DTYPES:
+        return True
+    values = as_array(tensor)
+    if values.dtype == np.float16:
+        values = values.astype(np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        if np.isfinite(values.sum()):  # one pass without an array of answers; a sum may also overflow
+            return True
+    return bool((values < np.inf).all() if masks else np.isfinite(values).all())
+
+
 def as_bytes(array: np.ndarray, dtype: str) -> bytes:
     """Return the bytes of `array` as `dtype`, rounded half to even if `dtype` is narrower."""
     if dtype != "bfloat16":

@@ -20,7 +20,7 @@ from fusionai.backends.tolerance import TOLERANCES, difference, numbers
 from fusionai.coordination.training import interface
 from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.coordination.training.stage_interface import Source
-from fusionai.execution.tensors import chunks
+from fusionai.execution.tensors import chunks, is_finite
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.weights import initialise
 from fusionai.primitives.errors import ExecutionError, StorageError
@@ -200,6 +200,11 @@ class Collection:
 
     def _add_all(self, writer: CheckpointWriter, stage: int, tensors: Mapping[str, HostTensor]) -> None:
         for entry, tensor in tensors.items():
+            if not is_finite(tensor, masks=True):
+                raise ExecutionError(
+                    f"the state of step {self.step} of stage {stage} has values of {entry} that are not finite; it is "
+                    "not saved."
+                )
             if self._firsts is None or self._firsts[entry] == stage:
                 writer.add(entry, tensor)
             else:

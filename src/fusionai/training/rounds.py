@@ -228,7 +228,9 @@ class JobRound:
             case wire.Ready():
                 return interface.StageReady(message.stage, message.applied, fence=fence)
             case wire.Prepared():
-                return interface.StagePrepared(message.stage, message.step, message.norms, fence=fence)
+                return interface.StagePrepared(
+                    message.stage, message.step, message.norms, message.nonfinite, fence=fence
+                )
             case wire.SnapshotKept():
                 return interface.SnapshotStored(message.stage, message.step, peer, fence=fence)
             case wire.StageFailed(stage=failed, reason=reason, code=code):

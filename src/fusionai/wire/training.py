@@ -323,6 +323,10 @@ class Sketch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
     values: Annotated[tuple[float, ...], Meta(max_length=64)]
 
 
+NonFinite = Literal["", "forward", "backward"]
+"""Pass in which a stage first made values that are not finite from finite ones; empty: in none."""
+
+
 class Prepared(WireMessage, frozen=True, kw_only=True, tag="prepared"):
     """Stage -> driver: all microbatches of `step` are summed. Carries one gradient norm per parameter (exact
     binary64)."""
@@ -334,6 +338,7 @@ class Prepared(WireMessage, frozen=True, kw_only=True, tag="prepared"):
     spans: Annotated[tuple[Span, ...], Meta(max_length=100_000)] = ()
     sketches: Annotated[tuple[Sketch, ...], Meta(max_length=1_000_000)] = ()
     """Sketches of everything the stage received and sent in this step, if its `Attach` had a secret."""
+    nonfinite: NonFinite = ""
 
 
 class StepKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fusionai.backends.state import StateEntry
-from fusionai.primitives.errors import StorageError
+from fusionai.primitives.errors import ExecutionError, StorageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.checkpoint import CheckpointHeader
@@ -70,3 +70,17 @@ def test_of_like_numerics_every_bit_must_be_the_same(tmp_path: Path):
     with pytest.raises(StorageError, match="two stages hold different values"):
         collected(tmp_path, {0: VALUE, 3: VALUE * np.float32(1 + 1e-6)}, tolerant=False)
     np.testing.assert_array_equal(collected(tmp_path, {0: VALUE, 3: VALUE}, tolerant=False), VALUE)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_a_state_that_is_not_finite_is_not_saved(broken: float, tmp_path: Path):
+    with pytest.raises(
+        ExecutionError, match=r"step 7 of stage 3 has values of model/embed\.weight that are not finite"
+    ):
+        collected(tmp_path, {3: np.where(VALUE > 0.5, np.float32(broken), VALUE)}, tolerant=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_may_contain_the_minus_infinity_of_masks(tmp_path: Path):
+    mask = np.where(VALUE > 0.5, np.float32(-np.inf), VALUE)
+    np.testing.assert_array_equal(collected(tmp_path, {0: mask}, tolerant=False), mask)

@@ -35,7 +35,15 @@ from fusionai.coordination.training.interface import DriverCommand
 from fusionai.coordination.training.plan_changes import PlanChanges, SpotChecks
 from fusionai.coordination.training.rounds import AllReady, AllRestored, TrainingRounds
 from fusionai.coordination.training.state import AllAnswered, DriverPhase, DriverState
-from fusionai.coordination.training.steps import BetweenSteps, Checkpointing, Commits, ExpulsionDue, Feeding, Settled
+from fusionai.coordination.training.steps import (
+    BetweenSteps,
+    Checkpointing,
+    Commits,
+    ExpulsionDue,
+    Feeding,
+    NotFinite,
+    Settled,
+)
 
 
 @dataclass(slots=True)
@@ -129,6 +137,7 @@ TABLE: Final[Table[DriverMachine, list[DriverCommand]]] = Table(
         *in_each((_A, _G, _S, _W), ExpulsionDue, (_W,), lambda m, _: m.spot_checks.expel_if_free()),
         *in_each(_ALIVE, PeerLost, (_A, _W, _E), lambda m, event: m.plan_changes.on_peer_lost(event)),
         *in_each(_ROUND, LinkBroken, (_A, _W, _E), lambda m, event: m.plan_changes.on_link_broken(event)),
+        *in_each((_R, _G), NotFinite, (_A, _W, _E), lambda m, event: m.plan_changes.on_not_finite(event)),
         Transition(_ROUND, StageFailure, (_A, _W, _E), lambda m, event: m.plan_changes.on_stage_failed(event)),
         *in_each(_ROUND, interface.PlanGranted, (), lambda m, event: m.plan_changes.on_plan(event)),
         Transition((_W,), interface.PlanGranted, (_A, _W), lambda m, event: m.plan_changes.on_plan(event)),

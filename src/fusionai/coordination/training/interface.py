@@ -15,7 +15,7 @@ from fusionai.coordination.round.interface import DriverEvent, PlanRoles, Shared
 from fusionai.coordination.round.verification import Check, Opinion
 from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.coordination.training.stage_interface import Resumed
-from fusionai.wire.messages import CommitRecord, Fence
+from fusionai.wire.messages import CommitRecord, Fence, NonFinite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,7 @@ class StagePrepared(DriverEvent, frozen=True):
     stage: int
     step: int
     norms: Mapping[str, float]
+    nonfinite: NonFinite = ""
 
 
 class ScaleDecided(DriverEvent, frozen=True):

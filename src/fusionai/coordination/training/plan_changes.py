@@ -27,7 +27,7 @@ from fusionai.coordination.training.interface import (
 )
 from fusionai.coordination.training.rounds import TrainingRounds
 from fusionai.coordination.training.state import DriverPhase, DriverState
-from fusionai.coordination.training.steps import BetweenSteps, Feeding
+from fusionai.coordination.training.steps import BetweenSteps, Feeding, NotFinite
 
 
 @dataclass(slots=True)
@@ -107,6 +107,21 @@ class PlanChanges:
         if times > 1:
             return self._lose(peer, "stage", event.reason)
         return [ReportFault("stage", peer, (event.stage,), event.reason, self.job.step), *self.rounds.begin()]
+
+    def on_not_finite(self, event: NotFinite) -> list[DriverCommand]:
+        """Run the step again, then elsewhere. If another peer comes to the same, the training diverges."""
+        job = self.job
+        times = job.faults.stage_failed(event.stage)
+        peer = job.roles.places[event.stage]
+        reason = f"step {event.step}: stage {event.stage} makes values that are not finite from finite ones"
+        if times > 2:
+            return job.fail(
+                f"{reason}, on two peers. The training diverges there: lower the learning rate, clip gradients, or "
+                f"resume from a checkpoint before step {event.step}"
+            )
+        if times > 1:
+            return self._lose(peer, "stage", reason)
+        return [ReportFault("stage", peer, (event.stage,), reason, job.step), *self.rounds.begin()]
 
     # ------------------------------------------------------------------------------------------------------- plans
 

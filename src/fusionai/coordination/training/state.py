@@ -5,6 +5,7 @@ Neighbours: `driver` is the machine with its table; `steps`, `rounds` and `plan_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,7 +18,7 @@ from fusionai.coordination.round.verification import CheckVerdict, Inspector
 from fusionai.coordination.training.evaluations import Evaluation, Standing, standing
 from fusionai.coordination.training.interface import DriverCommand, Rewind, Roles, WriteCheckpoint
 from fusionai.coordination.training.restoring import RestoringRound
-from fusionai.wire.messages import CommitRecord, Fence
+from fusionai.wire.messages import CommitRecord, Fence, NonFinite
 
 
 class DriverPhase(StrEnum):
@@ -72,6 +73,8 @@ class Votes:
     """Step -> microbatch -> loss."""
     norms: dict[int, dict[int, Mapping[str, float]]] = field(default_factory=dict[int, dict[int, Mapping[str, float]]])
     """Step -> stage -> norm by parameter."""
+    nonfinite: dict[tuple[int, int], NonFinite] = field(default_factory=dict[tuple[int, int], NonFinite])
+    """(step, stage) -> the pass in which the stage made values that are not finite from finite ones."""
     history: dict[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
     """Gradient norms of official steps that may be replayed, to check the replay against."""
     deciding: bool = False
@@ -87,11 +90,25 @@ class Votes:
         losses = self.losses[step]
         return tuple(losses[index] for index in range(len(losses)))
 
+    def source_of_nonfinite(self, step: int) -> int | None:
+        """Return the stage at which the numbers of a complete step stop being finite; None if all are finite.
+
+        Values flow to higher stages and gradients to lower ones, so the first stage of a forward pass counts before the
+        last stage of a backward pass. Without a report, the last stage with such a norm, or else the last of all, which
+        computes the loss."""
+        spoilt = [stage for stage, norms in self.norms[step].items() if not all(map(math.isfinite, norms.values()))]
+        if not spoilt and all(map(math.isfinite, self.losses[step].values())):
+            return None
+        found = {stage: seen for (of, stage), seen in self.nonfinite.items() if of == step}
+        forward = [stage for stage, seen in found.items() if seen == "forward"]
+        return min(forward) if forward else max([*found] or spoilt or [*self.norms[step]])
+
     def discard(self) -> None:
         """Drop the votes of all steps except for a commit that is being journalled, because a round begins."""
         kept = set[int]() if self.journalling is None else {self.journalling.step}
         self.losses = {step: losses for step, losses in self.losses.items() if step in kept}
         self.norms = {step: norms for step, norms in self.norms.items() if step in kept}
+        self.nonfinite.clear()
         self.deciding = False
 
     def make_official(self, step: int) -> None:
@@ -99,12 +116,14 @@ class Votes:
         self.history[step] = self.all_norms(step)
         self.losses.pop(step, None)
         self.norms.pop(step, None)
+        self.nonfinite = {(of, stage): seen for (of, stage), seen in self.nonfinite.items() if of > step}
 
     def take_back(self, step: int) -> None:
         """Drop all votes, and the norms of the steps from `step` on."""
         self.history = {of: norms for of, norms in self.history.items() if of < step}
         self.losses.clear()
         self.norms.clear()
+        self.nonfinite.clear()
         self.deciding = False
 
 

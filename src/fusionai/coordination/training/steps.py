@@ -10,6 +10,7 @@ Neighbours: `rounds` says from which step on to feed; `state` knows which checkp
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -31,6 +32,13 @@ class BetweenSteps(FollowUp, frozen=True):
 
 class ExpulsionDue(FollowUp, frozen=True):
     """A peer was found to be faulty, and no commit is being journalled any more."""
+
+
+class NotFinite(FollowUp, frozen=True):
+    """A stage made values that are not finite from finite ones, so the step can't be committed."""
+
+    stage: int
+    step: int
 
 
 class Settled(FollowUp, frozen=True):
@@ -135,7 +143,11 @@ class Commits:
         job = self.job
         if event.step != job.step or event.stage not in job.roles.places:
             return []
-        job.votes.norms.setdefault(event.step, {}).setdefault(event.stage, event.norms)  # a vote can't be changed
+        votes = job.votes.norms.setdefault(event.step, {})
+        if event.stage not in votes:  # a vote can't be changed
+            votes[event.stage] = event.norms
+            if event.nonfinite:
+                job.votes.nonfinite[event.step, event.stage] = event.nonfinite
         return self.decide()
 
     def decide(self) -> list[DriverCommand]:
@@ -146,6 +158,10 @@ class Commits:
         held = votes.deciding or saves.evaluating is not None or saves.saving is not None
         if not (voted and computed) or held or votes.journalling is not None:
             return []  # one checkpoint at a time: a commit never overtakes the state still being collected
+        source = votes.source_of_nonfinite(job.step)
+        if source is not None:
+            job.follow_ups.append(NotFinite(source, job.step))
+            return []
         votes.deciding = True
         norms = votes.all_norms(job.step)
         unknown = norms.keys() - set(job.shape.canonical_order)
@@ -195,6 +211,9 @@ class Commits:
         differing = [key for key in sorted(event.norms) if known is not None and known.get(key) != event.norms[key]]
         if not differing:
             return self.feeding.feed_replay()
+        if not all(math.isfinite(event.norms[key]) for key in differing):
+            self.job.follow_ups.append(NotFinite(event.stage, event.step))
+            return []
         detail = f"stage {event.stage} replayed step {event.step} with another norm of {', '.join(differing[:3])}"
         if self.job.shape.takeover == "exact":
             return self.job.fail(f"replay is not exact: {detail}")

@@ -261,6 +261,7 @@ class StageRuntime:
                         norms=self._bench.norms,
                         spans=tuple(self._bench.spans),
                         sketches=self._bench.take_sketches(step),
+                        nonfinite=self._bench.nonfinite,
                     )
                 )
                 self._bench.spans.clear()

@@ -8,7 +8,8 @@ the other; `coordination.training.stage` says which is next.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
@@ -19,7 +20,7 @@ from fusionai.backends.state import ANCHOR, REPORTED
 from fusionai.coordination.training.exchanges import exchanges_of
 from fusionai.coordination.training.stage_interface import StageWork
 from fusionai.execution.host import ComputeThread
-from fusionai.execution.tensors import chunks, sketch, step_key
+from fusionai.execution.tensors import chunks, is_finite, sketch, step_key
 from fusionai.execution.training.arrivals import ByConsumer
 from fusionai.execution.training.boundary import FEED, LOSS, Boundary
 from fusionai.execution.training.codecs import Carried, pack, split, unpack_all
@@ -53,12 +54,17 @@ class StagePass:
         self._sends = {mode: {p.other: names for p in boundary.sends if (names := p.carried(mode))} for mode in modes}
         self._wanted = {mode: boundary.wanted(mode) for mode in modes}
         self.outputs = {mode: boundary.job_outputs(mode) for mode in modes}
+        self._spoilt: dict[int, set[Literal["received", "forward", "backward"]]] = {}
+        """Step of training -> where values came or went that are not finite."""
 
     def forward(self, call: Call, inputs: Mapping[str, HostTensor]) -> tuple[dict[str, HostTensor], ByStage]:
         """Return (values, what is sent to each stage)."""
         boundary = self.boundary
         repeated = {alias: inputs[value] for alias, value in boundary.aliases.items() if value in inputs}
         values = self.program.forward(call, {**inputs, **repeated}, self._wanted[call.mode])
+        if call.mode == "train" and not all(is_finite(value, masks=True) for value in values.values()):
+            given = all(is_finite(value, masks=True) for value in inputs.values())
+            self._spoilt.setdefault(call.step, set()).add("forward" if given else "received")
         return values, {
             other: self._packed(boundary.stage, other, {name: values[name] for name in names}, forward=True)
             for other, names in self._sends[call.mode].items()
@@ -76,6 +82,10 @@ class StagePass:
             seed = np.float32(1) / np.float32(self._options.microbatches)
             gradients[LOSS] = host_tensor("float32", (), seed.tobytes())
         made = self.program.backward(call, gradients, begun)
+        if not all(is_finite(value) for value in (*gradients.values(), *begun.values())):
+            self._spoilt.setdefault(call.step, set()).add("received")
+        elif not all(is_finite(value) for value in made.values()):
+            self._spoilt.setdefault(call.step, set()).add("backward")
         own = self.boundary.stage
         # A value that no output of this microbatch depended on has no gradient, but the message must still arrive.
         return {
@@ -84,6 +94,16 @@ class StagePass:
             )
             for port in self.boundary.returns
         }
+
+    def nonfinite(self, step: int, norms: Iterable[float]) -> wire.NonFinite:
+        """Return the pass of this stage that first made values that are not finite from finite ones, and forget the
+        step. `norms`: of the sums of its gradients."""
+        found = self._spoilt.get(step, set())
+        self._spoilt = {of: seen for of, seen in self._spoilt.items() if of > step}
+        if "forward" in found:
+            return "forward"
+        spoilt = "received" not in found and not all(map(math.isfinite, norms))
+        return "backward" if spoilt or "backward" in found else ""
 
     def _packed(
         self, producer: int, consumer: int, values: Mapping[str, HostTensor], *, forward: bool
@@ -147,6 +167,8 @@ class StageExecutor:
         self.spans: list[Span] = []
         self.norms: dict[str, float] = {}
         """Gradient norms of the last step whose gradients are summed."""
+        self.nonfinite: wire.NonFinite = ""
+        """Whether that step spoilt finite values, as in `wire.Prepared`."""
         self.missing: frozenset[str] = frozenset()
         """Entries that the last `initialise` could not make; the driver has to send them."""
         self.resident_bytes = stage.program.resident_bytes
@@ -293,6 +315,7 @@ class StageExecutor:
         norms, timed = await self._compute.run(work)
         foreign = {shared.key for shared in self._boundary.shared if shared.stages[0] != self._boundary.stage}
         self.norms = {key: norm for key, norm in norms.items() if key not in foreign}
+        self.nonfinite = self._pass.nonfinite(step, norms.values())
         self.spans.append(Span("apply", 0, timed.start_s, timed.end_s))
 
     async def _apply(self, record: CommitRecord | None) -> None:

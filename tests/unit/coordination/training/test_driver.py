@@ -66,7 +66,7 @@ from fusionai.coordination.training.interface import (
 from fusionai.coordination.training.stage_interface import Resumed
 from fusionai.coordination.training.state import DriverPhase, JobShape
 from fusionai.coordination.training.steps import norms_hash
-from fusionai.wire.messages import CommitRecord, Fence
+from fusionai.wire.messages import CommitRecord, Fence, NonFinite
 
 FENCE = Fence(1, 1, 0)
 NORMS = {0: {"b": 2.0}, 1: {"a": 1.0}}
@@ -563,13 +563,6 @@ def test_a_replay_with_other_bits_fails_if_exact_and_warns_if_tolerant(different
             assert kinds(commands)[:3] == [WarnTolerant, SendCommit, StepCommitted]
             assert isinstance(commands[1], SendCommit)
             assert commands[1].record == record(0), "the journal's word stands"
-
-
-def test_a_step_whose_loss_is_not_a_number_replays_exactly():
-    machine = rolling_back(1)
-    machine.records[0] = record(0, loss=math.nan)
-    vote(machine, 0, loss=math.nan)
-    assert kinds(machine.handle(ScaleDecided(0, 2.5, 0.4)))[0] is SendCommit
 
 
 # ------------------------------------------------------------------------------------------------------ one stage lost
@@ -1211,6 +1204,116 @@ def test_a_stage_that_fails_is_retried_once_then_moved_then_the_job_fails():
     assert commands == [ReportFault("stage", "p1", (1,), "no memory", 0), AskPlan(frozenset({"p1"}), "no memory")]
     machine.handle(PlanGranted(plan(2, places={0: "p0", 1: "new"})))
     assert failure(machine.handle(StageFailure(1, "no memory"))) == "stage 1 failed: no memory"
+
+
+def broken_vote(machine: DriverMachine, nonfinite: Mapping[int, NonFinite]) -> list[DriverCommand]:
+    """All losses and votes of the present step, in which no number is finite."""
+    step = machine.step
+    for microbatch in range(machine.shape.microbatches):
+        machine.handle(LossArrived(step, microbatch, math.nan))
+    for stage in machine.roles.stages:
+        norms = dict.fromkeys(NORMS[stage], math.inf)
+        commands = machine.handle(StagePrepared(stage, step, norms, nonfinite.get(stage, "")))
+    return commands
+
+
+@pytest.mark.parametrize(
+    ("nonfinite", "source"),
+    [
+        ({0: "forward"}, 0),
+        ({0: "forward", 1: "backward"}, 0),
+        ({0: "forward", 1: "forward"}, 0),
+        ({1: "forward", 0: "backward"}, 1),
+        ({0: "backward"}, 0),
+        ({0: "backward", 1: "backward"}, 1),
+        ({}, 1),
+    ],
+)
+def test_a_step_that_is_not_finite_is_repeated_and_its_source_is_named(nonfinite: dict[int, NonFinite], source: int):
+    machine = running()
+    commands = broken_vote(machine, nonfinite)
+    assert kinds(commands) == [ReportFault, SendAttach]
+    named = f"step 0: stage {source} makes values that are not finite from finite ones"
+    assert commands[0] == ReportFault("stage", f"p{source}", (source,), named, 0)
+    assert machine.phase is DriverPhase.ATTACHING
+    again(machine)
+    assert kinds(commit(machine, 0)) == [SendCommit, StepCommitted], "the former reports do not count"
+
+
+@pytest.mark.parametrize("broken", ["loss", "norm"])
+def test_one_number_that_is_not_finite_prevents_the_commit(broken: str):
+    machine = running()
+    machine.handle(LossArrived(0, 0, 1.0))
+    machine.handle(LossArrived(0, 1, math.nan if broken == "loss" else 1.0))
+    machine.handle(StagePrepared(0, 0, {"b": -math.inf if broken == "norm" else 2.0}))
+    commands = machine.handle(StagePrepared(1, 0, NORMS[1]))
+    assert kinds(commands) == [ReportFault, SendAttach]
+    assert isinstance(commands[0], ReportFault)
+    assert commands[0].peer == ("p1" if broken == "loss" else "p0"), "the last stage computes the loss"
+
+
+def test_a_report_without_a_number_that_is_not_finite_does_not_count():
+    """Additive masks may travel between stages."""
+    machine = running()
+    for microbatch in range(2):
+        machine.handle(LossArrived(0, microbatch, 1.0))
+    machine.handle(StagePrepared(0, 0, NORMS[0], "forward"))
+    assert kinds(machine.handle(StagePrepared(1, 0, NORMS[1]))) == [DecideScale]
+
+
+def test_a_report_of_an_earlier_step_does_not_name_a_stage():
+    machine = running()
+    machine.handle(StagePrepared(0, 0, NORMS[0], "forward"))
+    commit(machine, 0)
+    commands = broken_vote(machine, {1: "backward"})
+    assert isinstance(commands[0], ReportFault)
+    assert commands[0].peer == "p1"
+
+
+def test_the_first_vote_of_a_stage_says_whether_it_spoilt_the_step():
+    machine = running()
+    machine.handle(StagePrepared(0, 0, {"b": math.inf}))
+    machine.handle(StagePrepared(0, 0, {"b": math.inf}, "forward"))
+    commands = broken_vote(machine, {})
+    assert isinstance(commands[0], ReportFault)
+    assert commands[0].peer == "p1"
+
+
+def test_a_step_that_is_not_finite_again_moves_to_another_peer_and_then_ends_the_job():
+    machine = running()
+    broken_vote(machine, {1: "forward"})
+    again(machine)
+    commands = broken_vote(machine, {1: "forward"})
+    assert kinds(commands) == [ReportFault, AskPlan]
+    assert commands[1] == AskPlan(
+        frozenset({"p1"}), "step 0: stage 1 makes values that are not finite from finite ones"
+    )
+    assert machine.phase is DriverPhase.WAITING
+    machine.handle(PlanGranted(plan(2, places={0: "p0", 1: "p2"})))
+    again(machine)
+    reason = failure(broken_vote(machine, {1: "forward"}))
+    assert "step 0: stage 1 makes values that are not finite from finite ones, on two peers" in reason
+    assert "lower the learning rate" in reason
+
+
+def test_a_commit_forgives_steps_that_were_not_finite():
+    machine = running()
+    broken_vote(machine, {1: "forward"})
+    again(machine)
+    commit(machine, 0)
+    assert kinds(broken_vote(machine, {1: "forward"})) == [ReportFault, SendAttach]
+
+
+def test_a_replayed_step_that_is_not_finite_is_not_a_replay_with_other_bits():
+    machine = promoted()
+    enlist(machine, {"g0": {(0, 2)}, "g1": {(1, 2)}})
+    report(machine, 3, 2, s1=-1)
+    machine.handle(StageReady(1, 2))
+    commands = machine.handle(StagePrepared(1, 2, {"a": math.nan}))
+    assert kinds(commands)[:2] == [ReportFault, SendAttach]
+    assert isinstance(commands[0], ReportFault)
+    assert commands[0].stages == (1,)
+    assert commands[0].reason.startswith("step 2: stage 1 ")
 
 
 def test_failures_are_forgiven_by_a_commit_and_fatal_ones_never():
