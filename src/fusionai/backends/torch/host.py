@@ -57,7 +57,8 @@ def to_host(value: Tensor | int, *, own: bool = False, laid_out: bool = False) -
         staged = torch.empty(shape, dtype=flat.dtype, pin_memory=True)
         flat = staged.copy_(flat)
     layout = _layout(value) if laid_out else ()
-    flat = flat.cpu().contiguous().reshape(-1)
+    flat = flat.cpu().contiguous()
+    flat = flat.as_strided((flat.numel(),), (1,))  # a single element counts as contiguous whatever its stride
     if flat.numel() == 0:
         return host_tensor(name, shape, b"")
     return host_tensor(name, shape, flat.view(torch.uint8).numpy().data, layout)

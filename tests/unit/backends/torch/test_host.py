@@ -105,3 +105,12 @@ def test_own_bytes_do_not_follow_the_tensor():
 def test_a_dtype_that_can_not_travel_is_refused():
     with pytest.raises(ExecutionError, match="complex64"):
         to_host(torch.zeros(1, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_single_element_leaves_whatever_its_stride(own: bool):
+    values = torch.arange(12.0).reshape(3, 4)
+    value = values[1:, 3:].diagonal()
+    assert value.stride() != (1,)
+    sent = to_host(value, own=own)
+    assert (sent.shape, bytes(sent.data)) == ((1,), np.float32(7.0).tobytes())
