@@ -97,7 +97,7 @@ def _box(options: PeerOptions, machine: Membership, clock: Clock, notice: Callab
         machine=machine,
         rates=rates,
         clock=PoolClock(clock),
-        weights=WeightStore(options.home / "weights", beside=beside),
+        weights=WeightStore(options.home / "weights", options.weights_cache_bytes, keeps_free=True, beside=beside),
         notice=notice,
     )
 

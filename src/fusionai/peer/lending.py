@@ -244,6 +244,8 @@ class PeerOptions:
     measure: bool = False
     parts: int = 1
     """Number of members that lend this device together: each lends an equal part of its memory."""
+    weights_cache_bytes: int | None = None
+    """Most bytes of fetched weights on the disk; None: half of what is free for them at the start."""
     weights_beside: Path | None = None
     """Remembered hashes of files on this machine whose tensors are read in place (`storage.weight_manifest`)."""
 

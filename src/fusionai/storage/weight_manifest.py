@@ -38,7 +38,8 @@ from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
 from fusionai.storage.assembly import Assembly
 from fusionai.storage.atomic import directory_lock, storage_errors, write_atomic
 from fusionai.storage.safetensors_file import ByteRange, ByteRanges, SafetensorsFile
-from fusionai.storage.weight_store import WeightStore, make_spec, spec_bytes
+from fusionai.storage.weight_part import make_spec, spec_bytes
+from fusionai.storage.weight_store import WeightStore
 from fusionai.wire.job import PIECE_BYTES, WeightSpec
 
 State = Callable[[Iterable[str]], Iterator[tuple[str, HostTensor]]]

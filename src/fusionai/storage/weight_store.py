@@ -15,50 +15,72 @@ change under the lock.
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import logging
 import os
+import shutil
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from fusionai.primitives.errors import StorageError
-from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
+from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.primitives.units import format_bytes
-from fusionai.storage.atomic import FULL, directory_lock, storage_errors, sync_directory
+from fusionai.storage.atomic import directory_lock, storage_errors
 from fusionai.storage.safetensors_file import ByteRange, ByteRanges
+from fusionai.storage.weight_part import PART_SUFFIX, WeightPart, good_pieces, spec_bytes
 from fusionai.wire.job import PIECE_BYTES, WeightSpec
 
 log = logging.getLogger(__name__)
 
 ABANDONED_S: Final = 7 * 86_400.0
 """Seconds without a write after which the next start removes a part. A part whose tensor is complete is removed too."""
+LARGEST_FLOOR_BYTES: Final = 5 * 10**9
+FLOOR_PART: Final = 0.05
+"""Space of a disk that stays free: this part of it, at most `LARGEST_FLOOR_BYTES`. Chosen: systems run badly on a full
+disk."""
 FRESH_S: Final = 600.0
 """Seconds since the last write during which a part may belong to another process and is not dropped."""
 
 
+class Disk(NamedTuple):
+    total_bytes: int
+    free_bytes: int
+
+
+def disk_of(directory: Path) -> Disk:
+    """Return size and free space of the disk that has this directory. Raises `StorageError`."""
+    with storage_errors(directory, "read"):
+        usage = shutil.disk_usage(directory)
+    return Disk(usage.total, usage.free)
+
+
 class WeightStore:
-    """Store of weights. `limit_bytes` limits the size of all files together. Methods may be called from any thread.
-    Keep what is in use: `with store.holding(digests)` around loading and the stage's lifetime."""
+    """Store of weights. `limit_bytes` limits the size of all files together. With `keeps_free`, part of the disk stays
+    free (`FLOOR_PART`), and without a limit the files take at most half of what was free for them at the start; else
+    the disk alone is the limit. Methods may be called from any thread. Keep what is in use:
+    `with store.holding(digests)` around loading and the stage's lifetime."""
 
     def __init__(
         self,
         directory: Path,
         limit_bytes: int | None = None,
         *,
+        keeps_free: bool = False,
         beside: Callable[[bytes], ByteRange | ByteRanges | None] | None = None,
+        disk: Callable[[Path], Disk] = disk_of,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
         """Create the directory. `beside`: finds tensors by digest that are read in place and not stored here. Raises
         `StorageError`."""
         self.directory = directory
         self._elsewhere = beside or (lambda _digest: None)
-        self._limit_bytes = limit_bytes
+        self._disk = disk
+        self._floor_bytes: int | None = None
         self._wall_s = wall_s
         self._mutex = threading.Lock()
         self._holding = threading.Lock()  # held only briefly, because an event loop takes it
@@ -68,6 +90,16 @@ class WeightStore:
             directory.mkdir(parents=True, exist_ok=True)
         with directory_lock(directory):
             self._remove_abandoned()
+        if keeps_free:
+            found = disk(directory)
+            self._floor_bytes = min(LARGEST_FLOOR_BYTES, round(FLOOR_PART * found.total_bytes))
+            if limit_bytes is None:
+                used = sum(_allocated_bytes(stat) for _, stat in self._files())
+                limit_bytes = (used + found.free_bytes) // 2
+        self.limit_bytes = limit_bytes
+        """Most bytes of all files together; None: what the disk has."""
+        with suppress(StorageError):  # the limit may be lower than at the last start
+            self.make_room(0)
 
     # ------------------------------------------------------------------------------------------------------ reading
 
@@ -206,26 +238,34 @@ class WeightStore:
                 self._held += Counter()  # removes entries at zero
 
     def make_room(self, nbytes: int) -> None:
-        """Drop least recently used tensors until `nbytes` more fit the limit. Raises `StorageError` if they don't
-        fit."""
-        if self._limit_bytes is None:
+        """Drop least recently used tensors until `nbytes` more fit the limit and the disk. Raises `StorageError` if
+        they don't fit."""
+        if self.limit_bytes is None and self._floor_bytes is None:
             return
         with directory_lock(self.directory):
             files = sorted(self._files(), key=lambda file: file[1].st_mtime)
-            used = sum(stat.st_size for _, stat in files)
+            space = self._space(files)
             for path, stat in files:
-                if used + nbytes <= self._limit_bytes:
+                if space.lacking(nbytes) is None:
                     break
                 if self._droppable(path, stat):
                     with suppress(OSError):  # some systems can't remove a mapped file
                         path.unlink()
-                        used -= stat.st_size
-        if used + nbytes > self._limit_bytes:
+                        space.used_bytes -= stat.st_size
+                        space.free_bytes += stat.st_size
+        lacking = space.lacking(nbytes)
+        if lacking is not None:
             raise StorageError(
-                f"no room for {format_bytes(nbytes)} more of weights in {self.directory}: "
-                f"{format_bytes(used)} of {format_bytes(self._limit_bytes)} are in use.",
-                hint="Raise this peer's limit for weights, or let it serve a smaller part of the model.",
+                f"no room for {format_bytes(nbytes)} more of weights in {self.directory}: {lacking}.",
+                hint="Raise --weights-cache of `fusion join`, free some space on this disk, or serve a smaller model.",
             )
+
+    def _space(self, files: Iterable[tuple[Path, os.stat_result]]) -> _Space:
+        sizes = [(stat.st_size, _allocated_bytes(stat)) for _, stat in files]
+        # Parts have their full size and holes, which will be filled.
+        owed = sum(size - allocated for size, allocated in sizes)
+        free = 0 if self._floor_bytes is None else self._disk(self.directory).free_bytes - owed
+        return _Space(sum(size for size, _ in sizes), self.limit_bytes, free, self._floor_bytes)
 
     def _droppable(self, path: Path, stat: os.stat_result) -> bool:
         digest = bytes.fromhex(path.name.removesuffix(PART_SUFFIX))
@@ -260,6 +300,31 @@ class WeightStore:
         return self.directory / (digest.hex() + PART_SUFFIX)
 
 
+@dataclass(slots=True)
+class _Space:
+    """What all files take, their limit, what the disk has left, and what of that stays free."""
+
+    used_bytes: int
+    limit_bytes: int | None
+    free_bytes: int
+    floor_bytes: int | None
+
+    def lacking(self, nbytes: int) -> str | None:
+        """Return why `nbytes` more don't fit; None if they do."""
+        if self.limit_bytes is not None and self.used_bytes + nbytes > self.limit_bytes:
+            return f"{format_bytes(self.used_bytes)} of {format_bytes(self.limit_bytes)} are in use"
+        if self.floor_bytes is not None and self.free_bytes - nbytes < self.floor_bytes:
+            free, floor = format_bytes(max(0, self.free_bytes)), format_bytes(self.floor_bytes)
+            return f"{free} of the disk are free, and {floor} stay free"
+        return None
+
+
+def _allocated_bytes(stat: os.stat_result) -> int:
+    """Return what a file takes on the disk, at most its size; its size where the system does not say."""
+    blocks: int | None = getattr(stat, "st_blocks", None)
+    return stat.st_size if blocks is None else min(stat.st_size, 512 * blocks)
+
+
 def _read(path: Path, first: int, count: int) -> bytes | None:
     """Read pieces and mark the file as used. Returns None if the file does not exist. Raises `StorageError` if reading
     fails."""
@@ -277,182 +342,3 @@ def _read(path: Path, first: int, count: int) -> bytes | None:
                 os.utime(path)
             handle.seek(start)
             return handle.read(nbytes)
-
-
-def spec_bytes(spec: WeightSpec) -> int:
-    """Return the tensor's size in bytes. Raises `StorageError` for an inconsistent spec."""
-    try:
-        nbytes = tensor_bytes(spec.dtype, spec.shape)
-    except ValueError as problem:
-        raise StorageError(f"the description of {spec.key} is invalid: {problem}.") from None
-    if len(spec.pieces) != pieces_of(nbytes):
-        raise StorageError(
-            f"the description of {spec.key} has {len(spec.pieces)} hashes, its {nbytes} bytes take {pieces_of(nbytes)}."
-        )
-    return nbytes
-
-
-def pieces_of(nbytes: int) -> int:
-    return -(-nbytes // PIECE_BYTES)
-
-
-def piece_bytes(nbytes: int, piece: int) -> int:
-    """Return the size in bytes of this piece of a tensor of `nbytes`."""
-    return min(PIECE_BYTES, nbytes - piece * PIECE_BYTES)
-
-
-def make_spec(key: str, dtype: str, shape: tuple[int, ...], pieces: Iterable[bytes | memoryview]) -> WeightSpec:
-    """Hash a tensor given in pieces, each of `PIECE_BYTES` except the last."""
-    whole = hashlib.sha256()
-    hashes: list[bytes] = []
-    for piece in pieces:
-        whole.update(piece)
-        hashes.append(hashlib.sha256(piece).digest())
-    return WeightSpec(key=key, dtype=dtype, shape=shape, digest=whole.digest(), pieces=tuple(hashes))
-
-
-def good_pieces(spec: WeightSpec, first: int, data: memoryview) -> int:
-    """Return how many complete pieces at the start of `data` match the tensor's pieces from `first` on."""
-    nbytes = spec_bytes(spec)
-    offset = 0
-    for piece in range(first, len(spec.pieces)):
-        end = offset + piece_bytes(nbytes, piece)
-        if end > len(data) or hashlib.sha256(data[offset:end]).digest() != spec.pieces[piece]:
-            return piece - first
-        offset = end
-    return len(spec.pieces) - first
-
-
-PART_SUFFIX: Final = ".part"
-
-
-class WeightPart:
-    """One unfinished tensor, created by `WeightStore`. Methods may be called from any thread."""
-
-    def __init__(self, spec: WeightSpec, path: Path) -> None:
-        """Does not touch the file. Raises `StorageError` for an inconsistent spec."""
-        self.spec = spec
-        self.path = path
-        self.finishing = threading.Lock()
-        self._nbytes = spec_bytes(spec)
-        self._opening = threading.Lock()
-        self._mutex = threading.Lock()
-        self._opened = False
-        self._descriptor = -1
-        self._good = bytearray(len(spec.pieces))
-
-    def open(self, make_room: Callable[[int], None]) -> None:
-        """Open or create the file and hash its pieces. Later calls do nothing. Raises `StorageError` and the errors of
-        `make_room`."""
-        with self._opening:
-            if self._opened:
-                return
-            if not self.path.exists():
-                make_room(self._nbytes)
-            with _fetch_errors(self.path, self._nbytes):
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
-                there = os.fstat(descriptor).st_size
-                if there != self._nbytes:
-                    os.ftruncate(descriptor, self._nbytes)
-            self._descriptor = descriptor
-            if there:
-                for piece in range(len(self.spec.pieces)):
-                    self._good[piece] = good_pieces(self.spec, piece, memoryview(self._read(piece)))
-            self._opened = True
-
-    @property
-    def closed(self) -> bool:
-        """Whether the file has been opened and closed again."""
-        return self._opened and self._descriptor < 0
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        with self._mutex:
-            return tuple(piece for piece, good in enumerate(self._good) if not good)
-
-    def run(self, first: int, count: int) -> int:
-        """Return how many consecutive pieces from `first` on are here, at most `count`."""
-        with self._mutex:
-            end = self._good.find(0, first, first + count)
-            return (min(first + count, len(self._good)) if end < 0 else end) - first
-
-    def put(self, first: int, data: memoryview) -> int:
-        """Write the valid pieces at the start of `data`, which begins at piece `first`, and return how many were valid.
-        Data after the first invalid piece is ignored. Raises `StorageError`, also if the disk is full."""
-        good = good_pieces(self.spec, first, data)
-        with _fetch_errors(self.path, self._nbytes):
-            offset = first * PIECE_BYTES
-            rest = data[: min(good * PIECE_BYTES, self._nbytes - offset)]
-            with self._mutex:
-                if self._descriptor < 0:
-                    return good  # the tensor is complete or the store is closed
-                while rest:
-                    os.lseek(self._descriptor, offset, os.SEEK_SET)
-                    written = os.write(self._descriptor, rest)
-                    offset += written
-                    rest = rest[written:]
-                self._good[first : first + good] = b"\1" * good
-        return good
-
-    def check(self) -> None:
-        """Verify the whole tensor against its digest, because the pieces' hashes are claims too, and make it durable.
-        Raises `StorageError` and removes the part if it does not match."""
-        whole = hashlib.sha256()
-        for piece in range(len(self.spec.pieces)):
-            whole.update(self._read(piece))
-        if whole.digest() != self.spec.digest:
-            self.remove()
-            raise StorageError(
-                f"{self.spec.key}: all pieces match their hashes, but the whole tensor does not match its digest.",
-                hint="The job owner's list of weights is wrong; start serving again there.",
-            )
-        with self._mutex, _fetch_errors(self.path, self._nbytes):
-            os.fsync(self._descriptor)
-
-    def _read(self, piece: int) -> bytes:
-        """Read a piece by descriptor, because another process may just have renamed the file."""
-        nbytes = piece_bytes(self._nbytes, piece)
-        with self._mutex, storage_errors(self.path, "read"):
-            os.lseek(self._descriptor, piece * PIECE_BYTES, os.SEEK_SET)
-            parts: list[bytes] = []
-            while nbytes > 0 and (part := os.read(self._descriptor, nbytes)):
-                parts.append(part)
-                nbytes -= len(part)
-        return b"".join(parts)
-
-    def rename(self, path: Path) -> None:
-        """Give the file the name of the complete tensor. Raises `StorageError` if the file was removed meanwhile."""
-        with self._mutex, storage_errors(self.path, "renamed"):
-            if not self._is_named():
-                raise StorageError(f"{self.path} was removed while it was fetched.", hint="Try again.")
-            self.path.replace(path)
-            sync_directory(path.parent)
-
-    def remove(self) -> None:
-        """Remove the file, unless its name now belongs to another file. The next start removes what can't be removed
-        now."""
-        with self._mutex, suppress(OSError):
-            if self._is_named():
-                self.path.unlink()
-
-    def _is_named(self) -> bool:
-        try:
-            return os.fstat(self._descriptor).st_ino == self.path.stat().st_ino
-        except FileNotFoundError:
-            return False
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        with self._mutex:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-                self._descriptor = -1
-
-
-def _fetch_errors(path: Path, nbytes: int) -> AbstractContextManager[None]:
-    return storage_errors(
-        path,
-        full=FULL | {errno.EFBIG},
-        needs=f", which takes {format_bytes(nbytes)}",
-        hint="Free some space, or let this peer serve a smaller part; what was fetched so far is kept.",
-    )

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from fusionai.primitives.errors import StorageError
 from fusionai.storage import weight_store
-from fusionai.storage.weight_store import WeightPart, WeightStore, good_pieces, make_spec, piece_bytes, spec_bytes
+from fusionai.storage.weight_part import WeightPart, good_pieces, make_spec, piece_bytes, spec_bytes
+from fusionai.storage.weight_store import Disk, WeightStore
 from fusionai.wire.job import PIECE_BYTES, WeightSpec
 
 MIB = 2**20
@@ -200,6 +201,72 @@ def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
         assert names(store) == sorted(spec.digest.hex() for spec in (a, b, c))
     with pytest.raises(StorageError, match=r"no room"):
         store.make_room(4 * MIB)
+
+
+class SmallDisk:
+    """A disk of `total_bytes` that holds the store's directory and `others_bytes` of other files."""
+
+    def __init__(self, total_bytes: int, others_bytes: int = 0) -> None:
+        self.total_bytes = total_bytes
+        self.others_bytes = others_bytes
+
+    def __call__(self, directory: Path) -> Disk:
+        stored = sum(min(file.stat().st_size, 512 * file.stat().st_blocks) for file in directory.iterdir())
+        return Disk(self.total_bytes, self.total_bytes - self.others_bytes - stored)
+
+
+def test_part_of_the_disk_stays_free(tmp_path: Path) -> None:
+    disk = SmallDisk(20 * MIB, others_bytes=16 * MIB)  # 4 are free, and 1 of these stays free
+    store = WeightStore(tmp_path, 100 * MIB, keeps_free=True, disk=disk)
+    a, b, c, d = (described(key, MIB) for key in "abcd")
+    for age, spec in enumerate((a, b, c)):
+        store.add(spec, data_of(spec))
+        os.utime(tmp_path / spec.digest.hex(), (1000 + age, 1000 + age))
+    with (
+        store.holding([a.digest, b.digest, c.digest]),
+        pytest.raises(StorageError, match=r"1\.05 MB of the disk are free, and 1\.05 MB stay free"),
+    ):
+        store.add(d, data_of(d))
+    store.add(d, data_of(d))
+    assert [store.has(spec) for spec in (a, b, c, d)] == [False, True, True, True], "used longest ago"
+    disk.others_bytes += 2 * MIB  # another program fills the disk
+    store.add(a, data_of(a))
+    assert [store.has(spec) for spec in (a, b, c, d)] == [True, False, False, False]
+
+
+def test_the_holes_of_parts_are_not_free(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path, 100 * MIB, keeps_free=True, disk=SmallDisk(20 * MIB, others_bytes=15 * MIB))
+    a, b = described("a", 3 * MIB), described("b", 2 * MIB)
+    store.put(a, 0, data_of(a, 0, 1))
+    with pytest.raises(StorageError, match=r"2\.1 MB of the disk are free"):
+        store.add(b, data_of(b))
+
+
+def test_the_space_to_keep_free_has_a_limit_itself(tmp_path: Path) -> None:
+    full = SmallDisk(10**15, others_bytes=10**15 - 5 * 10**9)
+    store = WeightStore(tmp_path, 10**12, keeps_free=True, disk=full)
+    with pytest.raises(StorageError, match=r"5 GB of the disk are free, and 5 GB stay free"):
+        store.make_room(1)
+
+
+def test_without_a_limit_half_of_the_space_is_for_weights(tmp_path: Path) -> None:
+    disk = SmallDisk(100 * MIB, others_bytes=80 * MIB)
+    store = WeightStore(tmp_path, keeps_free=True, disk=disk)
+    assert store.limit_bytes == 10 * MIB
+    spec = described("a", 2 * MIB)
+    store.add(spec, data_of(spec))
+    assert WeightStore(tmp_path, keeps_free=True, disk=disk).limit_bytes == 10 * MIB, "what it has counts"
+    assert WeightStore(tmp_path).limit_bytes is None
+
+
+def test_a_lower_limit_counts_from_the_start_on(tmp_path: Path) -> None:
+    before = WeightStore(tmp_path)
+    a, b = described("a", MIB), described("b", MIB)
+    for age, spec in enumerate((a, b)):
+        before.add(spec, data_of(spec))
+        os.utime(tmp_path / spec.digest.hex(), (1000 + age, 1000 + age))
+    after = WeightStore(tmp_path, MIB)
+    assert [after.has(spec) for spec in (a, b)] == [False, True]
 
 
 def test_parts_count_and_go_when_they_are_old(tmp_path: Path) -> None:

@@ -91,6 +91,14 @@ def _device_names(text: str) -> str:
     help="Accept connections over the broker's relay from machines that can't dial this one.  [default: yes, unless "
     "--address is given]",
 )
+@flags.quantity_option(
+    "--weights-cache",
+    parse_bytes,
+    "SIZE",
+    "Keep at most this much of fetched weights on the disk, e.g. 50GB; those unused for longest are dropped first. 5 % "
+    "of the disk, at most 5 GB, always stay free.  [default: half of the free space]",
+    name="weights_cache_bytes",
+)
 @flags.path_option(
     "--weights-beside",
     "FILE",

@@ -30,7 +30,7 @@ from fusionai.primitives.errors import (
 )
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
-from fusionai.storage.weight_store import spec_bytes
+from fusionai.storage.weight_part import spec_bytes
 from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire import messages as wire
 from fusionai.wire.frame import by_name, headers

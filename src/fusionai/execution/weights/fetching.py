@@ -39,7 +39,8 @@ from fusionai.primitives.errors import (
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.primitives.units import format_bytes
-from fusionai.storage.weight_store import WeightStore, piece_bytes, pieces_of, spec_bytes
+from fusionai.storage.weight_part import piece_bytes, pieces_of, spec_bytes
+from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire import messages as wire
 from fusionai.wire.job import PIECE_BYTES, WeightSource, WeightSpec

@@ -19,7 +19,8 @@ from fusionai.execution.weights.server import MAX_CONNECTIONS, WeightServer
 from fusionai.primitives.errors import ExecutionError, StorageError, TransportError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
-from fusionai.storage.weight_store import WeightStore, make_spec
+from fusionai.storage.weight_part import make_spec
+from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 from fusionai.wire.frame import describe
@@ -434,7 +435,7 @@ def test_a_full_disk_ends_the_fetch_at_once(tmp_path: Path, monkeypatch: pytest.
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("fusionai.storage.weight_store.os.write", full)
+            patch.setattr("fusionai.storage.weight_part.os.write", full)
             with pytest.raises(StorageError, match=r"no space left on the disk of .*Free some space"):
                 await members.fetch(FIRST, store, owner)
         await members.fetch(FIRST, store, owner)
