@@ -6,6 +6,7 @@ Neighbours: `scripted_engine`, `tiny_text`; the tests of the gateway speak HTTP 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -34,12 +35,14 @@ class Stand:
 
 
 @asynccontextmanager
-async def gateway_stand(engine: ScriptedEngine, config: GatewayConfig | None = None) -> AsyncIterator[Stand]:
+async def gateway_stand(
+    engine: ScriptedEngine, config: GatewayConfig | None = None, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Stand]:
     app = make_app(config or GatewayConfig("tiny"), engine, engine.text)
     stop = asyncio.Event()
-    listener, url = open_listener("127.0.0.1", 0, has_keys=app.config.keys is not None)
+    listener, url = open_listener("127.0.0.1", 0, has_keys=app.config.keys is not None, has_tls=tls is not None)
     listening = asyncio.Event()
-    served = asyncio.create_task(serve(app, listener, stop=stop, on_listening=listening.set))
+    served = asyncio.create_task(serve(app, listener, stop=stop, on_listening=listening.set, tls=tls))
     waiting = asyncio.create_task(listening.wait())
     async with asyncio.timeout(LIMIT_S):
         await asyncio.wait((served, waiting), return_when=asyncio.FIRST_COMPLETED)

@@ -1,5 +1,5 @@
-"""Runs the HTTP server on the calling event loop. Decides that an address reachable from other machines requires API
-keys, and how streams end when the server stops.
+"""Runs the HTTP server on the calling event loop, with TLS if it has a certificate. Decides what an address reachable
+from other machines requires (API keys and TLS), and how streams end when the server stops.
 
 Neighbours: `app` is the application; the command line calls `serve` beside the engine.
 """
@@ -11,16 +11,21 @@ import contextlib
 import ipaddress
 import os
 import socket
+import ssl
 from collections.abc import Callable, Generator
-from typing import Any, Final
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, cast
 
 import uvicorn
+from cryptography import x509
 
 from fusionai.gateway.admission import limited
 from fusionai.gateway.app import Gateway
 from fusionai.primitives.errors import FusionError, UsageError
 
 _BACKLOG: Final = 1024
+_TLS_HINT: Final = "Give two PEM files: --tls-cert with the certificate chain, --tls-key with its private key."
 _LAST_WORDS_S: Final = 1.0
 """Time for the last events of streams after `Limits.drain_s`, in seconds (chosen)."""
 _RESERVED_FILES: Final = 256
@@ -28,10 +33,15 @@ _RESERVED_FILES: Final = 256
 
 
 async def serve(
-    app: Gateway, listener: socket.socket, *, stop: asyncio.Event, on_listening: Callable[[], None]
+    app: Gateway,
+    listener: socket.socket,
+    *,
+    stop: asyncio.Event,
+    on_listening: Callable[[], None],
+    tls: ssl.SSLContext | None = None,
 ) -> None:
     """Serve until `stop` is set or the task is cancelled; streams may then continue for `Limits.drain_s`. Closes
-    `listener` at the end. `on_listening` is called once clients can connect."""
+    `listener` at the end. `on_listening` is called once clients can connect. `tls`: speak HTTPS (`tls_context`)."""
     with contextlib.closing(listener):
         limits = app.config.limits
         open_files = _allow_files(2 * limits.connections + _RESERVED_FILES)
@@ -54,7 +64,9 @@ async def serve(
                 backlog=_BACKLOG,
                 h11_max_incomplete_event_size=64 * 2**10,
                 timeout_graceful_shutdown=int(limits.drain_s + _LAST_WORDS_S) + 1,
-            )
+            ),
+            tls,
+            limits.head_timeout_s,
         )
         connections = server.server_state.connections
         app.metrics.connections.set_function(lambda: len(connections))
@@ -73,7 +85,30 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers, because the program handles signals itself."""
+    """uvicorn without signal handlers, because the program handles signals itself, and with a short time for a TLS
+    handshake, during which a connection does not count against the limit of connections."""
+
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, handshake_timeout_s: float) -> None:
+        super().__init__(config)
+        self._tls = tls
+        self._handshake_timeout_s = handshake_timeout_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Do what uvicorn does for open sockets; it has no setting for the handshake's time."""
+        loop = asyncio.get_running_loop()
+
+        def connection() -> asyncio.Protocol:
+            make = cast("Callable[..., asyncio.Protocol]", self.config.http_protocol_class)
+            return make(config=self.config, server_state=self.server_state, app_state={}, _loop=loop)
+
+        timeout_s = None if self._tls is None else self._handshake_timeout_s
+        self.servers = [
+            await loop.create_server(
+                connection, sock=one, ssl=self._tls, ssl_handshake_timeout=timeout_s, backlog=self.config.backlog
+            )
+            for one in sockets or ()
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -90,9 +125,49 @@ async def _close(app: Gateway, server: uvicorn.Server, running: asyncio.Task[Non
         app.close()
 
 
-def open_listener(host: str, port: int, *, has_keys: bool) -> tuple[socket.socket, str]:
+def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
+    """Return what `serve` needs for HTTPS, at least TLS 1.2. `certificate`: PEM file with the server's certificate and
+    those that lead to its authority; `key`: PEM file of its private key, not encrypted. Raises `UsageError` for files
+    that can't be read or don't belong together, and for a certificate that is not valid today."""
+    for path, what in ((certificate, "certificate"), (key, "private key")):
+        try:
+            path.read_bytes()
+        except OSError as problem:
+            raise UsageError(
+                f"{path}: the TLS {what} can't be read: {problem.strerror or problem}.", hint=_TLS_HINT
+            ) from problem
+
+    def no_passphrase() -> str:
+        raise UsageError(
+            f"{key}: the TLS private key is encrypted with a passphrase.", hint="Give a key without one: openssl pkey."
+        )
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(certificate, key, no_passphrase)
+        (first, *_) = x509.load_pem_x509_certificates(certificate.read_bytes())
+    except (ssl.SSLError, ValueError) as problem:
+        mismatch = getattr(problem, "reason", "") == "KEY_VALUES_MISMATCH"
+        reason = "the key is another certificate's" if mismatch else "expected a certificate and a key in PEM form"
+        raise UsageError(f"{certificate} and {key} can't be used for TLS: {reason}.", hint=_TLS_HINT) from problem
+    begins, ends, now = first.not_valid_before_utc, first.not_valid_after_utc, datetime.now(UTC)
+    if not begins <= now <= ends:
+        raise UsageError(
+            f"{certificate}: the TLS certificate is valid from {begins:%Y-%m-%d} to {ends:%Y-%m-%d}, not today "
+            f"({now:%Y-%m-%d}).",
+            hint="Renew it, or set this machine's clock.",
+        )
+    return context
+
+
+def open_listener(
+    host: str, port: int, *, has_keys: bool, has_tls: bool = False, clear_text: bool = False
+) -> tuple[socket.socket, str]:
     """Reserve the address for `serve` and return the socket and its URL. `port` 0: any free one. Raises `UsageError` if
-    it can't listen there, or if the address is reachable from other machines and there are no API keys."""
+    it can't listen there, or if the address is reachable from other machines without API keys, or without TLS although
+    `clear_text` does not allow that."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, OverflowError, UnicodeError) as problem:
@@ -102,6 +177,13 @@ def open_listener(host: str, port: int, *, has_keys: bool) -> tuple[socket.socke
         raise UsageError(
             f"without API keys the gateway listens on this machine only, not on {host}.",
             hint="Give a file of keys with --api-key-file, or use --host 127.0.0.1.",
+        )
+    if not (has_tls or clear_text) and not all(address.is_loopback for address in addresses):
+        raise UsageError(
+            f"without TLS, API keys, prompts and answers travel in clear text between {host} and its clients: every "
+            "machine on the way can read and change them.",
+            hint="Give a certificate with --tls-cert and --tls-key; or --clear-text if only a network that you trust, "
+            "such as a VPN, leads there.",
         )
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
@@ -115,7 +197,8 @@ def open_listener(host: str, port: int, *, has_keys: bool) -> tuple[socket.socke
     except UsageError:
         listener.close()
         raise
-    return listener, f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    scheme = "https" if has_tls else "http"
+    return listener, f"{scheme}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
 @contextlib.contextmanager

@@ -27,6 +27,8 @@ from fusionai.primitives.errors import UsageError
 from fusionai.serving.speculating import MOST_FIXED
 
 if TYPE_CHECKING:
+    import ssl
+
     from fusionai.cli.serving.view import ServingObservation
     from fusionai.client.serving.job import ServeRequest
     from fusionai.client.serving.serve import Served, ServeEvent
@@ -37,16 +39,20 @@ PORT: Final = 8000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiEndpoint:
-    """Where the API listens and who may use it. `name`: the model's name for clients, None: its own name."""
+    """Where the API listens and who may use it. `name`: the model's name for clients, None: its own name. `clear_text`:
+    other machines may connect without TLS."""
 
     host: str
     port: int
     key_file: Path | None
+    tls_certificate: Path | None
+    tls_key: Path | None
+    clear_text: bool
     name: str | None
 
 
 _ENDPOINT_OPTIONS: Final = flags.options(
-    flags.host_option("127.0.0.1", "; others than loopback need API keys"),
+    flags.host_option("127.0.0.1", "; others than loopback need API keys and TLS"),
     flags.port_option("Listen on this TCP port; 0: any free one.", default=PORT, shown=str(PORT)),
     flags.path_option(
         "--api-key-file",
@@ -55,6 +61,20 @@ _ENDPOINT_OPTIONS: Final = flags.options(
         "send requests.",
         name="key_file",
         dir_okay=False,
+    ),
+    flags.path_option(
+        "--tls-cert",
+        "FILE",
+        "Speak HTTPS with this certificate: a PEM file with the chain up to an authority that clients trust.",
+        name="tls_certificate",
+        dir_okay=False,
+    ),
+    flags.path_option("--tls-key", "FILE", "The PEM file of the certificate's private key.", dir_okay=False),
+    click.option(
+        "--clear-text",
+        is_flag=True,
+        help="Let other machines connect without TLS. API keys, prompts and answers then travel in clear: every "
+        "machine on the way can read and change them.",
     ),
     click.option("--name", metavar="NAME", help="What clients call the model.  [default: its directory or hub id]"),
 )
@@ -163,11 +183,18 @@ async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | N
     if endpoint.key_file is not None and not endpoint.key_file.is_file():
         raise UsageError(f"--api-key-file: there is no file {endpoint.key_file}.")
     keys = None if endpoint.key_file is None else KeyRing.load(endpoint.key_file)
-    listener, url = open_listener(endpoint.host, endpoint.port, has_keys=keys is not None)
+    tls = _tls(endpoint)
+    listener, url = open_listener(
+        endpoint.host,
+        endpoint.port,
+        has_keys=keys is not None,
+        has_tls=tls is not None,
+        clear_text=endpoint.clear_text,
+    )
     console.line(f"privacy {request.privacy}: {sentence(request.privacy)}")
     ready = asyncio.Event()
     with closing(listener), ServingView() as view:
-        door = _Door(listener, url, endpoint.name, keys, json_file)
+        door = _Door(listener, url, endpoint.name, keys, tls, json_file)
         working = asyncio.create_task(_serve(request, door, stop, ready, view))
         asked = asyncio.create_task(stop.wait())
         try:
@@ -185,14 +212,29 @@ async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | N
             await asyncio.wait({working})
 
 
+def _tls(endpoint: ApiEndpoint) -> ssl.SSLContext | None:
+    from fusionai.gateway.server import tls_context
+
+    match endpoint.tls_certificate, endpoint.tls_key:
+        case None, None:
+            return None
+        case Path() as certificate, Path() as key:
+            if endpoint.clear_text:
+                raise UsageError("--clear-text allows clients without TLS: it can't be combined with --tls-cert.")
+            return tls_context(certificate, key)
+        case _:
+            raise UsageError("a certificate and its private key are needed: give --tls-cert and --tls-key, or neither.")
+
+
 @dataclass(frozen=True, slots=True)
 class _Door:
-    """The API's address, reserved before the model is there, its keys, and what is announced about it."""
+    """The API's address, reserved before the model is there, its keys and certificate, and what is announced of it."""
 
     listener: socket.socket
     url: str
     name: str | None
     keys: KeyRing | None
+    tls: ssl.SSLContext | None
     json_file: Path | None
     written: dict[str, object] = field(default_factory=dict[str, object])
     """What `--json` has when the model is ready."""
@@ -266,7 +308,7 @@ async def _serve(
         app = make_app(config, observation, served.model.texts)
         closing_app = asyncio.Event()
         listening = asyncio.create_task(
-            server.serve(app, door.listener, stop=closing_app, on_listening=lambda: door.announce(served))
+            server.serve(app, door.listener, stop=closing_app, on_listening=lambda: door.announce(served), tls=door.tls)
         )
         asked = [asyncio.create_task(stop.wait()), asyncio.create_task(served.stopped.wait())]
         try:

@@ -30,6 +30,10 @@ def model(tmp_path: Path) -> str:
         (("--local", "2", "--stages", "2"), "--local starts its own pool"),
         (("--host", "0.0.0.0"), "without API keys the gateway listens on this machine only"),
         (("--api-key-file", "nowhere"), "there is no file nowhere"),
+        (("--tls-cert", "cert.pem"), "give --tls-cert and --tls-key, or neither"),
+        (("--tls-key", "key.pem"), "give --tls-cert and --tls-key, or neither"),
+        (("--tls-cert", "nowhere", "--tls-key", "nowhere"), "nowhere: the TLS certificate can't be read"),
+        (("--tls-cert", "c", "--tls-key", "k", "--clear-text"), "--clear-text allows clients without TLS"),
         (("--host", "no.such.host.invalid"), "is not a valid address"),
         (("--weights", "fp64"), "'fp64' is not one of"),
         (("--local", "0"), "0 is not in the range"),
@@ -43,6 +47,20 @@ def test_wrong_use_is_told_at_once(
 ) -> None:
     assert main(["serve", model, *flags]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_other_machines_need_tls_or_a_decision(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("hers = a-key-that-is-long-enough\n")
+    flags = ("--host", "0.0.0.0", "--port", "0", "--api-key-file", str(keys), "--home", str(tmp_path / "home"))
+    assert main(["serve", model, *flags]) == 2
+    said = capsys.readouterr().err
+    assert "without TLS, API keys, prompts and answers travel in clear text" in said
+    assert "--tls-cert" in said
+    assert main(["serve", model, *flags, "--clear-text"]) == 2
+    assert "holds no weights" in capsys.readouterr().err, "the model is the next to be read"
 
 
 def test_a_taken_port_is_told_at_once(model: str, capsys: pytest.CaptureFixture[str]) -> None:
