@@ -49,9 +49,7 @@ def test_wrong_use_is_told_at_once(
     assert sentence in capsys.readouterr().err
 
 
-def test_other_machines_need_tls_or_a_decision(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_machines_need_tls_or_a_decision(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = tmp_path / "keys"
     keys.write_text("hers = a-key-that-is-long-enough\n")
     flags = ("--host", "0.0.0.0", "--port", "0", "--api-key-file", str(keys), "--home", str(tmp_path / "home"))
