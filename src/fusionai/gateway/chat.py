@@ -18,20 +18,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fusionai.gateway import answers
-from fusionai.gateway.context import GatewayContext, Heading, numbered, off_loop
-from fusionai.gateway.errors import as_api_error, invalid
+from fusionai.gateway.context import GatewayContext, Heading, numbered
+from fusionai.gateway.errors import invalid
 from fusionai.gateway.generation import AnswerLogprob, Choice, Delta, PromptProcessed
 from fusionai.gateway.requests import (
     ChatRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
     NamedChoice,
-    RefusalPart,
-    TextPart,
     plain,
 )
 from fusionai.gateway.streaming import while_connected
-from fusionai.serving.constraint import Form, JsonObject, JsonSchema
+from fusionai.serving.constraint import Form, JsonObject, JsonSchema, is_deeper
 from fusionai.serving.interface import PromptRead
 from fusionai.serving.model_text import ModelText
 from fusionai.serving.tool_grammar import call_grammar
@@ -57,16 +55,12 @@ class ChatEndpoint:
         tools = _tools(body)
         if tools and text.tool_form is None:
             raise invalid("This model's chat template does not support tools.", "tools", "unsupported_parameter")
-        form = self._form(body, tools)
-        written = _written(body)
-        await context.check_length(written, "messages")
-        prompt = await off_loop(
-            sum(map(len, written)),
-            text.chat_tokens,
-            [plain(message) for message in body.messages],
-            tools=[msgspec.to_builtins(tool) for tool in body.tools or ()] if tools else None,
-            variables=body.chat_template_kwargs,
-        )
+        messages = [plain(message) for message in body.messages]
+        offered = [msgspec.to_builtins(tool) for tool in body.tools or ()] if tools else None
+        _check_depth(body, context.config.limits.template_depth)
+        await context.check_length(_texts((messages, offered, body.chat_template_kwargs)), "messages")
+        form = await context.off_loop(self._form, body, tools)
+        prompt = await context.off_loop(text.chat_tokens, messages, tools=offered, variables=body.chat_template_kwargs)
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise invalid("Give `max_completion_tokens` or the older `max_tokens`, not both.", "max_tokens")
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -115,12 +109,10 @@ class ChatEndpoint:
                 called = [tool for tool in tools if tool.name == function.name]
                 if not called:
                     raise invalid(f"`tools` has no tool named {function.name!r}.", "tool_choice")
-                with as_api_error():
-                    return call_grammar(form, called, self._context.text.tokenizer)
+                return call_grammar(form, called, self._context.text.tokenizer)
             case "required" if form is not None:
                 several = body.parallel_tool_calls is not False
-                with as_api_error():
-                    return call_grammar(form, tools, self._context.text.tokenizer, several=several)
+                return call_grammar(form, tools, self._context.text.tokenizer, several=several)
             case _:
                 return wanted
 
@@ -211,9 +203,30 @@ def _tools(body: ChatRequest) -> list[ToolDefinition]:
     return [] if body.tool_choice == "none" else given
 
 
-def _written(body: ChatRequest) -> list[str]:
-    contents = [[one.content] if isinstance(one.content, str) else one.content or [] for one in body.messages]
-    parts = [part for content in contents for part in content]
-    return [
-        one.text if isinstance(one, TextPart) else one.refusal if isinstance(one, RefusalPart) else one for one in parts
-    ]
+def _check_depth(body: ChatRequest, most: int) -> None:
+    """Raise `ApiError` for data that a template would have to descend into too deeply."""
+    for name, value in (
+        ("tools", [tool.function.parameters for tool in body.tools or ()]),
+        ("chat_template_kwargs", body.chat_template_kwargs),
+    ):
+        if is_deeper(value, most):
+            raise invalid(f"`{name}` is nested too deeply: at most {most} levels are accepted.", name)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield all texts of JSON data, names of fields too, and an empty one for each other value: whatever a template may
+    render."""
+    pending = [value]
+    while pending:
+        match pending.pop():
+            case str() as text:
+                yield text
+            case dict() as fields:
+                yield ""
+                pending += fields
+                pending += fields.values()
+            case list() | tuple() as items:
+                yield ""
+                pending += items
+            case _:
+                yield ""

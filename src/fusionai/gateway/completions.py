@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fusionai.gateway import answers
-from fusionai.gateway.context import GatewayContext, Heading, json_response, numbered, off_loop
+from fusionai.gateway.context import GatewayContext, Heading, json_response, numbered
 from fusionai.gateway.errors import as_api_error, invalid
 from fusionai.gateway.generation import AnswerLogprob, Choice, Delta, PromptProcessed
 from fusionai.gateway.requests import CompletionRequest, EmbeddingRequest, read
@@ -46,7 +46,7 @@ async def _prompts(
     for part in parts:
         if isinstance(part, str):
             await context.check_length([part], param)
-            prompts.append(await off_loop(len(part), context.text.text_tokens, part))
+            prompts.append(await context.off_loop(context.text.text_tokens, part))
         elif isinstance(part, list):
             prompts.append(tuple(part))
     for prompt in prompts:
@@ -91,7 +91,7 @@ class CompletionEndpoint:
         echoes: list[_Echo | None] = []
         for number, prompt in enumerate(prompts):
             room = context.room_for(len(prompt), body.max_tokens, _DEFAULT_TOKENS, "prompt")
-            echo = self._echo(prompt) if body.echo else None
+            echo = await context.off_loop(self._echo, prompt) if body.echo else None
             with_prompt = echo is not None and body.logprobs is not None
             for index in range(number * each, (number + 1) * each):
                 generation = numbered(shared, index, prompt, room, logprobs=body.logprobs, prompt_logprobs=with_prompt)

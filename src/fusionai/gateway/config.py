@@ -91,6 +91,12 @@ class RequestLimits:
     """Requests being answered at the same time; any further one is answered with 429."""
     choices: int = 32
     """Generations in one request: number of prompts times `n`."""
+    texts: int = 4
+    """Prompts that are rendered and tokenized at the same time; further ones wait."""
+    text_s: float = 30.0
+    """Time for one of these prompts, in seconds (chosen: eight times what the largest body takes on a slow core)."""
+    template_depth: int = 32
+    """Levels of JSON in tools and in variables of the template."""
     inputs: int = 256
     """Texts in one request for embeddings."""
     unread_bytes: int = 64 * 2**10

@@ -6,9 +6,8 @@ defaults. `app` creates the context for the endpoints in `chat` and `completions
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
@@ -24,6 +23,7 @@ from fusionai.gateway.generation import ApiGeneration, Choice, Delta, PromptProc
 from fusionai.gateway.metrics import Metrics
 from fusionai.gateway.requests import ChatRequest, CompletionRequest, Settings, read
 from fusionai.gateway.streaming import EventStream, Streams, comment, event, while_connected
+from fusionai.gateway.text_threads import TextThreads
 from fusionai.primitives.clock import Clock
 from fusionai.serving.constraint import ConstraintCompiler, Form
 from fusionai.serving.interface import Constraint, Engine, Generation, GenerationPaused, PromptRead, Sampling
@@ -33,8 +33,6 @@ Body = TypeVar("Body", ChatRequest, CompletionRequest)
 P = ParamSpec("P")
 Result = TypeVar("Result")
 _ROUTE_HEADER: Final = "x-fusion-route"
-_LARGE_CHARACTERS: Final = 4096
-"""Texts from this length on are processed in a thread (chosen)."""
 _SHOWN: Final = 8
 _SEEDS: Final = 2**63
 
@@ -94,6 +92,7 @@ class GatewayContext:
         self.streams = Streams()
         self.clock = clock
         self._compiler: ConstraintCompiler | None = None
+        self._threads = TextThreads(config.limits)
 
     @property
     def stop_tokens(self) -> frozenset[int]:
@@ -160,10 +159,21 @@ class GatewayContext:
             raise ApiError(400, message, code="context_length_exceeded", param=param)
         return room if wanted is None else min(wanted, room)
 
-    async def check_length(self, characters: Sequence[str], param: str) -> None:
-        """Check that a prompt is not far too long for the model, before it is tokenized as a whole."""
-        size, limit = sum(map(len, characters)), self.engine.context_tokens
-        if await off_loop(size, lambda: self.text.tokenizer.is_beyond("".join(characters), limit)):
+    async def off_loop(self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+        """Call `work` in a thread with a time limit, because all streams share the event loop."""
+        return await self._threads.run(work, *args, **kwargs)
+
+    async def check_length(self, written: Iterable[str], param: str) -> None:
+        """Check that a prompt is not far too long for the model, before it is rendered and tokenized as a whole.
+        `written`: all texts that it is made of."""
+        limit = self.engine.context_tokens
+
+        def length() -> int | None:
+            text = " ".join(written)
+            return len(text) if self.text.tokenizer.is_beyond(text, limit) else None
+
+        size = await self.off_loop(length)
+        if size is not None:
             message = f"The model's limit is {limit} tokens; the prompt, {size} characters, has far more."
             raise ApiError(400, message, code="context_length_exceeded", param=param)
 
@@ -275,14 +285,6 @@ def numbered(shared: Generation, index: int, prompt: tuple[int, ...], room: int,
     reproduced alone."""
     sampling = replace(shared.sampling, seed=(shared.sampling.seed + index) % _SEEDS)
     return replace(shared, prompt=prompt, max_tokens=max(room, 1), sampling=sampling, **more)
-
-
-async def off_loop(size: int, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
-    """Call `work`, for long texts in a thread, because all streams share the event loop. Raises `ApiError`."""
-    with as_api_error():
-        if size < _LARGE_CHARACTERS:
-            return work(*args, **kwargs)
-        return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def _wants_route(request: Request, asked: bool | None) -> bool:

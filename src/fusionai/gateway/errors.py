@@ -10,12 +10,16 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import ceil
+from typing import Final
 
 import msgspec
 from starlette.responses import Response
 
 from fusionai.primitives.errors import ExecutionError, FusionError, UsageError
 from fusionai.serving.interface import EngineBusy, PromptTooLong
+
+_LONGEST_NAME: Final = 64
+"""Most characters of a client's name of something in an answer, and of a name that is compared with known ones."""
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -101,7 +105,14 @@ def error_response(problem: ApiError) -> Response:
     return Response(error_bytes(problem), problem.status, problem.headers, "application/json")
 
 
+def shown(name: str) -> str:
+    """Return a client's name of something in full, or its beginning."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """` Did you mean ...?` if a known name is similar, else empty."""
+    """` Did you mean ...?` if a known name is similar, else empty. Long names are not compared, which takes seconds."""
+    if len(name) > _LONGEST_NAME:
+        return ""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean `{near[0]}`?" if near else ""

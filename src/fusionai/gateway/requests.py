@@ -18,7 +18,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import ClientDisconnect, Request
 
 from fusionai.gateway.config import RequestLimits
-from fusionai.gateway.errors import ApiError, invalid, nearest
+from fusionai.gateway.errors import ApiError, invalid, nearest, shown
 
 HARMLESS: Final = frozenset(
     {
@@ -265,6 +265,7 @@ def plain(message: Message) -> dict[str, Any]:
 Form = TypeVar("Form", bound=msgspec.Struct)
 _WHERE: Final = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_LONGEST_REASON: Final = 400
 _DRAINED: Final = 4
 """A body up to this many times the limit is read to its end, without keeping it, before it is refused."""
 _MISSING: Final = re.compile(r"Object missing required field `(?P<name>.*)`")
@@ -351,11 +352,15 @@ def _explained(problem: str, known: list[str]) -> ApiError:
     what, path = (found["what"], found["path"] or "") if found else (problem, "")
     unknown, missing = _UNKNOWN.match(what), _MISSING.match(what)
     if unknown is not None:
-        name = f"{path}.{unknown['name']}" if path else unknown["name"]
+        name = shown(f"{path}.{unknown['name']}" if path else unknown["name"])
         near = nearest(unknown["name"], known) if not path else ""
         return invalid(f"Unknown parameter: `{name}`.{near}", name, "unknown_parameter")
     if missing is not None:
-        name = f"{path}.{missing['name']}" if path else missing["name"]
+        name = shown(f"{path}.{missing['name']}" if path else missing["name"])
         return invalid(f"Missing required parameter: `{name}`.", name, "missing_required_parameter")
-    where = f"`{path}`: " if path else ""
-    return invalid(f"{where}{what}.", path or None, "invalid_type" if what.startswith("Expected") else "invalid_value")
+    where = f"`{shown(path)}`: " if path else ""
+    return invalid(
+        f"{where}{what[:_LONGEST_REASON]}.",
+        shown(path) or None,
+        "invalid_type" if what.startswith("Expected") else "invalid_value",
+    )
