@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Final
 
 import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-_REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+from fusionai.primitives.printing import printable as printable
 
 
 def line(text: str = "") -> None:
@@ -61,9 +60,3 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, title: str =
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         line("  ".join(padded).rstrip())
-
-
-def printable(text: str) -> str:
-    """Return `text` with control characters replaced; line breaks and tabs become spaces."""
-    flat = text.replace("\n", " ").replace("\t", " ")
-    return "".join(character if character.isprintable() else _REPLACEMENT for character in flat)

@@ -11,7 +11,6 @@ import contextlib
 import difflib
 import errno
 import importlib
-import logging
 import os
 import signal
 import sys
@@ -28,6 +27,7 @@ from fusionai import __version__
 from fusionai.cli import console
 from fusionai.primitives import environment
 from fusionai.primitives.errors import FusionError, UsageError
+from fusionai.primitives.printing import log_to_stderr
 from fusionai.primitives.process import loading
 
 EXIT_DONE: Final = 0
@@ -123,7 +123,7 @@ def fusion(debug: bool) -> None:
     if level not in known:
         expected = ", ".join(name.lower() for name in known)
         raise UsageError(f"FUSION_LOG is {level.lower()!r}; expected one of {expected}.")
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log_to_stderr(level)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -44,6 +44,7 @@ from fusionai.backends.worker.channel import (
 from fusionai.backends.worker.confinement import Confinement, confine, limit_memory
 from fusionai.ir.schema import decode
 from fusionai.primitives.errors import FusionError
+from fusionai.primitives.printing import log_to_stderr
 from fusionai.primitives.tensors import HostTensor
 
 Named = list[tuple[str, HostTensor]]
@@ -254,6 +255,7 @@ def end_with_daemon() -> None:
 
 def main() -> None:
     end_with_daemon()
+    log_to_stderr("WARNING")
     questions = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
