@@ -124,6 +124,23 @@ def _embedding_bag(
     expect(-1 <= padding < weight.shape[0], f"a padding index below {weight.shape[0]}, or -1", padding)
 
 
+LARGEST_STRIDE: Final = 1 << 16
+"""Upper limit on strides, paddings and dilations of convolutions. Chosen; kernels compute with 32 bits and divide by
+what overflowed to zero."""
+
+
+def _convolution(x: Any, weight: Any, bias: Any = None, *settings: Any) -> None:
+    numbers = [one for given in settings for one in (given if isinstance(given, Sequence) else (given,))]
+    largest = max((abs(one) for one in numbers if isinstance(one, int)), default=0)
+    expect(largest <= LARGEST_STRIDE, f"strides, paddings and dilations up to {LARGEST_STRIDE}", largest)
+
+
+def _pad(x: Any, widths: Sequence[int], mode: str = "constant", *_: Any) -> None:
+    """A circular padding that cuts one end and extends the other leaves elements unwritten."""
+    cuts = any(isinstance(width, int) and width < 0 for width in widths)
+    expect(not (mode == "circular" and cuts), "circular padding of 0 or more", list(widths))
+
+
 def _floating(x: Any) -> None:
     expect("float" in str(x.dtype), "a tensor of floating-point numbers", x.dtype)
 
@@ -164,6 +181,14 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
         "fusion.embedding_bag": _embedding_bag,
         "fusion.expert_linear": _expert_linear,
         "fusion.uniform": _floating,
+        "aten.pad.default": _pad,
+        **{
+            f"aten.{name}": _convolution
+            for name in (
+                *("conv1d.default", "conv2d.default", "conv1d.padding", "conv2d.padding", "convolution.default"),
+                "conv_transpose2d.input",
+            )
+        },
     }
 )
 """Operator -> what its operands must fulfil before a kernel sees them."""
