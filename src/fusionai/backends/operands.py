@@ -129,13 +129,14 @@ LARGEST_STRIDE: Final = 1 << 16
 what overflowed to zero."""
 
 
-def _convolution(x: Any, weight: Any, bias: Any = None, *settings: Any) -> None:
-    numbers = [one for given in settings for one in (given if isinstance(given, Sequence) else (given,))]
+def _convolution(*given: Any, **named: Any) -> None:
+    settings = (*given[3:], *named.values())
+    numbers = [one for setting in settings for one in (setting if isinstance(setting, Sequence) else (setting,))]
     largest = max((abs(one) for one in numbers if isinstance(one, int)), default=0)
     expect(largest <= LARGEST_STRIDE, f"strides, paddings and dilations up to {LARGEST_STRIDE}", largest)
 
 
-def _pad(x: Any, widths: Sequence[int], mode: str = "constant", *_: Any) -> None:
+def _pad(_x: Any, widths: Sequence[int], mode: str = "constant", *_: Any, **__: Any) -> None:
     """A circular padding that cuts one end and extends the other leaves elements unwritten."""
     cuts = any(isinstance(width, int) and width < 0 for width in widths)
     expect(not (mode == "circular" and cuts), "circular padding of 0 or more", list(widths))
