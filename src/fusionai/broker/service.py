@@ -23,7 +23,7 @@ import msgspec
 from fusionai.broker.journal import Journal, JournalTaken
 from fusionai.broker.reachability import Introducer
 from fusionai.coordination.broker import pool, requests, state
-from fusionai.coordination.broker.decisions import handle
+from fusionai.coordination.broker.decisions import check_welcome, handle
 from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.coordination.broker.requests import Refusal, Request
 from fusionai.coordination.broker.state import BrokerRules, BrokerState, Decision, recovered
@@ -36,6 +36,7 @@ from fusionai.transport.interface import Remote
 from fusionai.transport.routes.addresses import vouched
 from fusionai.transport.security.certificates import Authority
 from fusionai.transport.security.identity import peer_of, public_key_of
+from fusionai.transport.security.revocation import RevocationList, sign_revocations
 from fusionai.transport.security.signed import DRIVER_STAGE, Role, Ticket, sign_ticket
 from fusionai.wire import messages as wire
 
@@ -60,6 +61,8 @@ class Replies:
 
     answer: wire.Message | None
     notices: tuple[Notice, ...] = ()
+    evicted: frozenset[PeerId] = frozenset()
+    """Peers whose connections must end."""
 
 
 @dataclass(kw_only=True)
@@ -101,6 +104,7 @@ class BrokerService:
                         "not_authorised", "Without a certificate one may only ask to join, with an invitation."
                     )
                 return self._enrol(message)
+            check_welcome(self.state, remote.peer)
             if not self.state.knows(remote.peer):
                 raise Refusal("unknown_peer", "This certificate is of a pool that no longer knows it; join again.")
             return self._serve(remote, remote.peer, connection, message)
@@ -167,6 +171,14 @@ class BrokerService:
                 return self._decide(requests.StopJob(peer, JobId(message.job)))
             case wire.InviteRequest():
                 return self._hand_out(peer, message)
+            case wire.InvitationQuery():
+                return Replies(answer=state.invitation_list(self.state, peer, self.clock.wall_s()))
+            case wire.InvitationRevoke():
+                return self._decide(requests.RevokeInvitation(peer, message.invitation))
+            case wire.Evict():
+                return self._decide(requests.Evict(peer, PeerId(message.peer)))
+            case wire.RevocationQuery():
+                return Replies(answer=self.revocations())
             case wire.JoinRequest():
                 # A token renews the certificate of this key. Without one, the member asks for a further key of its
                 # machine.
@@ -195,6 +207,21 @@ class BrokerService:
                 f"This broker takes only machines whose keys are endorsed: {error.message} Have {peer} signed "
                 "(`fusion trust sign`) by a key it trusts, carry that (`fusion trust carry`), and join again.",
             ) from error
+
+    def revocations(self) -> wire.Revocations:
+        """Return the present list of evicted members, signed."""
+        pool = self.state.pool
+        if not pool.evicted:
+            return wire.Revocations(signed=b"")
+        found = RevocationList(pool.revocations, tuple(pool.evicted))
+        return wire.Revocations(signed=sign_revocations(found, self.authority.key))
+
+    def _spread(self) -> tuple[Notice, ...]:
+        """Return a notice with the list for each member and driver that is connected."""
+        desk, notice = self.state, wire.RevocationNotice(signed=self.revocations().signed)
+        members = {link for peer, link in desk.links.items() if peer not in desk.pool.evicted}
+        connections = sorted(members | set(desk.drivers.values()))
+        return tuple(Notice(connection=connection, message=notice) for connection in connections)
 
     def _pool_view(self) -> wire.PoolView:
         def with_links(member: wire.MemberView) -> wire.MemberView:
@@ -259,6 +286,7 @@ class BrokerService:
     def _perform(self, decision: Decision, invitation: str) -> Replies:
         answer: wire.Message | None = None
         notices: list[Notice] = []
+        evicted = frozenset[PeerId]()
         for command in decision.commands:
             match command:
                 case requests.Answer():
@@ -271,7 +299,10 @@ class BrokerService:
                     answer = self._issue_tickets(command.job, command.version)
                 case requests.HandOut():
                     answer = wire.Invited(invitation=invitation)
-        return Replies(answer=answer, notices=tuple(notices))
+                case requests.SpreadRevocations():
+                    notices += self._spread()
+                    evicted = frozenset(self.state.pool.evicted)
+        return Replies(answer=answer, notices=tuple(notices), evicted=evicted)
 
     def _certify(self, peer: PeerId) -> wire.JoinGranted:
         return wire.JoinGranted(

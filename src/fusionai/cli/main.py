@@ -57,6 +57,7 @@ COMMANDS: Final = {
         "demo": ("fusionai.cli.training.demo:demo", "Train on local processes, kill some, compare with plain PyTorch."),
         "broker": ("fusionai.cli.pool.broker:broker", "Run the broker of a pool and print an invitation."),
         "invite": ("fusionai.cli.pool.broker:invite", "Print a new invitation to the pool of this machine's broker."),
+        "evict": ("fusionai.cli.pool.broker:evict", "Send a member away from the pool of this machine's broker."),
         "join": ("fusionai.cli.pool.join:join", "Join a pool with an invitation and lend this machine to it."),
         "pool": ("fusionai.cli.pool.members:pool", "List the members of the pool and what they are doing."),
         "leave": ("fusionai.cli.pool.members:leave", "Take this machine out of the pool."),

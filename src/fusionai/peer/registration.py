@@ -19,6 +19,7 @@ from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.interface import Remote, Transport
+from fusionai.transport.security.certificates import MemberCredentials
 from fusionai.wire import messages as wire
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class Registration:
     moved: Callable[[], bool] = bool
     endorsements: Callable[[], tuple[bytes, ...]] | None = None
     on_answer: Callable[[wire.Registered | wire.HeartbeatAck], None] = lambda _: None
+    credentials: MemberCredentials | None = None
+    """Gets the list of evicted members."""
     _conversation: Conversation | None = None
     _broker: Remote | None = None
     _known: wire.Registered | None = None
@@ -79,7 +82,8 @@ class Registration:
     async def _session(self) -> None:
         channel = await self.transport.dial(self.brokers, expect=None, stream="control")
         self._broker = channel.remote
-        conversation = Conversation(channel, notices=(wire.LeaveNotice, wire.MeetNotice), on_notice=self._notice)
+        notices = (wire.LeaveNotice, wire.MeetNotice, wire.RevocationNotice)
+        conversation = Conversation(channel, notices=notices, on_notice=self._notice)
         try:
             back = self._known is not None
             registered = await self._enter(conversation)
@@ -100,7 +104,7 @@ class Registration:
                 else:
                     await self._show_endorsements(conversation)
         except RefusedError as error:
-            if error.code in ("unknown_peer", "not_authorised", "untrusted", "bad_message"):
+            if error.code in ("unknown_peer", "not_authorised", "untrusted", "bad_message", "evicted"):
                 raise
             raise TransportError(f"the broker refused: {error}") from error
         finally:
@@ -162,7 +166,15 @@ class Registration:
             return False
         if isinstance(answer, wire.HeartbeatAck):
             self.on_answer(answer)
+            if self.credentials is not None and answer.revocations > self.credentials.revoked.version:
+                found = await conversation.ask(wire.RevocationQuery())
+                if isinstance(found, wire.Revocations):
+                    self._take(found.signed)
         return True
+
+    def _take(self, signed: bytes) -> None:
+        if signed and self.credentials is not None:
+            self.credentials.take_revocations(signed)
 
     async def leave(self, *, drain: bool = False) -> None:
         """Notify the broker that this peer leaves now or, with `drain`, after its work is handed over. If the broker
@@ -180,6 +192,8 @@ class Registration:
         match message:
             case wire.LeaveNotice():
                 self.on_leave(message.drain)
+            case wire.RevocationNotice():
+                self._take(message.signed)
             case wire.MeetNotice() if self._broker is not None:
                 self.on_meet(message, self._broker)
             case _:

@@ -161,6 +161,7 @@ async def _join(
     credentials = _accepted(granted, authority_key, identity)
     membership = Membership(pool_of(granted.authority), purpose, addresses, credentials)
     keep_membership(home, membership)
+    credentials.revoked.keep_at(home, authority_key)
     return membership
 
 
@@ -219,6 +220,7 @@ def load_membership(home: Path) -> Membership:
             hint="Restore that key, or delete the file and join again with a new invitation.",
         )
     credentials = MemberCredentials(identity, kept.certificate, kept.authority)
+    credentials.revoked.keep_at(home, credentials.authority_key)
     return Membership(kept.pool, kept.purpose, kept.broker_addresses, credentials)
 
 

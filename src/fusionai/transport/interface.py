@@ -7,6 +7,7 @@ channels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -30,6 +31,8 @@ class Remote:
     """Network host of the other side as seen from here; empty for transports without hosts. It does not identify the
     peer."""
     port: int = field(default=0, compare=False)
+    expires_at_s: float = field(default=math.inf, compare=False)
+    """End of its certificate, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,6 +149,26 @@ class HeartbeatAck(WireMessage, frozen=True, kw_only=True, tag="heartbeat_ack"):
     """The job that has this member; empty if none has."""
     plan_version: Count = 0
     """The newest plan version of the pool. Tickets for other jobs with this version or an older one are void."""
+    revocations: Count = 0
+    """Version of the list of evicted members. A member with an older one asks for it."""
+
+
+class RevocationQuery(WireMessage, frozen=True, kw_only=True, tag="revocation_query"):
+    """Asks for the list of evicted members."""
+
+
+class Revocations(WireMessage, frozen=True, kw_only=True, tag="revocations"):
+    """Answer to `RevocationQuery`."""
+
+    signed: Blob
+    """The list, signed by the pool's authority (`transport.security.revocation`); empty: no member was evicted."""
+
+
+class RevocationNotice(WireMessage, frozen=True, kw_only=True, tag="revocation_notice"):
+    """The broker sends the list of evicted members to all that are connected when it has changed."""
+
+    signed: Blob
+    """The list, as in `Revocations`."""
 
 
 class Leave(WireMessage, frozen=True, kw_only=True, tag="leave"):
@@ -274,6 +294,46 @@ class InviteRequest(WireMessage, frozen=True, kw_only=True, tag="invite_request"
 
     uses: Annotated[int, Meta(ge=1, le=100_000)] = 1
     lifetime_s: Seconds = 86_400.0
+
+
+class InvitationQuery(WireMessage, frozen=True, kw_only=True, tag="invitation_query"):
+    """The broker's owner asks which invitations are valid."""
+
+
+class InvitationView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A valid invitation. Its text is a secret that the broker does not keep."""
+
+    invitation: Name
+    """SHA-256 of its token in hex."""
+    uses_left: Count
+    expires_at_s: Seconds
+    peers: Annotated[tuple[Peer, ...], Meta(max_length=100_000)] = ()
+    """Keys that it admitted."""
+
+
+class InvitationList(WireMessage, frozen=True, kw_only=True, tag="invitations"):
+    """Answer to `InvitationQuery`."""
+
+    invitations: Annotated[tuple[InvitationView, ...], Meta(max_length=10_000)] = ()
+
+
+class InvitationRevoke(WireMessage, frozen=True, kw_only=True, tag="invitation_revoke"):
+    """The broker's owner withdraws an invitation. Members that it admitted stay."""
+
+    invitation: Name
+    """The beginning of its hash."""
+
+
+class Evict(WireMessage, frozen=True, kw_only=True, tag="evict"):
+    """The broker's owner sends a member away for good, with all keys of its machine."""
+
+    peer: Peer
+
+
+class Evicted(WireMessage, frozen=True, kw_only=True, tag="evicted"):
+    """Answer to `Evict`: these keys count no more."""
+
+    peers: Annotated[tuple[Peer, ...], Meta(max_length=1024)]
 
 
 class Invited(WireMessage, frozen=True, kw_only=True, tag="invited"):

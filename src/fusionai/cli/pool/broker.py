@@ -1,11 +1,15 @@
-"""`fusion broker` runs the broker of a pool; `fusion invite` prints further invitations to it.
+"""`fusion broker` runs the broker of a pool; `fusion invite` makes, lists and withdraws invitations to it; `fusion
+evict` sends a member away.
 
 `broker.server` runs the broker, `client` sends it requests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -13,9 +17,17 @@ from fusionai.cli import console
 from fusionai.cli import options as flags
 from fusionai.cli.options import attributes, write_json
 from fusionai.cli.running import lifeline_option, run_until_stopped
-from fusionai.primitives.ids import short
+from fusionai.primitives.errors import UsageError
+from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId, short
 from fusionai.primitives.units import format_seconds, parse_rate_limit_bytes_per_s
 from fusionai.transport.security.trust import parse_key
+
+if TYPE_CHECKING:
+    from fusionai.client.pool.session import PoolMember, PoolSession
+    from fusionai.wire.messages import InvitationView
+
+ID_CHARACTERS: Final = 12
+"""Shown of an invitation's id and of a member's id where several fit."""
 
 
 @click.command()
@@ -116,15 +128,86 @@ def broker(
 
 @click.command()
 @flags.invitation_options(uses=1)
+@click.option("--list", "listing", is_flag=True, help="List the invitations that are still valid.")
+@click.option(
+    "--revoke",
+    metavar="ID",
+    help="Withdraw an invitation; --list shows its id. Machines that have joined with it stay: `fusion evict` sends "
+    "them away.",
+)
 @flags.home_option
 @flags.json_option
-def invite(uses: int, lifetime: float, home: Path, json_file: Path | None) -> None:
+def invite(uses: int, lifetime: float, listing: bool, revoke: str | None, home: Path, json_file: Path | None) -> None:
     """Print a new invitation to the pool whose broker runs on this machine. Keep it secret: it lets machines join."""
     from fusionai.cli.pool.session import in_pool
 
+    if listing and revoke is not None:
+        raise UsageError("--list shows invitations and --revoke withdraws one: give one of them.")
+    if listing:
+        _list_invitations(in_pool(home, lambda session: session.invitations()), json_file)
+        return
+    if revoke is not None:
+        if not revoke:
+            raise UsageError("--revoke: expected the id of an invitation.", hint="`fusion invite --list` shows them.")
+        in_pool(home, lambda session: session.revoke_invitation(revoke))
+        console.line("The invitation is withdrawn: no further machine can join with it.")
+        return
     invitation = in_pool(home, lambda session: session.invite(uses=uses, lifetime_s=lifetime))
     write_json(json_file, "invite", {"invitation": invitation, "uses": uses, "lifetime_s": lifetime})
     _print_invitation(invitation, uses, lifetime)
+
+
+def _list_invitations(found: Sequence[InvitationView], json_file: Path | None) -> None:
+    rows = [
+        (
+            one.invitation[:ID_CHARACTERS],
+            str(one.uses_left),
+            datetime.fromtimestamp(one.expires_at_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M"),
+            ", ".join(short(PeerId(peer)) for peer in one.peers),
+        )
+        for one in found
+    ]
+    figures = [
+        {"id": row[0], **attributes(one, "uses_left expires_at_s peers")} for row, one in zip(rows, found, strict=True)
+    ]
+    write_json(json_file, "invitations", {"invitations": figures})
+    if not found:
+        console.line("No invitation is valid. `fusion invite` makes one.")
+        return
+    console.table(("id", "uses left", "valid until", "joined with it"), rows, right=(1,))
+
+
+@click.command()
+@click.argument("member")
+@flags.home_option
+@flags.json_option
+def evict(member: str, home: Path, json_file: Path | None) -> None:
+    """Send MEMBER (a name or id from `fusion pool`) away from the pool for good, with all keys of its machine. Its
+    jobs end, jobs of others go on without it, and no member accepts it any more, whatever its certificate says. Only
+    the broker's machine may do that. A machine that was evicted by mistake joins as a new one, with an invitation and
+    another --home."""
+    from fusionai.cli.pool.session import in_pool
+
+    async def ask(session: PoolSession) -> tuple[PeerId, ...]:
+        return await session.evict(_found(member, await session.pool()))
+
+    evicted = in_pool(home, ask)
+    write_json(json_file, "evict", {"evicted": list(evicted)})
+    console.line(f"Evicted: {', '.join(map(short, evicted))}. Invitations stay valid; see `fusion invite --list`.")
+
+
+def _found(text: str, members: Sequence[PoolMember]) -> PeerId:
+    """Return the member with this name or id, or with an id that begins like this. An id in full need not be listed:
+    a member may be away."""
+    if len(text) == PEER_ID_LENGTH:
+        return PeerId(text)
+    found = [PeerId(one.view.peer) for one in members if text and (one.named == text or one.view.peer.startswith(text))]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UsageError(f"no member is named {text!r} or has such an id.", hint="`fusion pool` lists the members.")
+    ids = ", ".join(peer[:ID_CHARACTERS] for peer in found)
+    raise UsageError(f"{len(found)} members fit {text!r}: {ids}.", hint="Give more characters of the id.")
 
 
 def _print_invitation(invitation: str, uses: int, lifetime_s: float) -> None:

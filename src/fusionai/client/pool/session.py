@@ -146,6 +146,16 @@ class PoolSession:
         """Ask the broker to remove this machine's peer; with `drain`, after it has handed over its work."""
         await self._ask(wire.Leave(drain=drain), wire.Done)
 
+    async def evict(self, peer: PeerId) -> tuple[PeerId, ...]:
+        """Send a member away with all keys of its machine; return these."""
+        return tuple(map(PeerId, (await self._ask(wire.Evict(peer=peer), wire.Evicted)).peers))
+
+    async def invitations(self) -> tuple[wire.InvitationView, ...]:
+        return (await self._ask(wire.InvitationQuery(), wire.InvitationList)).invitations
+
+    async def revoke_invitation(self, invitation: str) -> None:
+        await self._ask(wire.InvitationRevoke(invitation=invitation), wire.Done)
+
     async def invite(self, *, uses: int, lifetime_s: float) -> str:
         return (await self._ask(wire.InviteRequest(uses=uses, lifetime_s=lifetime_s), wire.Invited)).invitation
 
@@ -194,12 +204,23 @@ class PoolSession:
         async with self._connecting:
             if self._conversation is None or self._conversation.channel.closed:
                 channel = await self.transport.dial(self.membership.broker_addresses, expect=None, stream="control")
-                self._conversation = Conversation(channel, notices=(wire.StopNotice,), on_notice=self._notice)
+                self._conversation = Conversation(
+                    channel, notices=(wire.StopNotice, wire.RevocationNotice), on_notice=self._notice
+                )
+                found = await self._conversation.ask(wire.RevocationQuery())
+                if isinstance(found, wire.Revocations):
+                    self._take_revocations(found.signed)
             return self._conversation
 
     def _notice(self, message: wire.Message) -> None:
         if isinstance(message, wire.StopNotice) and self._on_stop is not None:
             self._on_stop(JobId(message.job))
+        if isinstance(message, wire.RevocationNotice):
+            self._take_revocations(message.signed)
+
+    def _take_revocations(self, signed: bytes) -> None:
+        if signed:
+            self.membership.credentials.take_revocations(signed)
 
 
 def _nobody(peer: PeerId) -> None:

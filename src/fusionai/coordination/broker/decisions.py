@@ -3,9 +3,9 @@
 `handle(desk, request, now_s, wall_s)` is pure. It returns facts and commands. The shell journals the facts first; only
 then does it adopt the new desk and perform the commands. If the journal refuses, nothing has happened.
 
-This module decides admission itself: invitations, certificates for newcomers, further keys of members. `presence` and
-`assignment` decide the rest, `requests` defines the vocabulary, `broker.service` is the shell and signs
-certificates."""
+This module decides admission itself: invitations, certificates for newcomers, further keys of members, eviction.
+`presence` and `assignment` decide the rest, `requests` defines the vocabulary, `broker.service` is the shell and signs
+certificates and the list of evicted members."""
 
 from __future__ import annotations
 
@@ -19,14 +19,23 @@ from fusionai.coordination.broker.requests import REASON_LENGTH, Answer, Refusal
 from fusionai.coordination.broker.state import BrokerState, Decision
 from fusionai.coordination.broker.transaction import Transaction
 from fusionai.coordination.machine import ForbiddenTransition
-from fusionai.primitives.ids import short
-from fusionai.wire.messages import Refused
+from fusionai.primitives.ids import PeerId, short
+from fusionai.wire.messages import Done, Evicted, Refused
 
+MAX_EVICTED: Final = 1_000
+"""Limit on evicted keys that are remembered: their list fits into one message."""
 MAX_VOUCHED: Final = 16
 """Limit on further keys that one member may have certified, because it vouches for them."""
 
 
+def check_welcome(desk: BrokerState, peer: PeerId) -> None:
+    """Raise `Refusal` for an evicted key."""
+    if peer in desk.pool.evicted:
+        raise Refusal("evicted", f"{short(peer)} was evicted from this pool.")
+
+
 def enrol(turn: Transaction, request: requests.Enrol) -> None:
+    check_welcome(turn.desk, request.peer)
     invitation = _invitation(turn, request.digest)
     if invitation is None or invitation.expires_at_s <= turn.wall_s:
         raise Refusal("bad_invitation", "This invitation is unknown or expired.")
@@ -46,6 +55,10 @@ def enrol(turn: Transaction, request: requests.Enrol) -> None:
 def vouch(turn: Transaction, request: requests.Vouch) -> None:
     if not turn.desk.knows(request.sender):
         raise Refusal("unknown_peer", f"{short(request.sender)} has not joined this pool.")
+    if request.peer == request.sender:  # it renews its own certificate
+        turn.commands.append(requests.Certify(request.peer))
+        return
+    check_welcome(turn.desk, request.peer)
     sender = turn.pool.members.get(request.sender)
     if sender is not None and sender.sponsor is not None:
         # Otherwise one member could fill the pool, key by key.
@@ -78,6 +91,47 @@ def invite(turn: Transaction, request: requests.Invite) -> None:
     turn.commands.append(requests.HandOut())
 
 
+def evict(turn: Transaction, request: requests.Evict) -> None:
+    """Evict a member with all keys of its machine: a key that stayed could have further ones certified. Jobs of these
+    keys end."""
+    _check_owner(turn, request.sender, "evict members")
+    member = turn.pool.members.get(request.peer)
+    if member is None:
+        raise Refusal("unknown_peer", f"{short(request.peer)} is no member of this pool.")
+    machine = member.sponsor or member.peer
+    if turn.rules.broker in (member.peer, machine):
+        raise Refusal("not_authorised", f"{member.entity} is a key of the broker's own machine, which stays.")
+    keys = [one for one in turn.pool.members.values() if machine in (one.peer, one.sponsor)]
+    evicted = [one for one in keys if one.peer not in turn.pool.evicted]
+    if len(turn.pool.evicted) + len(evicted) > MAX_EVICTED:
+        raise Refusal("busy", f"{len(turn.pool.evicted)} members have been evicted already, which is the limit.")
+    for one in evicted:
+        turn.record(events.MemberEvicted(at_s=turn.wall_s, peer=one.peer))
+    for one in evicted:
+        presence.send_away(turn, one)
+    owners = {one.peer for one in keys}
+    for job in turn.pool.live_jobs():
+        if job.owner in owners:
+            turn.fail(job, "its owner was evicted")
+    turn.commands.append(requests.SpreadRevocations())
+    turn.commands.append(Answer(Evicted(peers=tuple(one.peer for one in keys))))
+
+
+def revoke_invitation(turn: Transaction, request: requests.RevokeInvitation) -> None:
+    _check_owner(turn, request.sender, "revoke invitations")
+    found = [digest for digest in turn.pool.invitations if digest.startswith(request.invitation)]
+    if len(found) != 1:
+        reason = "unknown or over" if not found else f"ambiguous: {len(found)} invitations begin with it"
+        raise Refusal("bad_invitation", f"Invitation {request.invitation[:16]!r} is {reason}.")
+    turn.record(events.InvitationRevoked(at_s=turn.wall_s, invitation=found[0]))
+    turn.commands.append(Answer(Done()))
+
+
+def _check_owner(turn: Transaction, sender: PeerId, what: str) -> None:
+    if sender != turn.rules.broker:
+        raise Refusal("not_authorised", f"Only the broker's owner may {what}.")
+
+
 def _check_room(turn: Transaction) -> None:
     if turn.pool.expected() >= turn.rules.max_members:
         raise Refusal("busy", f"The pool is full ({turn.rules.max_members} members); try again when one has left.")
@@ -96,6 +150,8 @@ _DECIDES: Final[dict[type[requests.Request], Callable[[Transaction, Any], None]]
     requests.Enrol: enrol,
     requests.Vouch: vouch,
     requests.Invite: invite,
+    requests.Evict: evict,
+    requests.RevokeInvitation: revoke_invitation,
     requests.RegisterMember: presence.register,
     requests.Beat: presence.beat,
     requests.AskLeave: presence.leave,

@@ -81,6 +81,18 @@ class MemberLost(_Fact, frozen=True, tag="member_lost"):
     reason: Text
 
 
+class MemberEvicted(_Fact, frozen=True, tag="member_evicted"):
+    """The key counts no more in this pool, however long its certificate is valid."""
+
+    peer: Peer
+
+
+class InvitationRevoked(_Fact, frozen=True, tag="invitation_revoked"):
+    """`invitation` as in `InvitationIssued`. Members that it admitted before stay."""
+
+    invitation: Name
+
+
 class JobRequested(_Fact, frozen=True, tag="job_requested"):
     job: Job
     title: Name
@@ -144,6 +156,8 @@ Fact = (
     | MemberDraining
     | MemberLeft
     | MemberLost
+    | MemberEvicted
+    | InvitationRevoked
     | JobRequested
     | PlanMinted
     | JobStarted

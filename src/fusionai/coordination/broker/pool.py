@@ -32,6 +32,8 @@ ENDED_JOBS_KEPT: Final = 500
 DEPARTED_KEPT: Final = 1_000
 """Limit on departed members that are remembered and may come back as they were; an older one needs a new invitation.
 Bounds the pool, because a machine that is installed anew is a new member."""
+EVICTED_KEPT_S: Final = 3 * 365 * 86_400.0
+"""How long an evicted key is remembered: longer than any certificate that this program has issued is valid."""
 _FORMER_NAMES: Final = (("members", "guards", "standbys"), ("jobs", "told", "notes"))
 """Fields of stored pools that have another name now: table, former name, name."""
 
@@ -54,6 +56,11 @@ class Pool:
     """The current plan of each live job, by version. Versions of forgotten plans are not used again."""
     invitations: Mapping[str, Invitation] = field(default_factory=dict[str, Invitation])
     newest_version: int = FIRST_VERSION - 1
+    evicted: Mapping[PeerId, float] = field(default_factory=dict[PeerId, float])
+    """Evicted key -> when it was evicted, in seconds since 1970. Kept until its certificate has certainly expired."""
+    revocations: int = 0
+    """Version of the list of evicted members. It begins with the time, so that it grows even if the broker was set back
+    to an earlier state."""
 
     def expected(self) -> int:
         """Return the number of members that are present or expected to come, which the limit on members applies to."""
@@ -105,6 +112,16 @@ def advance(pool: Pool, fact: Fact) -> Pool:
             kept = {digest: one for digest, one in pool.invitations.items() if one.expires_at_s > fact.at_s}
             issued = Invitation(digest=fact.invitation, uses_left=fact.uses, expires_at_s=fact.expires_at_s)
             return replace(pool, invitations=_with(kept, fact.invitation, issued))
+        case events.InvitationRevoked():
+            if fact.invitation not in pool.invitations:
+                raise UnknownEntity(f"invitation {fact.invitation[:8]} is unknown in this pool.")
+            others = {digest: one for digest, one in pool.invitations.items() if digest != fact.invitation}
+            return replace(pool, invitations=others)
+        case events.MemberEvicted():
+            since = fact.at_s - EVICTED_KEPT_S
+            evicted = {peer: at_s for peer, at_s in pool.evicted.items() if at_s > since}
+            version = max(pool.revocations + 1, int(fact.at_s))
+            return replace(pool, evicted=_with(evicted, PeerId(fact.peer), fact.at_s), revocations=version)
         case events.PeerEnrolled():
             return _enrol(pool, fact)
         case events.KeyVouched():

@@ -76,7 +76,24 @@ def beat(turn: Transaction, request: requests.Beat) -> None:
     _check_leftovers(turn, member, request.jobs)
     _check_dismissed(turn, turn.member(request.peer), request.jobs)
     job = turn.member(request.peer).job or ""
-    turn.commands.append(Answer(HeartbeatAck(wall_s=turn.wall_s, job=job, plan_version=turn.pool.newest_version)))
+    pool = turn.pool
+    turn.commands.append(
+        Answer(
+            HeartbeatAck(wall_s=turn.wall_s, job=job, plan_version=pool.newest_version, revocations=pool.revocations)
+        )
+    )
+
+
+def send_away(turn: Transaction, member: Member) -> None:
+    """Remove an evicted member. A job that has it goes on as after any loss."""
+    match member.phase:
+        case "active" | "draining":
+            _lose(turn, member, "it was evicted")
+        case "idle" | "joining":
+            turn.record(events.MemberLeft(at_s=turn.wall_s, peer=member.peer))
+            turn.forget(member.peer)
+        case _:
+            pass
 
 
 def _return_to_place(turn: Transaction, member: Member) -> None:

@@ -100,6 +100,20 @@ class Invite(Struct, frozen=True):
     lifetime_s: float
 
 
+class Evict(Struct, frozen=True):
+    """Send a member away for good, with all keys of its machine."""
+
+    sender: PeerId
+    peer: PeerId
+
+
+class RevokeInvitation(Struct, frozen=True):
+    """`invitation`: the beginning of its digest, as long as needed to tell it from others."""
+
+    sender: PeerId
+    invitation: str
+
+
 class Disconnected(Struct, frozen=True):
     connection: int
 
@@ -122,6 +136,8 @@ Request = (
     | ReportJob
     | StopJob
     | Invite
+    | Evict
+    | RevokeInvitation
     | Disconnected
     | DeadlinePassed
     | Stalled
@@ -158,4 +174,8 @@ class HandOut(Struct, frozen=True):
     """Answer with the invitation whose token has just been journalled as a digest."""
 
 
-Command = Answer | Notify | Certify | IssueTickets | HandOut
+class SpreadRevocations(Struct, frozen=True):
+    """Send the list of evicted members to all that are connected, and cut off those on it."""
+
+
+Command = Answer | Notify | Certify | IssueTickets | HandOut | SpreadRevocations

@@ -19,7 +19,15 @@ from fusionai.coordination.broker.membership import Member, rests_until_s
 from fusionai.coordination.broker.pool import Pool
 from fusionai.coordination.broker.requests import Command
 from fusionai.primitives.ids import JobId, PeerId
-from fusionai.wire.messages import JobList, JobView, MemberView, PoolView
+from fusionai.wire.messages import (
+    InvitationList,
+    InvitationView,
+    JobList,
+    JobView,
+    MemberView,
+    PoolView,
+    Refused,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +117,8 @@ class BrokerState:
         return replace(self, next_deadline_s=min(ends_s, default=None))
 
     def knows(self, peer: PeerId) -> bool:
-        return peer in self.pool.members or peer == self.rules.broker
+        """Return whether the peer belongs to the pool."""
+        return (peer in self.pool.members or peer == self.rules.broker) and peer not in self.pool.evicted
 
     def reachable(self, member: Member) -> bool:
         return member.phase in PRESENT and member.peer in self.links
@@ -187,6 +196,16 @@ def member_view(desk: BrokerState, member: Member, now_s: float, wall_s: float) 
         rests_s=rests_s,
         clears="" if leftover is None else leftover.job,
         last_heard_s=max(0.0, now_s - lease.heard_s) if lease is not None else 0.0,
+    )
+
+
+def invitation_list(desk: BrokerState, asker: PeerId, wall_s: float) -> InvitationList | Refused:
+    """Return the invitations that are valid, for the broker's owner only."""
+    if asker != desk.rules.broker:
+        return Refused(code="not_authorised", reason="Only the broker's owner may see the invitations.")
+    valid = [one for one in desk.pool.invitations.values() if one.expires_at_s > wall_s]
+    return InvitationList(
+        invitations=tuple(InvitationView(one.digest, one.uses_left, one.expires_at_s, one.peers) for one in valid)
     )
 
 

@@ -9,6 +9,10 @@ the network. `channels.accepting` runs the channels of a listener.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -46,6 +50,9 @@ from fusionai.wire.messages import (
     Welcome,
 )
 
+EXPIRY_CHECK_S: Final = 3600.0
+"""Longest time between two looks at the clock: it may be set, and timers stand still while a machine sleeps."""
+log = logging.getLogger(__name__)
 SOFTWARE: Final = f"fusionai/{__version__}"
 
 
@@ -297,6 +304,7 @@ class FramedChannel(ABC):
     def _connected(self, remote: Remote) -> None:
         """The connection is up and the other side's identity is proven. The dialling side sends the first message."""
         self.remote = remote
+        _end_when_expired(weakref.ref(self), remote.expires_at_s)
         if self._dialling is None:
             return
         try:
@@ -393,3 +401,17 @@ def joined(head: bytes, tensors: Sequence[HostTensor]) -> bytes:
 def _allocate(count: int) -> memoryview:
     # numpy neither clears a large buffer (a second pass over its memory) nor touches it before data arrives.
     return np.empty(count, np.uint8).data if count >= LARGE_ALLOCATION_BYTES else memoryview(bytearray(count))
+
+
+def _end_when_expired(channel: weakref.ref[FramedChannel], expires_at_s: float) -> None:
+    """End a connection when the certificate that it was opened with has expired, now or later."""
+    one = channel()
+    if one is None or one.closed or expires_at_s == math.inf:
+        return
+    left_s = expires_at_s - time.time()
+    if left_s > 0:
+        loop = asyncio.get_running_loop()
+        loop.call_later(min(left_s, EXPIRY_CHECK_S), _end_when_expired, channel, expires_at_s)
+        return
+    log.warning("a connection ends: the other side's certificate has expired")
+    one.abort()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import struct
 import time
@@ -158,7 +159,8 @@ class QuicChannel(FramedChannel):
         certified = verify_certificate(certificate, self._credentials.authority_key, now_wall_s=time.time())
         if certified.peer != peer_of(self._connection.remote_id().to_bytes()):
             raise TrustError("expected a certificate for the key the connection was made with, got another's.")
-        return Remote(certified.peer, certified.role, host, port)
+        remote = self._credentials.admitted(certified, self.abort)
+        return dataclasses.replace(remote, host=host, port=port)
 
     async def _feed(self, data: bytes) -> None:
         self._last_arrival_s = self._loop.time()

@@ -155,7 +155,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         self._schedule_check()
         tls: ssl.SSLObject = transport.get_extra_info("ssl_object")
         try:
-            remote = self._credentials.remote(tls.getpeercert(binary_form=True))
+            remote = self._credentials.remote(tls.getpeercert(binary_form=True), self.abort)
         except FusionError as error:
             self._fail(error)
             return

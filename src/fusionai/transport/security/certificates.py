@@ -16,6 +16,7 @@ import datetime
 import ssl
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, cast, get_args
@@ -30,6 +31,7 @@ from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.interface import Remote, Role
 from fusionai.transport.security.identity import Identity, keep_private, load_key, peer_of, public_bytes
+from fusionai.transport.security.revocation import RevokedPeers
 
 KEY_FILE: Final = "authority.pem"
 CERTIFICATE_FILE: Final = "authority.der"
@@ -230,6 +232,8 @@ class MemberCredentials:
     identity: Identity
     certificate: bytes
     authority: bytes
+    revoked: RevokedPeers = field(default_factory=RevokedPeers, compare=False, repr=False)
+    """Evicted members, as far as this process knows."""
 
     @property
     def role(self) -> Role:
@@ -255,12 +259,20 @@ class MemberCredentials:
         self._load(context)
         return context
 
-    def remote(self, certificate: bytes | None) -> Remote:
-        """Return the peer at the other end, from the certificate that OpenSSL has verified. Raises `TrustError`."""
-        if certificate is None:
-            return Remote(None, "stranger")
-        certified = read_certificate(certificate)
-        return Remote(certified.peer, certified.role)
+    def remote(self, certificate: bytes | None, end: Callable[[], None]) -> Remote:
+        """Return the peer at the other end, from the certificate that OpenSSL has verified. Raises `TrustError`, also
+        for an evicted member; `end`, a bound method, is called if it is evicted later."""
+        return Remote(None, "stranger") if certificate is None else self.admitted(read_certificate(certificate), end)
+
+    def admitted(self, certified: Certified, end: Callable[[], None]) -> Remote:
+        """Return the peer of a verified certificate. Raises as `remote`."""
+        self.revoked.check(certified.peer)
+        self.revoked.watch(certified.peer, end)
+        return Remote(certified.peer, certified.role, expires_at_s=certified.expires_at_s)
+
+    def take_revocations(self, signed: bytes) -> None:
+        """Adopt a list of evicted members. Raises as `RevokedPeers.take`."""
+        self.revoked.take(signed, self.authority_key)
 
     def _load(self, context: ssl.SSLContext) -> None:
         try:
@@ -295,10 +307,12 @@ class StrangerCredentials:
         context.verify_mode = ssl.CERT_NONE
         return context
 
-    def remote(self, certificate: bytes | None) -> Remote:
+    def remote(self, certificate: bytes | None, end: Callable[[], None]) -> Remote:
         if certificate is None:
             raise TrustError("expected the broker's certificate, got none.")
-        certified = verify_certificate(certificate, self.authority_key, now_wall_s=time.time())
+        return self.admitted(verify_certificate(certificate, self.authority_key, now_wall_s=time.time()), end)
+
+    def admitted(self, certified: Certified, _end: Callable[[], None]) -> Remote:
         return Remote(certified.peer, certified.role)
 
 
