@@ -49,6 +49,7 @@ from fusionai.wire.frame import BROKER_LIMITS
 from fusionai.wire.messages import Message, Observe, Observed, Ping, Probe, Refused
 
 NOTICE_TIMEOUT_S: Final = 10.0
+RENEWAL_CHECK_S: Final = 3600.0
 RETRY_S: Final = 1.0
 _LOG: Final = logging.getLogger(__name__)
 DIRECTORY: Final = "broker"
@@ -235,7 +236,15 @@ class BrokerHome:
     def keep_own_membership(self, addresses: tuple[str, ...]) -> None:
         """Store the owner's membership, so that programs of this machine's owner reach the pool without an
         invitation."""
-        keep_membership(self.path, Membership(self.authority.pool, "owner", addresses, self.credentials))
+        places = tuple(dict.fromkeys(addresses))
+        keep_membership(self.path, Membership(self.authority.pool, "owner", places, self.credentials))
+
+    def renew_if_due(self, now_wall_s: float) -> bool:
+        """Renew this machine's own certificate if its end is near."""
+        due = self.credentials.is_renewal_due(now_wall_s)
+        if due:
+            self.credentials.renew(self.authority.issue(self.identity.public_key, "broker", now_wall_s=now_wall_s))
+        return due
 
     def close(self) -> None:
         self.journal.close()
@@ -354,7 +363,7 @@ async def run_broker(
         server.observer = Observer(transport, udp.opened)
         try:
             service.addresses = options.advertise or listener.addresses
-            home.keep_own_membership(tuple(dict.fromkeys((*listener.addresses, *service.addresses))))
+            home.keep_own_membership((*listener.addresses, *service.addresses))
             invitation = service.invite(uses=options.invitation_uses, lifetime_s=options.invitation_lifetime_s)
             pool = service.state.pool
             announce(
@@ -369,12 +378,24 @@ async def run_broker(
                 )
             )
             set_aside_what_stays()
-            await server.keep(stop)
+            renewing = asyncio.create_task(_renew(home, listener.addresses, service.addresses, clock=clock))
+            try:
+                await server.keep(stop)
+            finally:
+                renewing.cancel()
         finally:
             await udp.close()
             await listener.close()
     finally:
         home.close()
+
+
+async def _renew(home: BrokerHome, *addresses: Sequence[str], clock: Clock) -> None:
+    """Renew the broker's own certificate before it ends, for as long as the broker runs."""
+    while True:
+        await asyncio.sleep(RENEWAL_CHECK_S)
+        if home.renew_if_due(clock.wall_s()):
+            home.keep_own_membership(tuple(one for some in addresses for one in some))
 
 
 def _admission(options: BrokerOptions, clock: Clock) -> Callable[[PeerId, Sequence[bytes]], None] | None:

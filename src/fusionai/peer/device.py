@@ -215,7 +215,7 @@ class LentDevice:
             moved=lambda: self.transport.moved,
             endorsements=lambda: carried_endorsements(self.worker.options.home),
             on_answer=self._answered,
-            credentials=self.membership.credentials,
+            membership=self.membership,
         )
 
     def _answered(self, answer: wire.Registered | wire.HeartbeatAck) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Final
@@ -18,8 +19,8 @@ import msgspec
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError, TrustError, WireError
 from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.conversation import Conversation
+from fusionai.transport.enrolment import Membership, renew_if_due
 from fusionai.transport.interface import Remote, Transport
-from fusionai.transport.security.certificates import MemberCredentials
 from fusionai.wire import messages as wire
 
 log = logging.getLogger(__name__)
@@ -56,8 +57,8 @@ class Registration:
     moved: Callable[[], bool] = bool
     endorsements: Callable[[], tuple[bytes, ...]] | None = None
     on_answer: Callable[[wire.Registered | wire.HeartbeatAck], None] = lambda _: None
-    credentials: MemberCredentials | None = None
-    """Gets the list of evicted members."""
+    membership: Membership | None = None
+    """Gets the list of evicted members and is renewed in time."""
     _conversation: Conversation | None = None
     _broker: Remote | None = None
     _known: wire.Registered | None = None
@@ -166,15 +167,20 @@ class Registration:
             return False
         if isinstance(answer, wire.HeartbeatAck):
             self.on_answer(answer)
-            if self.credentials is not None and answer.revocations > self.credentials.revoked.version:
-                found = await conversation.ask(wire.RevocationQuery())
-                if isinstance(found, wire.Revocations):
-                    self._take(found.signed)
+            if self.membership is not None:
+                await self._keep_up(conversation, self.membership, answer.revocations)
         return True
 
+    async def _keep_up(self, conversation: Conversation, membership: Membership, revocations: int) -> None:
+        if revocations > membership.credentials.revoked.version:
+            found = await conversation.ask(wire.RevocationQuery())
+            if isinstance(found, wire.Revocations):
+                self._take(found.signed)
+        await renew_if_due(conversation.ask, membership, now_wall_s=time.time())
+
     def _take(self, signed: bytes) -> None:
-        if signed and self.credentials is not None:
-            self.credentials.take_revocations(signed)
+        if signed and self.membership is not None:
+            self.membership.credentials.take_revocations(signed)
 
     async def leave(self, *, drain: bool = False) -> None:
         """Notify the broker that this peer leaves now or, with `drain`, after its work is handed over. If the broker

@@ -12,7 +12,9 @@ import asyncio
 import base64
 import binascii
 import hashlib
+import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -32,7 +34,9 @@ from fusionai.transport.security.certificates import (
     verify_certificate,
 )
 from fusionai.transport.security.identity import Identity, load_identity, read_private_json, write_private_json
-from fusionai.wire.messages import JoinGranted, JoinRequest, Refused
+from fusionai.wire.messages import JoinGranted, JoinRequest, Message, Refused
+
+log = logging.getLogger(__name__)
 
 PREFIX: Final = "fusion1-"
 MAX_LENGTH: Final = 4096
@@ -97,6 +101,8 @@ class Membership:
     purpose: Purpose
     broker_addresses: tuple[str, ...]
     credentials: MemberCredentials
+    home: Path | None = None
+    """Directory that has it; None: it is kept nowhere."""
 
     @property
     def peer(self) -> PeerId:
@@ -159,7 +165,7 @@ async def _join(
     request = JoinRequest(token=token, public_key=identity.public_key, purpose=purpose)
     granted = await _ask(transport, addresses, request, timeout_s)
     credentials = _accepted(granted, authority_key, identity)
-    membership = Membership(pool_of(granted.authority), purpose, addresses, credentials)
+    membership = Membership(pool_of(granted.authority), purpose, addresses, credentials, home)
     keep_membership(home, membership)
     credentials.revoked.keep_at(home, authority_key)
     return membership
@@ -186,6 +192,24 @@ async def _ask(
             raise refusal(answer)
         case _:
             raise WireError(f"expected an answer to a join request, got {answer.__struct_config__.tag}.")
+
+
+async def renew_if_due(
+    ask: Callable[[Message], Awaitable[Message]], membership: Membership, *, now_wall_s: float
+) -> None:
+    """Have the broker renew the membership's certificate if its end is near, and keep it. `ask` sends the request and
+    returns the broker's answer. Raises `TrustError` for a certificate of another authority or key, `StorageError`."""
+    credentials = membership.credentials
+    if not credentials.is_renewal_due(now_wall_s):
+        return
+    key, purpose = credentials.identity.public_key, membership.purpose
+    granted = await ask(JoinRequest(token=b"", public_key=key, purpose=purpose))
+    if not isinstance(granted, JoinGranted):
+        raise WireError(f"expected a renewed certificate, got {granted.__struct_config__.tag}.")
+    credentials.renew(_accepted(granted, credentials.authority_key, credentials.identity).certificate)
+    if membership.home is not None:
+        keep_membership(membership.home, membership)
+    log.info("this machine's certificate has been renewed")
 
 
 def keep_membership(home: Path, membership: Membership) -> None:
@@ -221,7 +245,7 @@ def load_membership(home: Path) -> Membership:
         )
     credentials = MemberCredentials(identity, kept.certificate, kept.authority)
     credentials.revoked.keep_at(home, credentials.authority_key)
-    return Membership(kept.pool, kept.purpose, kept.broker_addresses, credentials)
+    return Membership(kept.pool, kept.purpose, kept.broker_addresses, credentials, home)
 
 
 def _accepted(granted: JoinGranted, authority_key: bytes, identity: Identity) -> MemberCredentials:

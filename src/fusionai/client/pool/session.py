@@ -10,6 +10,7 @@ its owner's trust list allows, and a granted plan must equal the requested one. 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,14 @@ from fusionai.primitives.errors import RefusedError, TransportError, TrustError,
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.scheduling.problem.types import Excluded, Link, PeerProfile, Plan, hop
 from fusionai.transport.conversation import Conversation
-from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, enrol, further_membership, load_membership
+from fusionai.transport.enrolment import (
+    MEMBERSHIP_FILE,
+    Membership,
+    enrol,
+    further_membership,
+    load_membership,
+    renew_if_due,
+)
 from fusionai.transport.peer_transport import PeerTransport
 from fusionai.wire import messages as wire
 
@@ -210,6 +218,8 @@ class PoolSession:
                 found = await self._conversation.ask(wire.RevocationQuery())
                 if isinstance(found, wire.Revocations):
                     self._take_revocations(found.signed)
+            # At every request, because a job may run for longer than a certificate is valid.
+            await renew_if_due(self._conversation.ask, self.membership, now_wall_s=time.time())
             return self._conversation
 
     def _notice(self, message: wire.Message) -> None:

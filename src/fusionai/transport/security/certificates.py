@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, cast, get_args
+from weakref import WeakSet
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -38,8 +39,11 @@ CERTIFICATE_FILE: Final = "authority.der"
 CLOCK_SKEW_S: Final = 86_400.0
 """Tolerated error of a member's clock: one day."""
 AUTHORITY_LIFETIME_S: Final = 20 * 365 * 86_400.0
-CERTIFICATE_LIFETIME_S: Final = 2 * 365 * 86_400.0
-"""Lifetime of members' and the broker's certificates: two years. Chosen."""
+CERTIFICATE_LIFETIME_S: Final = 30 * 86_400.0
+"""Lifetime of members' and the broker's certificates: 30 days. Chosen: a key that was stolen, or a member that the
+broker can't reach, is shut out after that. Members renew their own (`enrolment.renew_if_due`)."""
+RENEWED_BEFORE_S: Final = CERTIFICATE_LIFETIME_S / 3
+"""A certificate is renewed from this time before its end on."""
 MAX_POOL_NAME_LENGTH: Final = 64
 
 CertifiedRole = Literal["broker", "member"]
@@ -55,7 +59,7 @@ class Authority:
     key: Ed25519PrivateKey = field(repr=False, compare=False)
 
     def issue(self, public_key: bytes, role: CertifiedRole, *, now_wall_s: float) -> bytes:
-        """Return a certificate (DER) for a public key of 32 bytes, valid for two years."""
+        """Return a certificate (DER) for a public key of 32 bytes, valid for `CERTIFICATE_LIFETIME_S`."""
         peer = peer_of(public_key)
         subject = x509.Name(
             [
@@ -225,15 +229,19 @@ def _date(wall_s: float) -> datetime.datetime:
     return datetime.datetime.fromtimestamp(wall_s, datetime.UTC)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MemberCredentials:
-    """A certified machine: its key, its certificate and its pool's authority certificate (both DER)."""
+    """A certified machine: its key, its certificate and its pool's authority certificate (both DER). The certificate is
+    renewed while it is in use; connections that are opened later show the new one."""
 
     identity: Identity
     certificate: bytes
     authority: bytes
     revoked: RevokedPeers = field(default_factory=RevokedPeers, compare=False, repr=False)
     """Evicted members, as far as this process knows."""
+    _contexts: WeakSet[ssl.SSLContext] = field(
+        default_factory=WeakSet[ssl.SSLContext], init=False, compare=False, repr=False
+    )
 
     @property
     def role(self) -> Role:
@@ -243,6 +251,15 @@ class MemberCredentials:
     def authority_key(self) -> bytes:
         """The 32-byte public key that verifies tickets."""
         return authority_key_of(self.authority)
+
+    def is_renewal_due(self, now_wall_s: float) -> bool:
+        return now_wall_s >= read_certificate(self.certificate).expires_at_s - RENEWED_BEFORE_S
+
+    def renew(self, certificate: bytes) -> None:
+        """Show this certificate from now on."""
+        self.certificate = certificate
+        for context in list(self._contexts):
+            self._load(context)
 
     def dialling_context(self) -> ssl.SSLContext:
         context = _context(ssl.PROTOCOL_TLS_CLIENT)
@@ -282,6 +299,7 @@ class MemberCredentials:
                 path = Path(directory) / "certificate.pem"
                 path.write_text(pem_of(self.certificate))
                 context.load_cert_chain(path, self.identity.path)
+            self._contexts.add(context)
         except ssl.SSLError as error:
             raise TrustError(
                 f"expected this machine's certificate and key to belong together: {error.reason or error}.",

@@ -10,12 +10,21 @@ from msgspec import structs
 from fusionai.coordination.broker import events, requests, state
 from fusionai.coordination.broker.decisions import MAX_VOUCHED, handle
 from fusionai.coordination.broker.events import MemberPlacement
-from fusionai.coordination.broker.pool import Pool, replay
+from fusionai.coordination.broker.pool import EVICTED_KEPT_S, Pool, replay
 from fusionai.coordination.broker.requests import Answer, Certify, IssueTickets, Notify, Request
 from fusionai.coordination.broker.state import BrokerRules, BrokerState, Decision, recovered
 from fusionai.peer.acceptor import ORPHANED_S
 from fusionai.primitives.ids import JobId, PeerId
-from fusionai.wire.messages import Done, LeaveNotice, Refused, StopNotice
+from fusionai.wire.messages import (
+    Done,
+    Evicted,
+    HeartbeatAck,
+    InvitationList,
+    InvitationView,
+    LeaveNotice,
+    Refused,
+    StopNotice,
+)
 
 BROKER, OWNER, A, B, C, STRANGE = (PeerId(letter * 52) for letter in "yoabcx")
 JOB = JobId("job-1")
@@ -120,6 +129,121 @@ def test_only_the_owner_and_those_it_named_invite(drive: Drive):
     drive.refused(requests.Invite(A, "d", 1, 60.0), "not_authorised")
     drive.desk = replace(drive.desk, rules=replace(RULES, inviters=frozenset({A})))
     assert drive.ask(requests.Invite(A, "d", 1, 60.0)).commands == (requests.HandOut(),)
+
+
+def test_an_invitation_can_be_withdrawn_by_the_owner_by_the_beginning_of_its_id(drive: Drive):
+    for digest in ("d1", "d2", "e1"):
+        drive.ask(requests.Invite(BROKER, digest, 5, 60.0))
+    drive.ask(requests.Enrol("d1", STRANGE, "provider"))
+    drive.refused(requests.RevokeInvitation(A, "d1"), "not_authorised")
+    assert "ambiguous: 2 invitations" in drive.refused(requests.RevokeInvitation(BROKER, "d"), "bad_invitation")
+    assert "unknown or over" in drive.refused(requests.RevokeInvitation(BROKER, "q"), "bad_invitation")
+    assert drive.answer(requests.RevokeInvitation(BROKER, "d1")) == Done()
+    drive.refused(requests.Enrol("d1", PeerId("z" * 52), "provider"), "bad_invitation")
+    assert drive.phase(STRANGE) == "joining", "those that it admitted stay"
+    assert drive.ask(requests.Enrol("d2", PeerId("z" * 52), "provider")).commands == (Certify(PeerId("z" * 52)),)
+
+
+def test_the_owner_alone_sees_the_valid_invitations(drive: Drive):
+    drive.ask(requests.Invite(BROKER, "d", 5, 60.0))
+    drive.ask(requests.Enrol("d", STRANGE, "provider"))
+    wall_s = WALL_S + drive.now_s
+    found = state.invitation_list(drive.desk, BROKER, wall_s)
+    assert isinstance(found, InvitationList)
+    assert found.invitations[-1] == InvitationView("d", 4, wall_s + 60.0, (STRANGE,))
+    refused = state.invitation_list(drive.desk, A, wall_s)
+    assert isinstance(refused, Refused)
+    assert refused.code == "not_authorised"
+    assert state.invitation_list(drive.desk, BROKER, wall_s + 60.0) == InvitationList()
+
+
+# -------------------------------------------------------------------------------------------------------- eviction
+
+
+def test_an_evicted_member_is_gone_and_comes_back_by_no_door(drive: Drive):
+    before = drive.desk.pool.revocations
+    decision = drive.ask(requests.Evict(BROKER, A))
+    assert decision.commands == (requests.SpreadRevocations(), Answer(Evicted(peers=(A,))))
+    assert (drive.phase(A), drive.desk.knows(A)) == ("left", False)
+    assert drive.desk.pool.revocations > before
+    assert drive.desk.pool.revocations >= WALL_S
+    assert A not in drive.desk.leases
+    assert A not in drive.desk.links
+    drive.ask(requests.Invite(BROKER, "d", 5, 60.0))
+    for request in (requests.Enrol("d", A, "provider"), requests.Vouch(B, A, "provider")):
+        assert "was evicted from this pool" in drive.refused(request, "evicted")
+    drive.refused(requests.Vouch(A, A, "provider"), "unknown_peer")
+    assert drive.desk.knows(B)
+
+
+def test_the_version_grows_with_every_eviction(drive: Drive):
+    versions = [drive.desk.pool.revocations]
+    for peer in (A, B, C):
+        drive.ask(requests.Evict(BROKER, peer))
+        versions.append(drive.desk.pool.revocations)
+    assert versions == sorted(set(versions))
+    assert set(drive.desk.pool.evicted) == {A, B, C}
+
+
+def test_heartbeats_carry_the_version(drive: Drive):
+    drive.ask(requests.Evict(BROKER, A))
+    answer = drive.answer(requests.Beat(B, ord("b"), 1))
+    assert isinstance(answer, HeartbeatAck)
+    assert answer.revocations == drive.desk.pool.revocations
+
+
+def test_a_job_goes_on_without_its_evicted_member(drive: Drive):
+    drive.ask(want(A, B))
+    drive.ask(requests.Evict(BROKER, A))
+    assert (drive.phase(A), drive.phase(B)) == ("lost", "active")
+    assert any("it was evicted" in note for note in drive.notes())
+    assert drive.desk.pool.jobs[JOB].live
+    drive.refused(want(A, B, job=JobId("job-2")), "unknown_peer")
+    drive.ask(want(B, C, version=0))
+    assert A not in {member.peer for member in drive.desk.pool.members_of(JOB)}
+
+
+def test_the_jobs_of_an_evicted_owner_end(drive: Drive):
+    drive.ask(want(A, B))
+    drive.ask(requests.Evict(BROKER, OWNER))
+    assert not drive.desk.pool.jobs[JOB].live
+    assert (drive.phase(A), drive.phase(B)) == ("idle", "idle")
+
+
+@pytest.mark.parametrize("named", [A, STRANGE])
+def test_all_keys_of_a_machine_are_evicted_together(drive: Drive, named: PeerId):
+    drive.ask(requests.Vouch(A, STRANGE, "owner"))
+    assert drive.answer(requests.Evict(BROKER, named)) == Evicted(peers=(A, STRANGE))
+    assert set(drive.desk.pool.evicted) == {A, STRANGE}
+    again = drive.ask(requests.Evict(BROKER, named))
+    assert not again.facts, "once is enough"
+
+
+def test_only_the_owner_evicts_and_never_itself(drive: Drive):
+    drive.refused(requests.Evict(A, B), "not_authorised")
+    drive.ask(requests.Vouch(BROKER, STRANGE, "owner"))
+    for own in (STRANGE,):
+        assert "the broker's own machine" in drive.refused(requests.Evict(BROKER, own), "not_authorised")
+    drive.refused(requests.Evict(BROKER, PeerId("q" * 52)), "unknown_peer")
+
+
+def test_evictions_are_limited_and_forgotten_when_certificates_have_long_expired(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("fusionai.coordination.broker.decisions.MAX_EVICTED", 1)
+    drive.ask(requests.Evict(BROKER, A))
+    assert "which is the limit" in drive.refused(requests.Evict(BROKER, B), "busy")
+    monkeypatch.setattr("fusionai.coordination.broker.decisions.MAX_EVICTED", 2)
+    drive.now_s += EVICTED_KEPT_S
+    drive.ask(requests.Evict(BROKER, B))
+    assert set(drive.desk.pool.evicted) == {B}
+
+
+def test_a_member_renews_its_own_certificate(drive: Drive):
+    drive.ask(requests.Vouch(A, STRANGE, "owner"))
+    for peer in (A, STRANGE, BROKER):
+        renewed = drive.ask(requests.Vouch(peer, peer, "provider"))
+        assert (renewed.facts, renewed.commands) == ((), (Certify(peer),))
 
 
 def test_a_full_pool_takes_nobody():

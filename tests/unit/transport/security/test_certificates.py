@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.transport.security.certificates import (
     CERTIFICATE_LIFETIME_S,
     CLOCK_SKEW_S,
+    RENEWED_BEFORE_S,
     authority_key_of,
     load_authority,
     pool_of,
@@ -21,6 +24,7 @@ from fusionai.transport.security.certificates import (
     verify_certificate,
 )
 from fusionai.transport.security.identity import load_identity
+from harness.credentials import CertifiedPool
 
 NOW_S = 1_800_000_000.0
 
@@ -133,3 +137,20 @@ def issue_named(tmp_path: Path) -> Callable[..., bytes]:
 def test_bytes_that_are_no_certificate():
     with pytest.raises(TrustError, match="as DER"):
         read_certificate(b"certificate")
+
+
+def test_a_renewed_certificate_is_shown_from_then_on(tmp_path: Path):
+    pool = CertifiedPool(tmp_path)
+    now_s = time.time()
+    member = pool.credentials("member", issued_at_s=now_s - CERTIFICATE_LIFETIME_S + RENEWED_BEFORE_S + 60.0)
+    assert not member.is_renewal_due(now_s)
+    assert member.is_renewal_due(now_s + 61.0)
+    context = member.dialling_context()
+    before = member.certificate
+    member.renew(pool.authority.issue(member.identity.public_key, "member", now_wall_s=now_s))
+    assert member.certificate != before
+    assert not member.is_renewal_due(now_s + 61.0)
+    assert context in member._contexts
+    del context
+    gc.collect()
+    assert not member._contexts, "contexts that are gone are not kept"
