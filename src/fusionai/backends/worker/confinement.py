@@ -15,8 +15,9 @@ import sysconfig
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TextIO
 
 Measure = Literal["files", "system calls", "memory", "dump"]
 READABLE: Final = (
@@ -61,6 +62,7 @@ def confine(limits: Confinement) -> tuple[Measure, ...]:
     held: list[Measure] = []
     if sys.platform != "linux":
         return ()
+    _own_status()
     only_computing = _system_calls()  # finding the library starts programs and reads files
     if _without_dumps(limits):
         held.append("dump")
@@ -169,9 +171,18 @@ def _system_calls() -> Any:
     return rules
 
 
+@cache
+def _own_status() -> TextIO:
+    """Return this process's open status file. It is opened before the confinement: the kernel may forget the directory
+    of a process and make it anew, and then rules about files do not cover it any more."""
+    return open("/proc/self/status", encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
+
+
 def _private_bytes() -> int:
     """Return the private memory that RLIMIT_DATA counts now."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+    file = _own_status()
+    file.seek(0)
+    for line in file:
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
     return 0
