@@ -175,7 +175,7 @@ def _system_calls() -> Any:
 def _own_status() -> TextIO:
     """Return this process's open status file. It is opened before the confinement: the kernel may forget the directory
     of a process and make it anew, and then rules about files do not cover it any more."""
-    return open("/proc/self/status", encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
+    return open("/proc/self/status", encoding="utf-8")
 
 
 def _private_bytes() -> int:
