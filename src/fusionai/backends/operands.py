@@ -74,6 +74,7 @@ def _group_norm(x: Any, groups: int, weight: Any = None, bias: Any = None, *_: A
 def _weight_norm(v: Any, g: Any, dim: int = 0) -> None:
     rank = len(v.shape)
     expect(rank > 0 and dim in (0, rank - 1), f"the first or last of {rank} dimensions", dim)
+    expect(_product(v.shape) > 0, "at least one element", v)
     kept = tuple(size if place == dim else 1 for place, size in enumerate(v.shape))
     expect(tuple(g.shape) == kept and g.dtype == v.dtype, f"norms of sizes {list(kept)} in {v.dtype}", g)
 
@@ -124,6 +125,8 @@ def _embedding_bag(
     expect(-1 <= padding < weight.shape[0], f"a padding index below {weight.shape[0]}, or -1", padding)
 
 
+LARGEST_DIFFERENCE: Final = 64
+"""How often differences may be taken. Chosen; each is an operator of its own."""
 LARGEST_STRIDE: Final = 1 << 16
 """Upper limit on strides, paddings and dilations of convolutions. Chosen; kernels compute with 32 bits and divide by
 what overflowed to zero."""
@@ -140,6 +143,22 @@ def _pad(_x: Any, widths: Sequence[int], mode: str = "constant", *_: Any, **__: 
     """A circular padding that cuts one end and extends the other leaves elements unwritten."""
     cuts = any(isinstance(width, int) and width < 0 for width in widths)
     expect(not (mode == "circular" and cuts), "circular padding of 0 or more", list(widths))
+
+
+def _binary_cross_entropy(x: Any, target: Any, weight: Any = None, *_: Any, **__: Any) -> None:
+    expect(tuple(target.shape) == tuple(x.shape), f"targets of sizes {list(x.shape)}", target)
+    fits = weight is None or (
+        len(weight.shape) <= len(x.shape)
+        and all(a in (1, b) for a, b in zip(reversed(weight.shape), reversed(x.shape), strict=False))
+    )
+    expect(fits, f"weights that broadcast to {list(x.shape)}", weight)
+
+
+def _diff(x: Any, n: int = 1, dim: int = -1, *_: Any, **__: Any) -> None:
+    """More differences than elements are empty, and a graph with one node for each exhausts memory."""
+    expect(len(x.shape) > 0 and -len(x.shape) <= dim < len(x.shape), "a dimension of the operand", dim, x)
+    size = x.shape[dim]
+    expect(0 <= n <= LARGEST_DIFFERENCE and (not isinstance(size, int) or n <= max(size, 1)), f"0 to {size} times", n)
 
 
 def _floating(x: Any) -> None:
@@ -183,6 +202,8 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
         "fusion.expert_linear": _expert_linear,
         "fusion.uniform": _floating,
         "aten.pad.default": _pad,
+        "aten.diff.default": _diff,
+        "aten.binary_cross_entropy.default": _binary_cross_entropy,
         **{
             f"aten.{name}": _convolution
             for name in (

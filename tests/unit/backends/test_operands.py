@@ -35,3 +35,29 @@ def test_convolutions_refuse_strides_that_overflow(operator: str, settings: tupl
         RULES[f"aten.{operator}"](X, W, None, *settings)
     RULES[f"aten.{operator}"](X, W, None)
     RULES[f"aten.{operator}"](X, W, None, [LARGEST_STRIDE, 1], "same", True)
+
+
+def test_a_norm_of_no_elements_is_refused() -> None:
+    with pytest.raises(ExecutionError, match="at least one element"):
+        RULES["aten._weight_norm_interface.default"](torch.zeros(1, 0), torch.zeros(1, 0), 1)
+    RULES["aten._weight_norm_interface.default"](torch.zeros(2, 3), torch.zeros(2, 1), 0)
+
+
+def test_a_cross_entropy_has_a_target_per_element() -> None:
+    rule, x = RULES["aten.binary_cross_entropy.default"], torch.zeros(4, 3)
+    for target, weight in ((torch.zeros(0, 4), None), (x, torch.zeros(4)), (x, torch.zeros(1, 1, 3))):
+        with pytest.raises(ExecutionError, match=r"expected (targets of sizes|weights that broadcast to) \[4, 3\]"):
+            rule(x, target, weight, 2)
+    for weight in (None, torch.zeros(3), torch.zeros(4, 1), x):
+        rule(x, x, weight, 2)
+
+
+def test_differences_are_taken_a_limited_number_of_times() -> None:
+    rule = RULES["aten.diff.default"]
+    for x, n in ((torch.zeros(5), 6), (torch.zeros(5), 2**31), (torch.zeros(5), -1), (torch.zeros(100), 65)):
+        with pytest.raises(ExecutionError, match="times, got"):
+            rule(x, n)
+    with pytest.raises(ExecutionError, match="a dimension of the operand"):
+        rule(torch.zeros(5), 1, 1)
+    for x, n in ((torch.zeros(5), 1), (torch.zeros(5, 2), 2), (torch.zeros(0), 1), (torch.zeros(5), 0)):
+        rule(x, n)
