@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -22,6 +23,7 @@ from fusionai.primitives.units import parse_seconds
 from fusionai.scheduling.problem.types import ServingNeeds
 from fusionai.storage.atomic import write_atomic
 from fusionai.transport.routes.addresses import SCHEME, parse_address
+from fusionai.transport.security.identity import write_private
 from fusionai.wire.serving import MAX_SESSIONS
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -124,11 +126,29 @@ def threads_option(what: str) -> _Option[_Function]:
     return number_option("--threads", f"{what}.  [default: all cores]", None, 1)
 
 
+def secret_text(text: str) -> str:
+    """Return a secret: the text itself, which other users see in the list of processes, or the first line of standard
+    input (`-`) or of a file (`@FILE`), which they don't."""
+    if text == "-":
+        return sys.stdin.readline().strip()
+    if not text.startswith("@"):
+        return text
+    path = Path(text[1:]).expanduser()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UsageError(f"{path}: expected a secret on its first line, as text: {problem}.") from problem
+    return (lines or [""])[0].strip()
+
+
 def own_part_options(what: str) -> _Option[_Function]:
     """Give a job's command the parameters `invitation`, `device` and `threads`. `what` this machine computes itself."""
-    joining = "Join the pool with this invitation first. Needed only until this machine has joined."
+    joining = (
+        "Join the pool with this invitation first. Needed only until this machine has joined. - reads it from standard "
+        "input, @FILE from a file."
+    )
     return options(
-        click.option("--invite", "invitation", metavar="INVITE", help=joining),
+        click.option("--invite", "invitation", metavar="INVITE", callback=converted(secret_text), help=joining),
         device_option(f"Compute the job owner's part ({what}) on this device of this machine"),
         threads_option("Compute the job owner's part with this many threads"),
     )
@@ -253,14 +273,19 @@ json_option = click.option(
 """Gives a command the parameter `json_file: Path | None`."""
 
 
-def write_json(path: Path | None, command: str, figures: Mapping[str, object]) -> None:
+def write_json(path: Path | None, command: str, figures: Mapping[str, object], *, is_secret: bool = False) -> None:
     """Write `figures` to `path` under the schema of `command`; nothing if `path` is None. NaN and infinities become
-    null, as JSON has neither. Raises `StorageError` if the file can't be written; an existing file is then
-    unchanged."""
+    null, as JSON has neither. With `is_secret`, only this user may read the file. Raises `StorageError` if the file
+    can't be written; an existing file is then unchanged."""
     if path is None:
         return
     encoded = msgspec.json.encode({"schema": f"fusionai.{command}/1", **figures}, enc_hook=_encode)
-    write_atomic(path, msgspec.json.format(encoded, indent=2) + b"\n")
+    content = msgspec.json.format(encoded, indent=2) + b"\n"
+    if is_secret:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_private(path, content)
+    else:
+        write_atomic(path, content)
 
 
 def attributes(record: object, names: str) -> dict[str, object]:

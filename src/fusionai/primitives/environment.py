@@ -1,6 +1,7 @@
 """The only module that reads environment variables.
 
 FUSION_HOME    this machine's key, pool membership, runs and captured graphs (default: the platform's data directory)
+FUSION_INVITE  invitation to a pool, for `fusion join` on a machine that has not joined one
 FUSION_LOG     level of the process log: debug, info, warning, error (default warning)
 TMPDIR         where large temporary files go (default: /var/tmp if it is writable, else the system's)
 
@@ -33,6 +34,11 @@ def fusion_home() -> Path:
     """Directory of this machine's identity and state. It is not created here."""
     configured = os.environ.get("FUSION_HOME")
     return Path(configured).expanduser() if configured else Path(platformdirs.user_data_dir("fusionai"))
+
+
+def invitation() -> str | None:
+    """Invitation to a pool, for machines that have not joined one."""
+    return os.environ.get("FUSION_INVITE") or None
 
 
 def log_level() -> str:

@@ -110,7 +110,7 @@ def broker(
     )
 
     def opened(pool: Announcement) -> None:
-        write_json(json_file, "broker", attributes(pool, "pool peer addresses invitation healed"))
+        write_json(json_file, "broker", attributes(pool, "pool peer addresses invitation healed"), is_secret=True)
         for line in pool.healed:
             console.line(f"Repaired: {line}")
         console.line(f"Pool {pool.pool} is open; broker {short(pool.peer)}.")
@@ -153,7 +153,8 @@ def invite(uses: int, lifetime: float, listing: bool, revoke: str | None, home: 
         console.line("The invitation is withdrawn: no further machine can join with it.")
         return
     invitation = in_pool(home, lambda session: session.invite(uses=uses, lifetime_s=lifetime))
-    write_json(json_file, "invite", {"invitation": invitation, "uses": uses, "lifetime_s": lifetime})
+    figures = {"invitation": invitation, "uses": uses, "lifetime_s": lifetime}
+    write_json(json_file, "invite", figures, is_secret=True)
     _print_invitation(invitation, uses, lifetime)
 
 

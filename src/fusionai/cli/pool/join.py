@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from fusionai.cli import console
 from fusionai.cli import options as flags
 from fusionai.cli.options import write_json
 from fusionai.cli.running import lifeline_option, run, run_until_stopped
+from fusionai.primitives import environment
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limit_bytes_per_s, parse_share
@@ -33,7 +33,7 @@ def _device_names(text: str) -> str:
 
 
 @click.command()
-@click.argument("invitation", metavar="[INVITE]", required=False)
+@click.argument("invitation", metavar="[INVITE]", required=False, callback=flags.converted(flags.secret_text))
 @click.option("--owner", is_flag=True, help="Only run jobs from this machine; don't lend it.")
 @flags.choice_option(
     "--backend",
@@ -124,9 +124,10 @@ def join(
     **lent: Any,
 ) -> None:
     """Join a pool with an invitation and lend this machine until Ctrl-C. INVITE is needed only the first time. `-`
-    reads it from standard input, so that process lists don't show it."""
-    if invitation == "-":
-        invitation = sys.stdin.readline()
+    reads it from standard input, `@FILE` from a file, and without it FUSION_INVITE is used: lists of processes, which
+    all users see, don't show it then."""
+    if invitation is None and not _has_joined(home, as_owner=owner):
+        invitation = environment.invitation()
     if owner:
         _become_owner(invitation, home)
         return
@@ -151,6 +152,14 @@ def join(
 
     run_until_stopped(lambda stop: run_peer(options, announce=ready, stop=stop, notice=console.line), lifeline=lifeline)
     console.line("Left the pool.")
+
+
+def _has_joined(home: Path, *, as_owner: bool) -> bool:
+    from fusionai.client.pool.session import OWNER_DIRECTORY
+    from fusionai.transport.enrolment import MEMBERSHIP_FILE
+
+    places = (home, home / OWNER_DIRECTORY) if as_owner else (home,)
+    return any((place / MEMBERSHIP_FILE).is_file() for place in places)
 
 
 def _announce(announced: PeerReady, options: PeerOptions) -> None:
