@@ -20,7 +20,7 @@ WORKERS ?= 2
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo check lint types contracts quick test test-long test-levels bench clients docs
+.PHONY: setup demo check lint types contracts quick test test-long test-levels bench clients docs release-files
 .DEFAULT_GOAL := check
 
 setup: $(STAMP)
@@ -75,3 +75,15 @@ clients: setup
 docs: setup
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+# Hashes of all pinned packages, their licences, and an SBOM (CycloneDX). The tools have an environment of their own.
+release-files: setup
+	mkdir -p build release
+	test -x $(VENV)/release/bin/python || $(PYTHON) -m venv $(VENV)/release
+	$(VENV)/release/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9 cyclonedx-bom==7.5.0 pip-licenses==5.5.5
+	$(VENV)/release/bin/uv pip compile --quiet --generate-hashes --no-deps --no-annotate \
+		--custom-compile-command "make release-files" --output-file release/requirements.txt constraints.txt
+	$(VENV)/release/bin/pip-licenses --python $(BIN)/python --format markdown --order name --ignore-packages fusionai \
+		--output-file release/licences.md
+	$(VENV)/release/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
+		--output-file build/sbom.json release/requirements.txt

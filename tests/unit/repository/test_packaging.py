@@ -34,6 +34,25 @@ def test_every_requirement_is_pinned_within_its_range():
         assert pins[canonical(requirement.name)] in requirement.specifier
 
 
+def test_every_pin_has_hashes_for_the_release():
+    text = (ROOT / "release" / "requirements.txt").read_text(encoding="utf-8")
+    entries = text.replace("\\\n", " ").splitlines()
+    hashed = {line.split()[0]: line.count("--hash=sha256:") for line in entries if line and line[0] not in "# "}
+    pinned = {f"{canonical(name)}=={version}" for name, version in PINS.items()}
+    assert {name.partition(" ")[0] for name in hashed} == pinned, "run: make release-files"
+    assert all(hashed.values())
+
+
+def test_every_pin_has_a_line_in_the_list_of_licences():
+    lines = (ROOT / "release" / "licences.md").read_text(encoding="utf-8").splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    listed = {canonical(name): version.partition("+")[0] for name, version, *_ in cells}
+    wanted = {canonical(name): version for name, version in PINS.items() if canonical(name) in listed}
+    assert {name: listed[name] for name in wanted} == wanted, "run: make release-files"
+    runtime = {canonical(Requirement(one).name) for one in PROJECT["project"]["dependencies"]}
+    assert runtime <= listed.keys()
+
+
 def test_pins_are_exact_and_of_no_particular_build():
     assert all(re.fullmatch(r"[\w.]+", version) and "+" not in version for version in PINS.values())
 
