@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -104,12 +105,7 @@ class Stand:
     async def __aenter__(self) -> Stand:
         if self.memory_limit_bytes is not None:
             host = self.pool.hosts[0]
-            self.pool.hosts[0] = type(host)(
-                **{
-                    **{name: getattr(host, name) for name in host.__slots__},
-                    "memory_limit_bytes": self.memory_limit_bytes,
-                }
-            )
+            self.pool.hosts[0] = replace(host, memory_limit_bytes=self.memory_limit_bytes)
         await self.pool.__aenter__()
         transport = self.pool.network.transport(NEIGHBOUR)
         self.listener = await transport.listen(self._accept, host="neighbour", port=0)

@@ -12,7 +12,6 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fusionai.execution import member as driven_part
-from fusionai.execution.training import stages as stages_module
 from fusionai.execution.training.boundary import GradientPort, Port, boundaries
 from fusionai.ir import schema
 from fusionai.ir.partition import SharedParam, cut_blocks
@@ -511,7 +510,7 @@ def test_a_neighbour_that_refuses_the_link_is_reported_at_once():
 
 
 def test_what_waits_for_later_work_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stages_module, "HELD_WITHOUT_LIMIT_BYTES", 3 * rows().nbytes)
+    monkeypatch.setattr("fusionai.execution.host.HELD_WITHOUT_LIMIT_BYTES", 3 * rows().nbytes)
 
     async def body(running: Running) -> None:
         for index in range(4):

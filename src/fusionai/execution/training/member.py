@@ -19,7 +19,7 @@ from fusionai.execution.member import LinkLostSink, RoundMember
 from fusionai.execution.training.boundary import Sent, ends
 from fusionai.execution.training.runtime import StageRuntime
 from fusionai.execution.training.snapshots import MemberSnapshots
-from fusionai.execution.training.stages import HELD_WITHOUT_LIMIT_BYTES, Stages
+from fusionai.execution.training.stages import Stages
 from fusionai.execution.training.verifier import StepVerifier
 from fusionai.primitives.errors import (
     ChannelClosed,
@@ -308,8 +308,7 @@ class JobMember(RoundMember):
         try:
             async with self._attaching:
                 loaded = await self._stages.lent(request, tensors, self._placement.places, kept_bytes)
-            limit_bytes = self._host.memory_limit_bytes or HELD_WITHOUT_LIMIT_BYTES
-            verifier = StepVerifier(request, loaded, self._host.compute, held_limit_bytes=limit_bytes)
+            verifier = StepVerifier(request, loaded, self._host.compute, self._host.held)
             self._verifiers[stage] = verifier
             if not has_standby:
                 self.kept.judged.add(stage)

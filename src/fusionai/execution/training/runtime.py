@@ -60,7 +60,6 @@ class StageRuntime:
         program: StageProgram,
         host: Host,
         member: JobMember,
-        held_limit_bytes: int,
     ) -> None:
         self.job = job
         self.identity = identity
@@ -68,7 +67,7 @@ class StageRuntime:
         self.options = options
         self.program = program
         self.retained = RetainedMessages()
-        self.held = WaitingTensors(boundary.stage, Arrivals(graph, boundary, options.codecs), held_limit_bytes)
+        self.held = WaitingTensors(boundary.stage, Arrivals(graph, boundary, options.codecs), host.held)
         self._host = host
         self.member = member
         self._entries = frozenset(state_entries(graph, options.optimizer))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,7 +18,7 @@ from fusionai.backends.binding import largest
 from fusionai.backends.interface import Call, StageProgram
 from fusionai.backends.memory import keep_freed_memory, return_freed_memory, spare_memory
 from fusionai.backends.state import state_entries
-from fusionai.execution.host import Host
+from fusionai.execution.host import HELD_WITHOUT_LIMIT_BYTES, Host
 from fusionai.execution.training.boundary import LOSS, Boundary
 from fusionai.execution.training.runtime import Identity, StageRuntime
 from fusionai.ir.schema import Dim, Graph, content_hash
@@ -33,9 +33,6 @@ from fusionai.wire.messages import StageOptions
 
 if TYPE_CHECKING:
     from fusionai.execution.training.member import JobMember
-
-HELD_WITHOUT_LIMIT_BYTES: Final = 8 * 2**30
-"""Bytes of tensors a stage may hold for later work, and of snapshots, if the provider set no limit (chosen)."""
 
 
 class Stages:
@@ -82,7 +79,6 @@ class Stages:
             job=self._job,
             identity=identity,
             graph=loaded.graph,
-            held_limit_bytes=self._host.memory_limit_bytes or HELD_WITHOUT_LIMIT_BYTES,
             boundary=loaded.boundary,
             options=attach.options,
             program=loaded.program,

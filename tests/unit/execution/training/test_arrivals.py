@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
+from fusionai.execution.host import HeldLimit
 from fusionai.execution.training.arrivals import Arrivals, WaitingTensors
 from fusionai.execution.training.boundary import FEED, boundaries
 from fusionai.execution.training.codecs import Carried, pack
@@ -93,7 +96,7 @@ class Anything(Arrivals):
 
 
 def held(limit_bytes: int = 1000) -> WaitingTensors:
-    return WaitingTensors(0, Anything(), limit_bytes)
+    return WaitingTensors(0, Anything(), HeldLimit(limit_bytes))
 
 
 def part(number: int, parts: int, *, sender: int = 2, phase: str = "partial") -> wire.SharedGradient:
@@ -148,6 +151,20 @@ def test_too_much_is_refused() -> None:
     with pytest.raises(ExecutionError, match="at most 7"):
         box.keep(part(1, 2), values(b=1))
     assert box.nbytes == 4
+
+
+def test_all_stores_of_a_machine_share_one_limit_as_long_as_they_live() -> None:
+    limit = HeldLimit(10)
+    first, second = (WaitingTensors(stage, Anything(), limit) for stage in (0, 1))
+    assert not first.keep(part(0, 2), values(a=1))
+    assert not second.keep(part(0, 2), values(a=1))
+    with pytest.raises(ExecutionError, match=r"stage 1 would make this machine hold 12 bytes .* at most 10 for all"):
+        second.keep(part(1, 2), values(b=1))
+    assert (first.nbytes, second.nbytes, limit.nbytes) == (4, 4, 8)
+    del first
+    gc.collect()
+    assert limit.nbytes == 4
+    assert second.keep(part(1, 2), values(b=1))
 
 
 def test_nothing_is_left() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fusionai.execution.host import HeldLimit
 from fusionai.execution.training.arrivals import WaitingTensors
 from fusionai.execution.training.boundary import RetainedMessages
 from fusionai.execution.training.snapshots import SnapshotStore
@@ -235,7 +236,7 @@ class Anything:
 
 
 def test_a_replay_holds_gradients_and_shared_parts_of_many_steps():
-    held = WaitingTensors(0, Anything(), 10_000)  # pyright: ignore[reportArgumentType]
+    held = WaitingTensors(0, Anything(), HeldLimit(10_000))  # pyright: ignore[reportArgumentType]
     for step in (1, 2):
         held.keep(backward(step=step)[0], {"y0": rows(step)})
         for sender in (5, 4):
@@ -254,7 +255,7 @@ def test_a_replay_holds_gradients_and_shared_parts_of_many_steps():
 
 
 def test_what_is_held_is_bounded_over_everything():
-    held = WaitingTensors(0, Anything(), 2 * rows().nbytes)  # pyright: ignore[reportArgumentType]
+    held = WaitingTensors(0, Anything(), HeldLimit(2 * rows().nbytes))  # pyright: ignore[reportArgumentType]
     held.keep(forward()[0], {"x": rows()})
     held.keep(backward()[0], {"y0": rows()})
     with pytest.raises(ExecutionError, match="for later work"):
