@@ -58,19 +58,19 @@ class Broker:
         return self.process
 
     async def start(self) -> str:
-        """The invitation, when the pool is open."""
+        """The invitation, when the pool is open; empty unless it is new."""
         process = await self.spawn()
         assert process.stdout is not None
         said: list[str] = []
         async with asyncio.timeout(PATIENCE_S):
-            while not (said and "fusion join " in said[-1]):
+            while not (said and "Press Ctrl-C" in said[-1]):
                 line = (await process.stdout.readline()).decode()
                 assert line, f"the broker ended: {said}"
                 said.append(line)
         assert not any("Repaired" in line for line in said), f"a kill damaged the journal: {said}"
         reachable = next(line for line in said if line.startswith("Reachable at"))
         self.port = int(reachable.split(",")[0].rpartition(":")[2])
-        return said[-1].split("fusion join ")[1].strip()
+        return next((line.split("fusion join ")[1].strip() for line in said if "fusion join " in line), "")
 
     async def kill(self) -> None:
         if self.process is not None and self.process.returncode is None:

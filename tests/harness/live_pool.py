@@ -182,7 +182,7 @@ class LivePool:
             *("broker", "--home", self.directory / "broker", "--host", "127.0.0.1", "--port", self.port),
             *self.broker_options,
         )
-        self.broker.wait_for("fusion join")
+        self.broker.wait_for("Press Ctrl-C")
         self.port = re.findall(r"127\.0\.0\.1:(\d+)", self.broker.text)[0]
 
     def invite(self, *more: object) -> str:

@@ -58,7 +58,7 @@ async def main():
     home, port, uses, lifetime_s = sys.argv[1:]
     options = BrokerOptions(
         home=Path(home), pool="home", host="127.0.0.1", port=int(port), invitation_uses=int(uses),
-        invitation_lifetime_s=float(lifetime_s),
+        invitation_lifetime_s=float(lifetime_s), invites=True,
     )
     announce = lambda a: print(json.dumps({"address": a.addresses[0], "invitation": a.invitation}), flush=True)
     await run_broker(options, announce=announce, stop=stop)

@@ -24,6 +24,7 @@ from fusionai.broker.journal import Journal, JournalTaken
 from fusionai.broker.reachability import Introducer, Observer, UdpPort
 from fusionai.broker.service import BrokerService, Replies
 from fusionai.coordination.broker.membership import REMEMBERED_LOSSES
+from fusionai.coordination.broker.pool import Pool
 from fusionai.coordination.broker.state import BrokerRules
 from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.primitives.errors import ChannelClosed, StorageError, TransportError, UsageError, WireError
@@ -290,6 +291,8 @@ class BrokerOptions:
     host: str = "0.0.0.0"
     port: int = DEFAULT_PORT
     advertise: tuple[str, ...] = ()
+    invites: bool | None = None
+    """Make an invitation at the start; None: if the pool is new."""
     invitation_uses: int = 100
     invitation_lifetime_s: float = 86_400.0
     lease_s: float = 12.0
@@ -310,7 +313,8 @@ class BrokerOptions:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The broker accepts connections. `invitation` is a secret that lets its holder join. `members` and `jobs` are
+    """The broker accepts connections. `invitation` is a secret that lets its holder join; empty: none was made.
+    `members` and `jobs` are
     those of the journal. `healed`: a sentence for each damage in the journal that was repaired."""
 
     pool: str
@@ -364,8 +368,9 @@ async def run_broker(
         try:
             service.addresses = options.advertise or listener.addresses
             home.keep_own_membership((*listener.addresses, *service.addresses))
-            invitation = service.invite(uses=options.invitation_uses, lifetime_s=options.invitation_lifetime_s)
-            pool = service.state.pool
+            pool, invitation = service.state.pool, ""
+            if pool == Pool() if options.invites is None else options.invites:
+                invitation = service.invite(uses=options.invitation_uses, lifetime_s=options.invitation_lifetime_s)
             announce(
                 Announcement(
                     pool=home.authority.pool,

@@ -51,6 +51,10 @@ def test_it_announces_where_it_is_and_how_to_come_in(tmp_path: Path):
     assert first.addresses[0].startswith("tcp://127.0.0.1:")
     again = run_once(options_for(tmp_path, {}))
     assert (again.pool, again.peer, again.members, again.jobs) == ("friends", first.peer, 0, 0)
+    assert again.invitation == "", "an invitation is said once"
+    asked = run_once(options_for(tmp_path, {"invites": True}))
+    assert parse_invitation(asked.invitation).token != invitation.token
+    assert run_once(options_for(tmp_path / "new", {"invites": False})).invitation == ""
 
 
 def test_advertised_addresses_replace_its_own_for_others_but_not_for_this_machine(tmp_path: Path):
@@ -112,7 +116,7 @@ def test_a_named_member_may_invite(tmp_path: Path):
             announced.append(announcement)
             ready.set()
 
-        given = options_for(tmp_path / "broker", {"inviters": inviters})
+        given = options_for(tmp_path / "broker", {"inviters": inviters, "invites": True})
         running = asyncio.create_task(run_broker(given, announce=announce, stop=stop))
         await ready.wait()
         member = await enrol(announced[0].invitation, tmp_path / "member", "owner")

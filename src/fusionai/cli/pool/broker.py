@@ -35,6 +35,11 @@ ID_CHARACTERS: Final = 12
 @flags.host_option()
 @flags.port_option("Listen on this TCP port; 0: any free one.", default=None, shown="4711")
 @flags.address_option
+@click.option(
+    "--invite/--no-invite",
+    default=None,
+    help="Print an invitation at the start.  [default: only when the pool is new; `fusion invite` makes further ones]",
+)
 @flags.invitation_options(uses=100)
 @flags.number_option(
     "--rest-after",
@@ -80,6 +85,7 @@ def broker(
     host: str,
     port: int | None,
     addresses: tuple[str, ...],
+    invite: bool | None,
     uses: int,
     lifetime: float,
     rest_after: int,
@@ -91,8 +97,9 @@ def broker(
     home: Path,
     json_file: Path | None,
 ) -> None:
-    """Run the broker of a pool until Ctrl-C. Prints its addresses and an invitation. Restarted with the same --home it
-    is the same pool: members reconnect by themselves, and running jobs continue while the broker is away."""
+    """Run the broker of a pool until Ctrl-C. Prints its addresses and, at its first start, an invitation. Restarted
+    with the same --home it is the same pool: members reconnect by themselves, and running jobs continue while the
+    broker is away."""
     from fusionai.broker.server import DEFAULT_PORT, Announcement, BrokerOptions, run_broker
 
     options = BrokerOptions(
@@ -101,6 +108,7 @@ def broker(
         host=host,
         port=DEFAULT_PORT if port is None else port,
         advertise=addresses,
+        invites=invite,
         invitation_uses=uses,
         invitation_lifetime_s=lifetime,
         losses_before_rest=rest_after,
@@ -119,7 +127,10 @@ def broker(
         if trusted_only or trust_file is not None:
             console.line("Only machines whose keys are endorsed by a trusted signing key may join to lend themselves.")
         console.line(f"Reachable at {', '.join(pool.addresses)}")
-        _print_invitation(pool.invitation, uses, lifetime)
+        if pool.invitation:
+            _print_invitation(pool.invitation, uses, lifetime)
+        else:
+            console.line("`fusion invite` makes an invitation for further machines.")
         console.line("Press Ctrl-C to close the pool.")
 
     run_until_stopped(lambda stop: run_broker(options, announce=opened, stop=stop), lifeline=lifeline)

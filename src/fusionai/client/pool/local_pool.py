@@ -214,6 +214,7 @@ class LocalPool:
         announced = self.directory / f"{BROKER}.json"
         announced.unlink(missing_ok=True)
         arguments = ["broker", "--pool", self.name, "--host", "127.0.0.1", "--port", str(self._port)]
+        arguments += ["--no-invite" if self.invitation else "--invite"]
         broker = await self._spawn(BROKER, self.broker_home, [*arguments, "--json", str(announced)])
         announcement = await self._announced(broker, announced)
         self._port = int(announcement["addresses"][0].rpartition(":")[2])
