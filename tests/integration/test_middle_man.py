@@ -70,8 +70,8 @@ class Impostor(MemberCredentials):
         context.verify_mode = ssl.CERT_NONE
         return context
 
-    def remote(self, certificate: bytes | None) -> Remote:
-        del certificate
+    def remote(self, certificate: bytes | None, end: Callable[[], None]) -> Remote:
+        del certificate, end
         return Remote(None, "broker")
 
 

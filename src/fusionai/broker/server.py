@@ -343,23 +343,7 @@ async def run_broker(
         relay, rate_bytes_per_s = None, options.relay_bytes_per_s
         if rate_bytes_per_s is not None:
             relay = Relay(home.authority.public_key, clock, RelayLimits(pair_bytes_per_s=rate_bytes_per_s))
-        service = BrokerService(
-            rules=BrokerRules(
-                pool=home.authority.pool,
-                broker=home.identity.peer,
-                inviters=options.inviters,
-                lease_s=options.lease_s,
-                heartbeat_s=options.heartbeat_s,
-                unattended_s=options.unattended_s,
-                losses_before_rest=options.losses_before_rest,
-            ),
-            journal=home.journal,
-            authority=home.authority,
-            clock=clock,
-            ticket_lifetime_s=options.ticket_lifetime_s,
-            introducer=Introducer(home.authority, relays=relay is not None),
-            admits=_admission(options, clock),
-        )
+        service = _service(options, home, clock, relays=relay is not None)
         transport, server = TcpTransport(home.credentials), BrokerServer(service, clock)
         host, port = options.host, options.port
         listener = await transport.listen(server.accept, host=host, port=port, strangers=True, relay=relay)
@@ -393,6 +377,27 @@ async def run_broker(
             await listener.close()
     finally:
         home.close()
+
+
+def _service(options: BrokerOptions, home: BrokerHome, clock: Clock, *, relays: bool) -> BrokerService:
+    """Return the service over the journal of `home`. Raises as `run_broker`."""
+    return BrokerService(
+        rules=BrokerRules(
+            pool=home.authority.pool,
+            broker=home.identity.peer,
+            inviters=options.inviters,
+            lease_s=options.lease_s,
+            heartbeat_s=options.heartbeat_s,
+            unattended_s=options.unattended_s,
+            losses_before_rest=options.losses_before_rest,
+        ),
+        journal=home.journal,
+        authority=home.authority,
+        clock=clock,
+        ticket_lifetime_s=options.ticket_lifetime_s,
+        introducer=Introducer(home.authority, relays=relays),
+        admits=_admission(options, clock),
+    )
 
 
 async def _renew(home: BrokerHome, *addresses: Sequence[str], clock: Clock) -> None:

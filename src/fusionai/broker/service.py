@@ -176,7 +176,7 @@ class BrokerService:
             case wire.InvitationRevoke():
                 return self._decide(requests.RevokeInvitation(peer, message.invitation))
             case wire.Evict():
-                return self._decide(requests.Evict(peer, PeerId(message.peer)))
+                return self._decide(requests.EvictMember(peer, PeerId(message.peer)))
             case wire.RevocationQuery():
                 return Replies(answer=self.revocations())
             case wire.JoinRequest():

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -60,7 +61,6 @@ class Registration:
     membership: Membership | None = None
     """Gets the list of evicted members and is renewed in time."""
     _conversation: Conversation | None = None
-    _broker: Remote | None = None
     _known: wire.Registered | None = None
     _drains: bool = False
     """Whether the broker must still be notified that this peer drains."""
@@ -82,9 +82,8 @@ class Registration:
 
     async def _session(self) -> None:
         channel = await self.transport.dial(self.brokers, expect=None, stream="control")
-        self._broker = channel.remote
         notices = (wire.LeaveNotice, wire.MeetNotice, wire.RevocationNotice)
-        conversation = Conversation(channel, notices=notices, on_notice=self._notice)
+        conversation = Conversation(channel, notices=notices, on_notice=partial(self._notice, channel.remote))
         try:
             back = self._known is not None
             registered = await self._enter(conversation)
@@ -194,13 +193,13 @@ class Registration:
         except FusionError as error:
             log.info("could not say goodbye: %s", error)
 
-    def _notice(self, message: wire.Message) -> None:
+    def _notice(self, broker: Remote, message: wire.Message) -> None:
         match message:
             case wire.LeaveNotice():
                 self.on_leave(message.drain)
             case wire.RevocationNotice():
                 self._take(message.signed)
-            case wire.MeetNotice() if self._broker is not None:
-                self.on_meet(message, self._broker)
+            case wire.MeetNotice():
+                self.on_meet(message, broker)
             case _:
                 log.info("no handler for a notice of the broker: %s", message.__struct_config__.tag)

@@ -91,7 +91,7 @@ def invite(turn: Transaction, request: requests.Invite) -> None:
     turn.commands.append(requests.HandOut())
 
 
-def evict(turn: Transaction, request: requests.Evict) -> None:
+def evict(turn: Transaction, request: requests.EvictMember) -> None:
     """Evict a member with all keys of its machine: a key that stayed could have further ones certified. Jobs of these
     keys end."""
     _check_owner(turn, request.sender, "evict members")
@@ -150,7 +150,7 @@ _DECIDES: Final[dict[type[requests.Request], Callable[[Transaction, Any], None]]
     requests.Enrol: enrol,
     requests.Vouch: vouch,
     requests.Invite: invite,
-    requests.Evict: evict,
+    requests.EvictMember: evict,
     requests.RevokeInvitation: revoke_invitation,
     requests.RegisterMember: presence.register,
     requests.Beat: presence.beat,

@@ -100,7 +100,7 @@ class Invite(Struct, frozen=True):
     lifetime_s: float
 
 
-class Evict(Struct, frozen=True):
+class EvictMember(Struct, frozen=True):
     """Send a member away for good, with all keys of its machine."""
 
     sender: PeerId
@@ -136,7 +136,7 @@ Request = (
     | ReportJob
     | StopJob
     | Invite
-    | Evict
+    | EvictMember
     | RevokeInvitation
     | Disconnected
     | DeadlinePassed

@@ -162,7 +162,7 @@ def test_the_owner_alone_sees_the_valid_invitations(drive: Drive):
 
 def test_an_evicted_member_is_gone_and_comes_back_by_no_door(drive: Drive):
     before = drive.desk.pool.revocations
-    decision = drive.ask(requests.Evict(BROKER, A))
+    decision = drive.ask(requests.EvictMember(BROKER, A))
     assert decision.commands == (requests.SpreadRevocations(), Answer(Evicted(peers=(A,))))
     assert (drive.phase(A), drive.desk.knows(A)) == ("left", False)
     assert drive.desk.pool.revocations > before
@@ -179,14 +179,14 @@ def test_an_evicted_member_is_gone_and_comes_back_by_no_door(drive: Drive):
 def test_the_version_grows_with_every_eviction(drive: Drive):
     versions = [drive.desk.pool.revocations]
     for peer in (A, B, C):
-        drive.ask(requests.Evict(BROKER, peer))
+        drive.ask(requests.EvictMember(BROKER, peer))
         versions.append(drive.desk.pool.revocations)
     assert versions == sorted(set(versions))
     assert set(drive.desk.pool.evicted) == {A, B, C}
 
 
 def test_heartbeats_carry_the_version(drive: Drive):
-    drive.ask(requests.Evict(BROKER, A))
+    drive.ask(requests.EvictMember(BROKER, A))
     answer = drive.answer(requests.Beat(B, ord("b"), 1))
     assert isinstance(answer, HeartbeatAck)
     assert answer.revocations == drive.desk.pool.revocations
@@ -194,7 +194,7 @@ def test_heartbeats_carry_the_version(drive: Drive):
 
 def test_a_job_goes_on_without_its_evicted_member(drive: Drive):
     drive.ask(want(A, B))
-    drive.ask(requests.Evict(BROKER, A))
+    drive.ask(requests.EvictMember(BROKER, A))
     assert (drive.phase(A), drive.phase(B)) == ("lost", "active")
     assert any("it was evicted" in note for note in drive.notes())
     assert drive.desk.pool.jobs[JOB].live
@@ -205,7 +205,7 @@ def test_a_job_goes_on_without_its_evicted_member(drive: Drive):
 
 def test_the_jobs_of_an_evicted_owner_end(drive: Drive):
     drive.ask(want(A, B))
-    drive.ask(requests.Evict(BROKER, OWNER))
+    drive.ask(requests.EvictMember(BROKER, OWNER))
     assert not drive.desk.pool.jobs[JOB].live
     assert (drive.phase(A), drive.phase(B)) == ("idle", "idle")
 
@@ -213,29 +213,29 @@ def test_the_jobs_of_an_evicted_owner_end(drive: Drive):
 @pytest.mark.parametrize("named", [A, STRANGE])
 def test_all_keys_of_a_machine_are_evicted_together(drive: Drive, named: PeerId):
     drive.ask(requests.Vouch(A, STRANGE, "owner"))
-    assert drive.answer(requests.Evict(BROKER, named)) == Evicted(peers=(A, STRANGE))
+    assert drive.answer(requests.EvictMember(BROKER, named)) == Evicted(peers=(A, STRANGE))
     assert set(drive.desk.pool.evicted) == {A, STRANGE}
-    again = drive.ask(requests.Evict(BROKER, named))
+    again = drive.ask(requests.EvictMember(BROKER, named))
     assert not again.facts, "once is enough"
 
 
 def test_only_the_owner_evicts_and_never_itself(drive: Drive):
-    drive.refused(requests.Evict(A, B), "not_authorised")
+    drive.refused(requests.EvictMember(A, B), "not_authorised")
     drive.ask(requests.Vouch(BROKER, STRANGE, "owner"))
     for own in (STRANGE,):
-        assert "the broker's own machine" in drive.refused(requests.Evict(BROKER, own), "not_authorised")
-    drive.refused(requests.Evict(BROKER, PeerId("q" * 52)), "unknown_peer")
+        assert "the broker's own machine" in drive.refused(requests.EvictMember(BROKER, own), "not_authorised")
+    drive.refused(requests.EvictMember(BROKER, PeerId("q" * 52)), "unknown_peer")
 
 
 def test_evictions_are_limited_and_forgotten_when_certificates_have_long_expired(
     drive: Drive, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("fusionai.coordination.broker.decisions.MAX_EVICTED", 1)
-    drive.ask(requests.Evict(BROKER, A))
-    assert "which is the limit" in drive.refused(requests.Evict(BROKER, B), "busy")
+    drive.ask(requests.EvictMember(BROKER, A))
+    assert "which is the limit" in drive.refused(requests.EvictMember(BROKER, B), "busy")
     monkeypatch.setattr("fusionai.coordination.broker.decisions.MAX_EVICTED", 2)
     drive.now_s += EVICTED_KEPT_S
-    drive.ask(requests.Evict(BROKER, B))
+    drive.ask(requests.EvictMember(BROKER, B))
     assert set(drive.desk.pool.evicted) == {B}
 
 
