@@ -12,6 +12,7 @@ import datetime
 import random
 import ssl
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
