@@ -84,10 +84,13 @@ async def ended(channels: list[TcpChannel]) -> None:
                 await channel.receive()
 
 
-async def shut_out(who: Membership, places: dict[PeerId, tuple[str, ...]]) -> None:
+async def shut_out(pool: LivePool, who: Membership, places: dict[PeerId, tuple[str, ...]]) -> None:
+    """The peers refuse this member, and serve an honest one all the same."""
     for peer, place in places.items():
         with pytest.raises(FusionError):
             await opened(who, {peer: place})
+    for channel in await opened(membership(pool, "owner"), places):
+        await channel.close()
 
 
 @in_a_loop
@@ -100,7 +103,7 @@ async def test_an_evicted_member_can_do_nothing_with_the_broker_up_and_with_it_g
     assert "Evicted: " in said
     assert json.loads(file.read_text())["evicted"] == [attacker.peer]
     await ended(channels)
-    await shut_out(attacker, places)
+    await shut_out(pool, attacker, places)
     async with PoolSession(attacker, trust=None) as session:
         with pytest.raises(RefusedError, match="sent this machine away"):
             await session.pool()
@@ -110,9 +113,7 @@ async def test_an_evicted_member_can_do_nothing_with_the_broker_up_and_with_it_g
     assert "sent this machine away" in again.err
 
     pool.broker.end()
-    await shut_out(attacker, places)
-    for channel in await opened(membership(pool, "owner"), places):
-        await channel.close()  # an honest member is served all the same
+    await shut_out(pool, attacker, places)
 
     for name in ("one", "two"):  # and after a restart, from the list on the disk
         pool.kill(name)
@@ -121,7 +122,7 @@ async def test_an_evicted_member_can_do_nothing_with_the_broker_up_and_with_it_g
         pool.start(name).wait_for("In pool")
     places = await peers(pool)
     pool.broker.end()
-    await shut_out(attacker, places)
+    await shut_out(pool, attacker, places)
 
 
 @in_a_loop
@@ -191,7 +192,7 @@ async def test_an_expired_member_loses_what_is_open_and_opens_nothing_more(pool:
     pool.broker.end()
     await ended(channels)
     assert time.time() >= ends_s - 1.0, "not before its time"
-    await shut_out(expiring, places)
+    await shut_out(pool, expiring, places)
 
 
 def test_an_evicted_name_must_be_one_members(pool: LivePool) -> None:

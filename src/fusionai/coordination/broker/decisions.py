@@ -15,11 +15,12 @@ from typing import Any, Final
 
 from fusionai.coordination.broker import assignment, events, presence, requests
 from fusionai.coordination.broker.membership import Invitation
+from fusionai.coordination.broker.pool import EVICTED_KEPT_S
 from fusionai.coordination.broker.requests import REASON_LENGTH, Answer, Refusal
 from fusionai.coordination.broker.state import BrokerState, Decision
 from fusionai.coordination.broker.transaction import Transaction
 from fusionai.coordination.machine import ForbiddenTransition
-from fusionai.primitives.ids import PeerId, short
+from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId, short
 from fusionai.wire.messages import Done, Evicted, Refused
 
 MAX_EVICTED: Final = 1_000
@@ -95,26 +96,34 @@ def evict(turn: Transaction, request: requests.EvictMember) -> None:
     """Evict a member with all keys of its machine: a key that stayed could have further ones certified. Jobs of these
     keys end."""
     _check_owner(turn, request.sender, "evict members")
-    member = turn.pool.members.get(request.peer)
-    if member is None:
-        raise Refusal("unknown_peer", f"{short(request.peer)} is no member of this pool.")
-    machine = member.sponsor or member.peer
-    if turn.rules.broker in (member.peer, machine):
-        raise Refusal("not_authorised", f"{member.entity} is a key of the broker's own machine, which stays.")
-    keys = [one for one in turn.pool.members.values() if machine in (one.peer, one.sponsor)]
-    evicted = [one for one in keys if one.peer not in turn.pool.evicted]
-    if len(turn.pool.evicted) + len(evicted) > MAX_EVICTED:
-        raise Refusal("busy", f"{len(turn.pool.evicted)} members have been evicted already, which is the limit.")
-    for one in evicted:
-        turn.record(events.MemberEvicted(at_s=turn.wall_s, peer=one.peer))
-    for one in evicted:
-        presence.send_away(turn, one)
-    owners = {one.peer for one in keys}
+    keys = _keys_of(turn, request.peer)
+    evicted = [peer for peer in keys if peer not in turn.pool.evicted]
+    counted = sum(at_s > turn.wall_s - EVICTED_KEPT_S for at_s in turn.pool.evicted.values())
+    if counted + len(evicted) > MAX_EVICTED:
+        raise Refusal("busy", f"{counted} members have been evicted already, which is the limit.")
+    for peer in evicted:
+        turn.record(events.MemberEvicted(at_s=turn.wall_s, peer=peer))
+    for peer in evicted:
+        if (member := turn.pool.members.get(peer)) is not None:
+            presence.send_away(turn, member)
     for job in turn.pool.live_jobs():
-        if job.owner in owners:
+        if job.owner in keys:
             turn.fail(job, "its owner was evicted")
     turn.commands.append(requests.SpreadRevocations())
-    turn.commands.append(Answer(Evicted(peers=tuple(one.peer for one in keys))))
+    turn.commands.append(Answer(Evicted(peers=tuple(keys))))
+
+
+def _keys_of(turn: Transaction, peer: PeerId) -> list[PeerId]:
+    """Return all known keys of this key's machine; the key alone if it has been forgotten: its certificate may still be
+    valid. Raise `Refusal` for a key of the broker's own machine."""
+    member = turn.pool.members.get(peer)
+    machine = peer if member is None else member.sponsor or peer
+    if turn.rules.broker in (peer, machine):
+        raise Refusal("not_authorised", f"{short(peer)} is a key of the broker's own machine, which stays.")
+    keys = [one.peer for one in turn.pool.members.values() if machine in (one.peer, one.sponsor)]
+    if keys or len(peer) == PEER_ID_LENGTH:
+        return keys or [peer]
+    raise Refusal("unknown_peer", f"{short(peer)} is no member of this pool.")
 
 
 def revoke_invitation(turn: Transaction, request: requests.RevokeInvitation) -> None:

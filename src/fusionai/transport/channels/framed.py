@@ -50,7 +50,7 @@ from fusionai.wire.messages import (
     Welcome,
 )
 
-EXPIRY_CHECK_S: Final = 3600.0
+EXPIRY_CHECK_S: Final = 5.0
 """Longest time between two looks at the clock: it may be set, and timers stand still while a machine sleeps."""
 log = logging.getLogger(__name__)
 SOFTWARE: Final = f"fusionai/{__version__}"

@@ -55,29 +55,23 @@ class RevokedPeers:
     def keep_at(self, home: Path, authority_key: bytes) -> None:
         """Read the list that `home` has, and keep newer ones there. Raises `StorageError` for a damaged list."""
         self._path = home / REVOCATIONS_FILE
-        kept = read_private(self._path)
-        if kept is None:
-            return
-        try:
-            self._adopt(_LIST.verify(kept, authority_key))
-        except TrustError as error:
-            raise StorageError(
-                f"{self._path}: {error.message}",
-                hint="Delete the file while the broker runs: this machine fetches the list again.",
-            ) from error
+        if (kept := self._kept(authority_key)) is not None:
+            self._adopt(kept)
 
     def take(self, signed: bytes, authority_key: bytes) -> None:
         """Adopt a list that is newer than the known one, keep it on the disk, and end the open connections with
         members on it. Raises `TrustError` if the pool's authority did not sign it, `StorageError`."""
-        found = _LIST.verify(signed, authority_key)
-        if found.version <= self.version:
+        found, kept = _LIST.verify(signed, authority_key), self._kept(authority_key)
+        # Another process of this home may have kept a newer one.
+        newest = found if kept is None or kept.version < found.version else kept
+        if newest.version <= self.version:
             return
-        self._adopt(found)
+        self._adopt(newest)
         for end, peer in list(self._open.items()):
             if peer in self._peers and (ending := end()) is not None:
                 log.warning("the connection with %s ends: it was evicted from the pool", short(peer))
                 ending()
-        if self._path is not None:
+        if self._path is not None and newest is found:
             write_private(self._path, signed)
 
     def watch(self, peer: PeerId, end: Callable[[], None]) -> None:
@@ -88,6 +82,18 @@ class RevokedPeers:
         """Raise `TrustError` for an evicted member."""
         if peer in self._peers:
             raise TrustError(f"expected a member of the pool, got {short(peer)}, which was evicted from it.")
+
+    def _kept(self, authority_key: bytes) -> RevocationList | None:
+        kept = None if self._path is None else read_private(self._path)
+        if kept is None:
+            return None
+        try:
+            return _LIST.verify(kept, authority_key)
+        except TrustError as error:
+            raise StorageError(
+                f"{self._path}: {error.message}",
+                hint="Delete the file while the broker runs: this machine fetches the list again.",
+            ) from error
 
     def _adopt(self, found: RevocationList) -> None:
         self.version = found.version

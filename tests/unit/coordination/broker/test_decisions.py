@@ -224,7 +224,14 @@ def test_only_the_owner_evicts_and_never_itself(drive: Drive):
     drive.ask(requests.Vouch(BROKER, STRANGE, "owner"))
     for own in (STRANGE,):
         assert "the broker's own machine" in drive.refused(requests.EvictMember(BROKER, own), "not_authorised")
-    drive.refused(requests.EvictMember(BROKER, PeerId("q" * 52)), "unknown_peer")
+    drive.refused(requests.EvictMember(BROKER, PeerId("q")), "unknown_peer")
+
+
+def test_a_key_that_the_pool_has_forgotten_can_be_evicted(drive: Drive):
+    """Its certificate may still be valid."""
+    assert drive.answer(requests.EvictMember(BROKER, PeerId("q" * 52))) == Evicted(peers=(PeerId("q" * 52),))
+    drive.ask(requests.Invite(BROKER, "d", 1, 60.0))
+    drive.refused(requests.Enrol("d", PeerId("q" * 52), "provider"), "evicted")
 
 
 def test_evictions_are_limited_and_forgotten_when_certificates_have_long_expired(
@@ -233,7 +240,6 @@ def test_evictions_are_limited_and_forgotten_when_certificates_have_long_expired
     monkeypatch.setattr("fusionai.coordination.broker.decisions.MAX_EVICTED", 1)
     drive.ask(requests.EvictMember(BROKER, A))
     assert "which is the limit" in drive.refused(requests.EvictMember(BROKER, B), "busy")
-    monkeypatch.setattr("fusionai.coordination.broker.decisions.MAX_EVICTED", 2)
     drive.now_s += EVICTED_KEPT_S
     drive.ask(requests.EvictMember(BROKER, B))
     assert set(drive.desk.pool.evicted) == {B}

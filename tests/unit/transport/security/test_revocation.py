@@ -89,3 +89,34 @@ def test_it_is_kept_for_the_next_start(pool: CertifiedPool, tmp_path: Path) -> N
         RevokedPeers().keep_at(tmp_path, key)
     assert damaged.value.hint is not None
     assert "Delete the file" in damaged.value.hint
+
+
+def test_a_newer_list_of_another_process_is_neither_overwritten_nor_ignored(
+    pool: CertifiedPool, tmp_path: Path
+) -> None:
+    key = pool.authority.public_key
+    one, other = RevokedPeers(), RevokedPeers()
+    for process in (one, other):
+        process.keep_at(tmp_path, key)
+    one.take(signed(pool, 9, A, B), key)
+    other.take(signed(pool, 5, A), key)
+    assert (other.version, B in other) == (9, True)
+    third = RevokedPeers()
+    third.keep_at(tmp_path, key)
+    assert third.version == 9
+
+
+def test_a_list_that_can_not_be_written_counts_all_the_same(
+    pool: CertifiedPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, line = RevokedPeers(), Line()
+    known.keep_at(tmp_path, pool.authority.public_key)
+    known.watch(A, line.end)
+
+    def full(path: Path, data: bytes) -> None:
+        raise StorageError("the disk is full.")
+
+    monkeypatch.setattr("fusionai.transport.security.revocation.write_private", full)
+    with pytest.raises(StorageError):
+        known.take(signed(pool, 1, A), pool.authority.public_key)
+    assert (line.ended, A in known) == (True, True)
