@@ -102,7 +102,13 @@ async def prepare_stage(
         )
     )
     stage = ServingStage(
-        identity=identity, boundary=boundary, graph=graph, program=program, compute=host.compute, member=member
+        identity=identity,
+        boundary=boundary,
+        graph=graph,
+        program=program,
+        compute=host.compute,
+        held=host.held,
+        member=member,
     )
     return stage, program
 

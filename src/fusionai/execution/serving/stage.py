@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from fusionai.backends.serving.base import ServingProgram
-from fusionai.execution.host import ComputeThread, Outcome, Timed
+from fusionai.execution.host import ComputeThread, HeldLimit, Outcome, Timed
 from fusionai.execution.serving.boundary import RetainedRows, RowSpec, ServingBoundary, packed
 from fusionai.execution.serving.sketches import SketchBook
 from fusionai.execution.serving.verifier import TextVerifier
@@ -84,6 +84,7 @@ class ServingStage:
         graph: Graph,
         program: ServingProgram,
         compute: ComputeThread,
+        held: HeldLimit,
         member: ServingMember,
     ) -> None:
         self.stage = boundary.stage
@@ -94,6 +95,7 @@ class ServingStage:
         self._options = identity.options
         self._program = program
         self._compute = compute
+        self._held = held
         self._member = member
         self._caches = keeps_positions(graph, identity.options)
         self._inputs = frozenset(graph.inputs) - FROM_SEGMENTS
@@ -111,7 +113,12 @@ class ServingStage:
         """Number of the pass being computed, and its start time."""
         self._computed_any = False
         """Whether a pass ended since `working` was last called."""
-        self._waiting_bytes = 0
+        held.join(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors of passes that wait or are being computed."""
+        return sum(order.nbytes for order in self._orders)
 
     @property
     def resident_bytes(self) -> int:
@@ -169,10 +176,10 @@ class ServingStage:
     def take(self, message: wire.Pass, tensors: Mapping[str, HostTensor]) -> None:
         """Compute a pass when its turn comes. Raises `ExecutionError` for one that breaks the protocol."""
         order = self._checked(message, tensors)
-        if len(self._orders) >= MAX_WAITING or self._waiting_bytes + order.nbytes > MAX_WAITING_BYTES:
+        if len(self._orders) >= MAX_WAITING or self.nbytes + order.nbytes > MAX_WAITING_BYTES:
             raise ExecutionError(f"stage {self.stage} received more passes than it can hold.")
+        self._held.require(order.nbytes, f"stage {self.stage}")
         self._orders.append(order)
-        self._waiting_bytes += order.nbytes
         self._compute.submit(lambda: self._run(order), lambda outcome: self._done(order, outcome))
 
     def _run(self, order: _Order) -> dict[str, HostTensor] | None:
@@ -195,7 +202,6 @@ class ServingStage:
 
     def _done(self, order: _Order, outcome: Outcome[dict[str, HostTensor] | None]) -> None:
         self._orders.popleft()  # passes finish in order
-        self._waiting_bytes -= order.nbytes
         self._computed_any = True
         message = order.message
         match outcome:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fusionai.execution.host import ComputeThread
+from fusionai.execution.host import ComputeThread, HeldLimit
 from fusionai.execution.serving.boundary import RowSpec, ServingBoundary
 from fusionai.execution.serving.stage import ServingStage, StageIdentity
 from fusionai.ir.schema import Graph, Node, ValueSpec
@@ -103,6 +103,7 @@ class Bench:
 
     def __init__(self, **identity: bool) -> None:
         self.program, self.postman, self.compute = Program(), Postman(), ComputeThread()
+        self.held = HeldLimit(1000)
         described = StageIdentity(
             graph_hash="",
             boundary=b"",
@@ -117,6 +118,7 @@ class Bench:
             graph=GRAPH,
             program=self.program,
             compute=self.compute,
+            held=self.held,
             member=self.postman,
         )
         self.stage.allocated = True
@@ -322,6 +324,24 @@ def test_what_breaks_the_protocol_is_refused(message: tuple[wire.Pass, dict[str,
         with pytest.raises(ExecutionError, match=reason):
             bench.stage.take(*message)
         assert bench.program.ran == []
+
+    on_a_bench(work)
+
+
+def test_waiting_passes_count_against_what_all_stages_of_the_machine_may_hold():
+    async def work(bench: Bench) -> None:
+        bench.held.limit_bytes = 100
+        message = pass_of(*TWO, values=[1, 2, 3, 4])
+        bench.stage.take(*message)
+        assert bench.stage.nbytes == bench.held.nbytes == 4 * 4 + 4 * 8
+        bench.stage.take(*message)
+        with pytest.raises(ExecutionError, match=r"stage 1 would make this machine hold 144 bytes .* at most 100 "):
+            bench.stage.take(*message)
+        await bench.settle()
+        assert bench.held.nbytes == 0
+        bench.stage.take(*message)
+        await bench.settle()
+        assert len(bench.postman.sent) == 3
 
     on_a_bench(work)
 
