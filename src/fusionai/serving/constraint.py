@@ -18,6 +18,7 @@ from typing import Any, Final
 import llguidance
 
 from fusionai.primitives.errors import ExecutionError, ModelError, UsageError
+from fusionai.serving.interface import EngineBusy
 from fusionai.serving.text import Tokenizer
 
 _ASCII: Final = bytes(range(0x20, 0x7F))
@@ -94,11 +95,16 @@ class ConstraintCompiler:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraint")
 
     async def compile(self, form: Form) -> MatcherConstraint:
-        """Compile on a thread. Raises `ConstraintError` with what is wrong with the constraint."""
-        work = asyncio.get_running_loop().run_in_executor(self._thread, self.compile_now, form)
+        """Compile on a thread. Raises `ConstraintError` with what is wrong with the constraint, `EngineBusy` if the
+        thread is busy with others' for too long: this one is then never begun."""
+        limit_s = self._limits.compile_s
+        begun = self._thread.submit(self.compile_now, form)
+        work = asyncio.wrap_future(begun)
         try:
-            return await asyncio.wait_for(asyncio.shield(work), self._limits.compile_s)
+            return await asyncio.wait_for(asyncio.shield(work), limit_s)
         except TimeoutError as problem:
+            if begun.cancel():
+                raise EngineBusy("Other requests' constraints are being compiled.", retry_after_s=limit_s) from problem
             work.add_done_callback(_seen)
             raise ConstraintError(
                 f"the constraint was not compiled within {self._limits.compile_s:g} s.", hint="Send a simpler one."

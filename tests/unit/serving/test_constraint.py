@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from functools import cache
 from typing import Any
@@ -24,7 +25,7 @@ from fusionai.serving.constraint import (
     JsonSchema,
     Pattern,
 )
-from fusionai.serving.interface import Sampling
+from fusionai.serving.interface import EngineBusy, Sampling
 from fusionai.serving.sampling import TokenHistory, choose
 from fusionai.serving.text import Tokenizer
 from fusionai.serving.tool_grammar import call_grammar
@@ -218,7 +219,7 @@ def test_costly_forms_are_served_or_refused_soon(schema: dict[str, Any]) -> None
     assert time.perf_counter() - started < 8
 
 
-def test_it_compiles_beside_the_event_loop_and_in_its_time() -> None:
+def test_it_compiles_beside_the_event_loop_and_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tokenizer("byte_level")
 
     async def both() -> None:
@@ -228,11 +229,26 @@ def test_it_compiles_beside_the_event_loop_and_in_its_time() -> None:
             await quick.compile(JsonSchema('{"type": "wat"}'))
         quick.close()
         hasty = ConstraintCompiler(
-            model, vocabulary=model.vocabulary, stop_tokens=frozenset({0}), limits=ConstraintLimits(compile_s=0.0)
+            model, vocabulary=model.vocabulary, stop_tokens=frozenset({0}), limits=ConstraintLimits(compile_s=0.2)
         )
-        with pytest.raises(ConstraintError, match="within 0 s"):
-            await hasty.compile(JsonSchema(json.dumps(SCHEMA)))
-        hasty.close()
+        over, seen = threading.Event(), list[object]()
+
+        def slow(form: object) -> None:
+            seen.append(form)
+            over.wait()
+
+        monkeypatch.setattr(hasty, "compile_now", slow)
+        try:
+            first = asyncio.create_task(hasty.compile(JsonSchema(json.dumps(SCHEMA))))
+            await asyncio.sleep(0)
+            with pytest.raises(EngineBusy, match="are being compiled"):
+                await hasty.compile(Pattern("ab"))
+            with pytest.raises(ConstraintError, match=r"within 0\.2 s"):
+                await first
+        finally:
+            over.set()
+            hasty.close()
+        assert seen == [JsonSchema(json.dumps(SCHEMA))], "what was refused is not begun"
 
     asyncio.run(both())
 
