@@ -85,5 +85,6 @@ release-files: setup
 		--custom-compile-command "make release-files" --output-file release/requirements.txt constraints.txt
 	$(VENV)/release/bin/pip-licenses --python $(BIN)/python --format markdown --order name --ignore-packages fusionai \
 		--output-file release/licences.md
+	sed -i.whole '/^| *| *|/d' release/licences.md && rm release/licences.md.whole  # some packages give the whole text
 	$(VENV)/release/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
 		--output-file build/sbom.json release/requirements.txt

@@ -367,7 +367,7 @@ async def run_broker(
                 )
             )
             set_aside_what_stays()
-            renewing = asyncio.create_task(_renew(home, listener.addresses, service.addresses, clock=clock))
+            renewing = asyncio.create_task(_renew(home, (*listener.addresses, *service.addresses), clock))
             try:
                 await server.keep(stop)
             finally:
@@ -400,12 +400,15 @@ def _service(options: BrokerOptions, home: BrokerHome, clock: Clock, *, relays: 
     )
 
 
-async def _renew(home: BrokerHome, *addresses: Sequence[str], clock: Clock) -> None:
+async def _renew(home: BrokerHome, addresses: tuple[str, ...], clock: Clock) -> None:
     """Renew the broker's own certificate before it ends, for as long as the broker runs."""
     while True:
         await asyncio.sleep(RENEWAL_CHECK_S)
         if home.renew_if_due(clock.wall_s()):
-            home.keep_own_membership(tuple(one for some in addresses for one in some))
+            try:
+                home.keep_own_membership(addresses)
+            except StorageError as error:
+                _LOG.error("the renewed certificate is in use but could not be kept: %s", error)
 
 
 def _admission(options: BrokerOptions, clock: Clock) -> Callable[[PeerId, Sequence[bytes]], None] | None:

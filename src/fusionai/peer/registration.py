@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from fusionai.primitives.errors import FusionError, RefusedError, StorageError, TransportError, TrustError, WireError
+from fusionai.primitives.errors import FusionError, RefusedError, TransportError, TrustError, WireError
 from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.enrolment import Membership, renew_if_due
@@ -175,18 +175,11 @@ class Registration:
             found = await conversation.ask(wire.RevocationQuery())
             if isinstance(found, wire.Revocations):
                 self._take(found.signed)
-        try:
-            await renew_if_due(conversation.ask, membership, now_wall_s=time.time())
-        except StorageError as error:  # it is tried again at the next start; the new one is in use already
-            log.warning("the renewed certificate could not be kept: %s", error)
+        await renew_if_due(conversation.ask, membership, now_wall_s=time.time())
 
     def _take(self, signed: bytes) -> None:
-        if not signed or self.membership is None:
-            return
-        try:
+        if signed and self.membership is not None:
             self.membership.credentials.take_revocations(signed)
-        except StorageError as error:  # it counts in this process all the same
-            log.warning("the list of evicted members could not be kept: %s", error)
 
     async def leave(self, *, drain: bool = False) -> None:
         """Notify the broker that this peer leaves now or, with `drain`, after its work is handed over. If the broker

@@ -22,7 +22,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fusionai.primitives.errors import TransportError, TrustError, UsageError, WireError
+from fusionai.primitives.errors import StorageError, TransportError, TrustError, UsageError, WireError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.channels.framed import refusal
 from fusionai.transport.routes.tcp import TcpTransport
@@ -198,7 +198,8 @@ async def renew_if_due(
     ask: Callable[[Message], Awaitable[Message]], membership: Membership, *, now_wall_s: float
 ) -> None:
     """Have the broker renew the membership's certificate if its end is near, and keep it. `ask` sends the request and
-    returns the broker's answer. Raises `TrustError` for a certificate of another authority or key, `StorageError`."""
+    returns the broker's answer. A certificate that can't be kept is used all the same. Raises `TrustError` for one of
+    another authority or key."""
     credentials = membership.credentials
     if not credentials.is_renewal_due(now_wall_s):
         return
@@ -208,7 +209,10 @@ async def renew_if_due(
         raise WireError(f"expected a renewed certificate, got {granted.__struct_config__.tag}.")
     credentials.renew(_accepted(granted, credentials.authority_key, credentials.identity).certificate)
     if membership.home is not None:
-        keep_membership(membership.home, membership)
+        try:
+            keep_membership(membership.home, membership)
+        except StorageError as error:
+            log.warning("the renewed certificate could not be kept: %s", error)
     log.info("this machine's certificate has been renewed")
 
 

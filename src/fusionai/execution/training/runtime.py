@@ -267,7 +267,7 @@ class StageRuntime:
             case machine.ReportApplied(step):
                 post(wire.Applied(fence=self.fence, stage=self.stage, step=step))
             case machine.DropSums():
-                dropped = self._host.compute.run(self.program.discard)
+                dropped = self._host.compute.run(self._bench.discard)
                 self.start(partial(_finish, dropped))
             case machine.DropHeld(below):
                 self.held.drop(below)

@@ -95,6 +95,11 @@ class StagePass:
             for port in self.boundary.returns
         }
 
+    def discard(self) -> None:
+        """Drop the gradients of a step that is repeated, and what was seen of it."""
+        self.program.discard()
+        self._spoilt.clear()
+
     def nonfinite(self, step: int, norms: Iterable[float]) -> wire.NonFinite:
         """Return the pass of this stage that first made values that are not finite from finite ones, and forget the
         step. `norms`: of the sums of its gradients."""
@@ -190,6 +195,10 @@ class StageExecutor:
         self._pass = StagePass(stage.program, stage.boundary, stage.options)
         self._sketches: dict[tuple[int, bool, bool, int, int], wire.Sketch] = {}
         """(step, sent, forward, other, microbatch) -> sketch."""
+
+    def discard(self) -> None:
+        """Drop the gradients of a step that is repeated. In the compute thread."""
+        self._pass.discard()
 
     async def do(self, work: StageWork) -> None:
         """Do one piece of work. Raises what the backend raises; `TransportError` if the connection of an export is

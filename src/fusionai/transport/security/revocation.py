@@ -60,8 +60,13 @@ class RevokedPeers:
 
     def take(self, signed: bytes, authority_key: bytes) -> None:
         """Adopt a list that is newer than the known one, keep it on the disk, and end the open connections with
-        members on it. Raises `TrustError` if the pool's authority did not sign it, `StorageError`."""
-        found, kept = _LIST.verify(signed, authority_key), self._kept(authority_key)
+        members on it. One that can't be kept counts in this process all the same. Raises `TrustError` if the pool's
+        authority did not sign it."""
+        found, kept = _LIST.verify(signed, authority_key), None
+        try:
+            kept = self._kept(authority_key)
+        except StorageError as error:
+            log.warning("the kept list of evicted members is replaced: %s", error)
         # Another process of this home may have kept a newer one.
         newest = found if kept is None or kept.version < found.version else kept
         if newest.version <= self.version:
@@ -72,7 +77,10 @@ class RevokedPeers:
                 log.warning("the connection with %s ends: it was evicted from the pool", short(peer))
                 ending()
         if self._path is not None and newest is found:
-            write_private(self._path, signed)
+            try:
+                write_private(self._path, signed)
+            except StorageError as error:
+                log.warning("the list of evicted members could not be kept: %s", error)
 
     def watch(self, peer: PeerId, end: Callable[[], None]) -> None:
         """Call the bound method `end` when `peer` is evicted, as long as its object lives."""
