@@ -15,7 +15,8 @@ import pytest
 
 from fusionai.backends.interface import Call
 from fusionai.coordination.round.verification import Check, Opinion
-from fusionai.execution.host import ComputeThread, HeldLimit
+from fusionai.execution.host import ComputeThread
+from fusionai.execution.memory_budget import MemoryBudget
 from fusionai.execution.tensors import step_key
 from fusionai.execution.training.boundary import boundaries
 from fusionai.execution.training.stages import LoadedStage
@@ -119,7 +120,7 @@ class Stretch:
         async def body() -> wire.Rechecked:
             compute = ComputeThread()
             try:
-                verifier = StepVerifier(self.told(), loaded(backend), compute, held=HeldLimit(2**20))
+                verifier = StepVerifier(self.told(), loaded(backend), compute, memory=MemoryBudget(2**20))
                 for message, tensors in self.sent:
                     verifier.take(message, tensors)
                 return await verifier.run(self.begin, self.end)
@@ -164,17 +165,17 @@ def test_a_first_state_that_does_not_follow_from_the_seed_is_seen(honest: Stretc
 @pytest.mark.parametrize("changes", [{"below": 3}, {"below": 0}, {"options": StageOptions(sync_every=1)}], ids=str)
 def test_what_is_no_stretch_is_refused(changes: dict[str, Any], honest: Stretch):
     with pytest.raises(ExecutionError):
-        StepVerifier(honest.told(**changes), loaded(opened("torch")), None, held=HeldLimit(2**20))  # pyright: ignore
+        StepVerifier(honest.told(**changes), loaded(opened("torch")), None, memory=MemoryBudget(2**20))  # pyright: ignore
 
 
 def test_what_does_not_belong_to_it_is_refused_and_too_much_as_well(honest: Stretch):
     stage = loaded(opened("torch"))
-    verifier = StepVerifier(honest.told(), stage, None, held=HeldLimit(2**20))  # pyright: ignore
+    verifier = StepVerifier(honest.told(), stage, None, memory=MemoryBudget(2**20))  # pyright: ignore
     message, tensors = honest.sent[0]
     with pytest.raises(ExecutionError, match="step 9"):
         verifier.take(msgspec.structs.replace(message, step=9), tensors)
     with pytest.raises(ExecutionError, match="expected"):
         verifier.take(message, {"y7": tensors["y0"]})
-    small = StepVerifier(honest.told(), stage, None, held=HeldLimit(100))  # pyright: ignore
+    small = StepVerifier(honest.told(), stage, None, memory=MemoryBudget(100))  # pyright: ignore
     with pytest.raises(ExecutionError, match="at most 100"):
         small.take(message, tensors)

@@ -177,6 +177,7 @@ class NullStageProgram(StageProgram):
         training = self._options.optimizer is not None
         symbols = largest(self._graph)
         needed_bytes = self._state_bytes()
+        self._require_room(needed_bytes, limit_bytes)
         records = block_costs(self._graph, symbols, training=training)
         needed_bytes += max((record.workspace_bytes for record in records), default=0)
         kept_bytes = sum(record.activation_bytes for record in records)

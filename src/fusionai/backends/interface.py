@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from fusionai.backends.binding import nearest
 from fusionai.backends.serving.base import ServingProgram
-from fusionai.backends.state import StateEntry, check_entry, gradient_bytes, initial_value, state_entries
+from fusionai.backends.state import ProgramSize, StateEntry, check_entry, gradient_bytes, initial_value, state_entries
 from fusionai.ir.graph import reads
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, ParamSpec
@@ -123,6 +123,7 @@ class StageProgram(ABC):
         self._contexts: dict[ContextKey, Any] = {}
         """What forward keeps of a microbatch for its backward."""
         self._tensors: dict[str, Any] = {}
+        self.size = ProgramSize()
         """Parameters by key."""
         self._committed: dict[str, Any] = {}
         """Buffers rewritten since the last apply: their values at that apply."""
@@ -338,6 +339,7 @@ class StageProgram(ABC):
 
     def _require_room(self, held_bytes: int, limit_bytes: int | None) -> None:
         """Raise `ExecutionError` if the state alone exceeds the limit, whatever is in flight."""
+        self.size = ProgramSize(held_bytes)
         if limit_bytes is not None and held_bytes > limit_bytes:
             raise ExecutionError(
                 f"the stage's parameters, gradients and optimizer state take {held_bytes} bytes, "
@@ -347,6 +349,7 @@ class StageProgram(ABC):
 
     def _require_room_in_flight(self, needed_bytes: int, microbatches: int, limit_bytes: int | None) -> None:
         """Raise `ExecutionError` if the stage exceeds the limit with `microbatches` in flight."""
+        self.size = ProgramSize(self.size.kept_bytes, max(0, needed_bytes - self.size.kept_bytes))
         if limit_bytes is not None and needed_bytes > limit_bytes:
             raise ExecutionError(
                 f"the stage needs {needed_bytes} bytes with {microbatches} microbatches in flight, "

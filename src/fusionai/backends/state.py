@@ -44,6 +44,15 @@ SCALE: Final = "_scale"
 """Suffix of the slot that holds the scales of an 8-bit slot."""
 
 
+class ProgramSize(msgspec.Struct, frozen=True):
+    """Memory that a program takes at its largest sizes, as found when it is loaded. `kept_bytes`: parameters, gradients
+    and optimizer state, or weights as they are served. `in_use_bytes`: what is added when the program takes part in a
+    job, which is what microbatches in flight keep, or caches."""
+
+    kept_bytes: int = 0
+    in_use_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class StateEntry:
     """One entry of a stage's state. `slot` is empty for `model/<key>`."""

@@ -15,59 +15,25 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeVar
-from weakref import WeakSet
+from typing import TypeVar
 
 from fusionai.backends.interface import Backend, WorksIn
 from fusionai.backends.memory import keep_freed_memory, numpy_computes_alone
+from fusionai.execution.memory_budget import MemoryBudget
 from fusionai.ir.validate import GraphLimits
 from fusionai.primitives.clock import Clock
-from fusionai.primitives.errors import ExecutionError, TrustError
+from fusionai.primitives.errors import TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.interface import Transport
 from fusionai.transport.security.signed import Seal, verify_ticket
 
-HELD_WITHOUT_LIMIT_BYTES: Final = 8 * 2**30
-"""Limit on tensors that wait for work, and on snapshots, if the provider set no limit on memory. Chosen."""
-
-
-class Holding(Protocol):
-    """A store of tensors that arrived and wait for work."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-class HeldLimit:
-    """Limit on the tensors that wait at all stages and verifiers of a machine together. A store counts as long as it
-    lives."""
-
-    def __init__(self, limit_bytes: int | None) -> None:
-        self.limit_bytes = HELD_WITHOUT_LIMIT_BYTES if limit_bytes is None else limit_bytes
-        self._stores = WeakSet[Holding]()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(store.nbytes for store in self._stores)
-
-    def join(self, store: Holding) -> None:
-        self._stores.add(store)
-
-    def require(self, nbytes: int, what: str) -> None:
-        """Raise `ExecutionError` if `nbytes` more would exceed the limit."""
-        if (wanted := self.nbytes + nbytes) > self.limit_bytes:
-            raise ExecutionError(
-                f"{what} would make this machine hold {wanted} bytes of tensors for later work, expected at most "
-                f"{self.limit_bytes} for all stages together."
-            )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Resources of one machine. `memory_limit_bytes` covers stages and snapshots together; None if the provider set no
-    limit. `weights`: cache of served models' weights; None on a machine that does not serve other owners' models.
-    `seal`: signs the placements of this machine's own jobs; None if it has no jobs."""
+    """Resources of one machine. `memory_limit_bytes`: what the provider lends, for everything that jobs keep here; None
+    on the job owner's own machine. `weights`: cache of served models' weights; None on a machine that does not serve
+    other owners' models. `seal`: signs the placements of this machine's own jobs; None if it has no jobs."""
 
     peer: PeerId
     backend: Backend
@@ -81,11 +47,11 @@ class Host:
     graph_limits: GraphLimits = field(default_factory=GraphLimits)
     authority_key: bytes | None = None
     """Public key of the pool's broker, which signs tickets; None on a machine that is in no pool."""
-    held: HeldLimit = field(init=False)
-    """Limit on the tensors that wait for work here, of all jobs: what the machine lends."""
+    memory: MemoryBudget = field(init=False)
+    """What all jobs' programs, tensors and snapshots draw on."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "held", HeldLimit(self.memory_limit_bytes))
+        object.__setattr__(self, "memory", MemoryBudget(self.memory_limit_bytes))
 
     def addresses_of(self, peer: PeerId, job: str, ticket: bytes) -> tuple[str, ...]:
         """Return where the broker says that another member of a job listens. A job's owner, who names the member, can

@@ -328,7 +328,7 @@ class Checking:
                 load,
                 {"graph": graph},
                 member=self._member,
-                memory_limit_bytes=self._host.memory_limit_bytes or psutil.virtual_memory().available // 2,
+                most_bytes=psutil.virtual_memory().available // 2,
             )
             for spec in load.weights:
                 await self._host.compute.run(

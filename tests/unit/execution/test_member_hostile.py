@@ -510,13 +510,13 @@ def test_a_neighbour_that_refuses_the_link_is_reported_at_once():
 
 
 def test_what_waits_for_later_work_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusionai.execution.host.HELD_WITHOUT_LIMIT_BYTES", 3 * rows().nbytes)
-
     async def body(running: Running) -> None:
+        memory = running.stand.member._host.memory
+        monkeypatch.setattr(memory, "limit_bytes", memory.programs_bytes + 3 * rows().nbytes)
         for index in range(4):
             message, carried = forward(mode="eval", step=1, microbatch=index)
             await running.feed.send(message, tuple(carried.values()))
-        assert "for later work" in (await running.failure()).reason
+        assert "tensors kept for later work" in (await running.failure()).reason
         assert running.stand.member._stages.runtimes[0].held.microbatches == 3
 
     with_running(body)

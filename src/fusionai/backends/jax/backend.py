@@ -24,6 +24,7 @@ from fusionai.backends.jax.program import JaxStageProgram
 from fusionai.backends.jax.tracing import CONTEXTUAL, PLAIN, JaxContext, Value, abstract, footprint_bytes, program_of
 from fusionai.backends.serving.base import largest_pass
 from fusionai.backends.serving.parted import Array, Compute, PartedServing, ProgramPart
+from fusionai.backends.state import ProgramSize
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.serving import BATCH
@@ -124,6 +125,7 @@ class JaxServingProgram(PartedServing):
             narrow = len(spec.shape) > 1 and is_floating(dtype)
             weights_bytes += int(np.prod(spec.shape)) * (min(width, dtype.itemsize) if narrow else dtype.itemsize)
         cache_bytes = sum(shape.nbytes(self._options) for shape in self._layers)
+        self.size = ProgramSize(weights_bytes, cache_bytes)
         if limit_bytes is not None and weights_bytes + cache_bytes > limit_bytes:
             raise ExecutionError(
                 f"the stage takes {weights_bytes} bytes of weights as {self._options.weights} and {cache_bytes} of "

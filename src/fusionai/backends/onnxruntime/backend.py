@@ -31,6 +31,7 @@ from fusionai.backends.onnxruntime.program import (
     providers,
 )
 from fusionai.backends.serving.parted import Compute, PartedServing, ProgramPart
+from fusionai.backends.state import ProgramSize
 from fusionai.backends.tolerance import numbers
 from fusionai.ir.operators import OPERATORS as ALLOWED
 from fusionai.ir.schema import Graph, ParamSpec
@@ -188,6 +189,7 @@ class OnnxServingProgram(PartedServing):
         """Check the limit: caches, and weights twice, because sessions keep a transposed and packed copy."""
         weights_bytes = 2 * sum(tensor_bytes(spec.dtype, spec.shape) for spec in self._specs.values())
         cache_bytes = sum(shape.nbytes(self._options) for shape in self._layers)
+        self.size = ProgramSize(weights_bytes, cache_bytes)
         if limit_bytes is not None and weights_bytes + cache_bytes > limit_bytes:
             raise ExecutionError(
                 f"the stage takes {weights_bytes} bytes of weights, including packed copies, and "

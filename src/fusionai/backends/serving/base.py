@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from fusionai.backends.binding import bind_symbols, describe, largest, nearest
 from fusionai.backends.serving.page_table import RowSpan, SessionTable, layer_shapes, ring_tokens
+from fusionai.backends.state import ProgramSize
 from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.serving import ADAPTERS, BATCH, FROM_SEGMENTS, POSITIONS, RANDOM, SEQUENCE
@@ -69,6 +70,7 @@ class ServingProgram(ABC):
         self._paged = whole or any(shape.window is None for shape in self._layers)
         self._table = SessionTable(options, paged=self._paged, windows=self._windows)
         self._inputs: dict[frozenset[str], frozenset[str]] = {}
+        self.size = ProgramSize()
 
         self._specs = {spec.key: spec for spec in graph.params.values()}
         self._waiting = set(self._specs)

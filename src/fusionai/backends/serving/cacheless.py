@@ -24,6 +24,7 @@ from fusionai.backends.binding import shape_of, with_rows
 from fusionai.backends.interface import Backend, Call
 from fusionai.backends.serving.base import CheckedPass, ServingProgram
 from fusionai.backends.serving.page_table import RowSpan
+from fusionai.backends.state import ProgramSize
 from fusionai.backends.tolerance import numbers
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.serving import POSITIONS, SEQUENCE, row_dimension
@@ -67,6 +68,8 @@ class WholeServing(ServingProgram):
             )
         self._program = backend.load(graph, grad_inputs=(), options=StageOptions(), memory_limit_bytes=left)
         self._pages: dict[str, Bytes] | None = None
+        inner = self._program.size
+        self.size = ProgramSize(inner.kept_bytes, inner.in_use_bytes + self._cache_bytes)
 
     def _import_weight(self, spec: ParamSpec, tensor: HostTensor) -> None:
         if tensor.dtype != spec.dtype:

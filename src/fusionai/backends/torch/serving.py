@@ -26,6 +26,7 @@ from fusionai.backends.binding import shape_of, with_rows
 from fusionai.backends.semantics import DropoutKey, Scores
 from fusionai.backends.serving.base import CheckedPass, ServingProgram, array_of, largest_pass
 from fusionai.backends.serving.page_table import RowSpan, one_by_one
+from fusionai.backends.state import ProgramSize
 from fusionai.backends.torch import packed_graph
 from fusionai.backends.torch.blocked_linear import kernels as row_kernels
 from fusionai.backends.torch.blocked_linear import scratch_bytes
@@ -221,6 +222,7 @@ class TorchServingProgram(ServingProgram):
         form = self._options.weights
         weights_bytes = weight_bytes(self._graph, form, in_blocks=in_blocks)
         cache_bytes = sum(shape.nbytes(self._options) for shape in self._layers)
+        self.size = ProgramSize(weights_bytes, cache_bytes)
         held_bytes = weights_bytes + cache_bytes + rows_bytes + _import_bytes(self._graph, joined)
         if limit_bytes is not None and held_bytes > limit_bytes:
             raise ExecutionError(

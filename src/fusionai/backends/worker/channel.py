@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from fusionai.backends.interface import Call, DeviceReport, Speeds
+from fusionai.backends.state import ProgramSize
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor, layout_fits, tensor_bytes
 from fusionai.wire.messages import StageOptions
@@ -35,6 +36,14 @@ MOST_TENSORS: Final = 1 << 16
 
 Parts = tuple[Literal["model", "optimizer"], ...]
 
+
+class LoadedProgram(msgspec.Struct, frozen=True):
+    """A program that was loaded: the number that calls name it by, and its size."""
+
+    number: int
+    size: ProgramSize
+
+
 METHODS: Final[Mapping[str, tuple[Any, Any]]] = {
     # The backend: target 0.
     "probe": (tuple[Speeds | None], DeviceReport),
@@ -42,8 +51,8 @@ METHODS: Final[Mapping[str, tuple[Any, Any]]] = {
     "limit_memory": (tuple[int], bool),
     "unsupported": (tuple[tuple[str, ...]], tuple[str, ...]),
     "clip_scale": (tuple[tuple[float, ...], float], tuple[float, float]),
-    "load": (tuple[bytes, tuple[str, ...], StageOptions, int | None], int),
-    "serve": (tuple[bytes, ServeOptions, int | None], int),
+    "load": (tuple[bytes, tuple[str, ...], StageOptions, int | None], LoadedProgram),
+    "serve": (tuple[bytes, ServeOptions, int | None], LoadedProgram),
     "drop": (tuple[int], None),
     # A stage that trains.
     "initialise": (tuple[()], tuple[str, ...]),

@@ -41,6 +41,7 @@ from fusionai.backends.worker.channel import (
     RESULTS,
     Arena,
     Failure,
+    LoadedProgram,
     WorkerCall,
     WorkerReply,
     receive,
@@ -335,14 +336,14 @@ class WorkerBackend(Backend):
     ) -> StageProgram:
         process = self.process
         asked = (encode(graph), tuple(grad_inputs), options, memory_limit_bytes)
-        number, _, size_bytes = process.ask_with_size(0, "load", asked)
+        loaded, _, size_bytes = process.ask_with_size(0, "load", asked)
         # It has all methods; what the base class keeps of a stage is in the worker.
-        return cast("StageProgram", WorkerStageProgram(process, number, size_bytes))
+        return cast("StageProgram", WorkerStageProgram(process, loaded, size_bytes))
 
     def _prepared(self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None) -> ServingProgram:
         process = self.process
-        number, _, size_bytes = process.ask_with_size(0, "serve", (encode(graph), options, memory_limit_bytes))
-        return cast("ServingProgram", WorkerServingProgram(process, number, size_bytes))
+        loaded, _, size_bytes = process.ask_with_size(0, "serve", (encode(graph), options, memory_limit_bytes))
+        return cast("ServingProgram", WorkerServingProgram(process, loaded, size_bytes))
 
     def close(self) -> None:
         if self._process is not None:
@@ -352,9 +353,10 @@ class WorkerBackend(Backend):
 class _Program:
     """A program in a worker. It is dropped there by the first call after it is dropped here."""
 
-    def __init__(self, process: WorkerProcess, number: int, size_bytes: int | None) -> None:
+    def __init__(self, process: WorkerProcess, loaded: LoadedProgram, size_bytes: int | None) -> None:
         self._process = process
-        self._number = number
+        self._number = loaded.number
+        self.size = loaded.size
         self.resident_bytes = size_bytes or 0
         """Bytes of memory after the last call that may have changed it. Reading it calls nothing, so
         that any thread may read it at any time."""

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final
 
 import msgspec
 
@@ -34,6 +34,7 @@ from fusionai.backends.worker.channel import (
     PIECE_BYTES,
     Arena,
     Failure,
+    LoadedProgram,
     TensorPlace,
     WorkerCall,
     WorkerReply,
@@ -126,7 +127,7 @@ class Server:
         """Return the memory of the program that was called or loaded, if the call may have changed it."""
         if question.method not in RESIZING:
             return None
-        program = self._programs.get(question.target or cast("int", result))
+        program = self._programs.get(result.number if isinstance(result, LoadedProgram) else question.target)
         return None if program is None else program.resident_bytes
 
     def _failed(self, failure: Failure) -> WorkerReply:
@@ -199,10 +200,10 @@ class Server:
             case _:
                 return getattr(self._backend, method)(*arguments)
 
-    def _kept(self, program: StageProgram | ServingProgram) -> int:
+    def _kept(self, program: StageProgram | ServingProgram) -> LoadedProgram:
         self._last += 1
         self._programs[self._last] = program
-        return self._last
+        return LoadedProgram(self._last, program.size)
 
     def _piece(self, target: int) -> tuple[bool, Named]:
         """Return whether more follows, and the next tensors of an export."""

@@ -56,10 +56,11 @@ async def prepare_stage(
     tensors: Mapping[str, HostTensor],
     *,
     member: ServingMember,
-    memory_limit_bytes: int | None,
+    most_bytes: int | None = None,
 ) -> tuple[ServingStage, ServingProgram]:
-    """Validate and prepare one stage in the compute thread. `memory_limit_bytes`: memory left for this stage. Raises
-    `GraphError` for a graph or boundary that is not valid, `ExecutionError` for a stage this machine can't run."""
+    """Validate and prepare one stage in the compute thread, for the memory that is left; where no limit is set, for
+    `most_bytes`. Raises `GraphError` for a
+    graph or boundary that is not valid, `ExecutionError` for a stage this machine can't run."""
     place, identity = f"stage {load.stage}", identity_of(load)
     graph_bytes = tensors.get("graph")
     if graph_bytes is None:
@@ -91,23 +92,23 @@ async def prepare_stage(
 
     # Two pieces of work, so that passes of other stages get their turns in between.
     graph, _ = await host.compute.run(read)
-    limit_bytes = memory_limit_bytes
-    if limit_bytes is not None:
-        limit_bytes -= retained_bytes(boundary, identity)
-    program, _ = await host.compute.run(
-        lambda: (
-            WholeServing(graph, options=load.options, backend=host.backend, memory_limit_bytes=limit_bytes)
-            if load.options.whole
-            else backend.serve(graph, options=load.options, memory_limit_bytes=limit_bytes)
+    async with host.memory.loading() as left_bytes:
+        limit_bytes = most_bytes if left_bytes is None else left_bytes - retained_bytes(boundary, identity)
+        program, _ = await host.compute.run(
+            lambda: (
+                WholeServing(graph, options=load.options, backend=host.backend, memory_limit_bytes=limit_bytes)
+                if load.options.whole
+                else backend.serve(graph, options=load.options, memory_limit_bytes=limit_bytes)
+            )
         )
-    )
+        host.memory.add(program)
     stage = ServingStage(
         identity=identity,
         boundary=boundary,
         graph=graph,
         program=program,
         compute=host.compute,
-        held=host.held,
+        memory=host.memory,
         member=member,
     )
     return stage, program

@@ -282,9 +282,7 @@ class ServingMember(RoundMember):
         self._loads[load.stage] = wire.Loading(
             fence=load.fence, stage=load.stage, done_bytes=0, total_bytes=total_bytes
         )
-        stage, program = await prepare_stage(
-            self._host, load, tensors, member=self, memory_limit_bytes=self._unused_bytes()
-        )
+        stage, program = await prepare_stage(self._host, load, tensors, member=self)
         # Compilation is done and no large tensor is allocated yet.
         return_freed_memory()
         return_code_pages()
@@ -349,11 +347,6 @@ class ServingMember(RoundMember):
             del self._stages[stage]
         if gone:
             return_freed_memory()
-
-    def _unused_bytes(self) -> int | None:
-        if self._host.memory_limit_bytes is None:
-            return None
-        return self._host.memory_limit_bytes - sum(stage.reserved_bytes for stage in self._stages.values())
 
     def _on_beat(self, beat: int) -> None:
         if beat % WORKING_BEATS == 0:

@@ -22,7 +22,8 @@ import msgspec
 import numpy as np
 
 from fusionai.backends.serving.base import ServingProgram
-from fusionai.execution.host import ComputeThread, HeldLimit, Outcome, Timed
+from fusionai.execution.host import ComputeThread, Outcome, Timed
+from fusionai.execution.memory_budget import MemoryBudget
 from fusionai.execution.serving.boundary import RetainedRows, RowSpec, ServingBoundary, packed
 from fusionai.execution.serving.sketches import SketchBook
 from fusionai.execution.serving.verifier import TextVerifier
@@ -84,7 +85,7 @@ class ServingStage:
         graph: Graph,
         program: ServingProgram,
         compute: ComputeThread,
-        held: HeldLimit,
+        memory: MemoryBudget,
         member: ServingMember,
     ) -> None:
         self.stage = boundary.stage
@@ -95,7 +96,7 @@ class ServingStage:
         self._options = identity.options
         self._program = program
         self._compute = compute
-        self._held = held
+        self._memory = memory
         self._member = member
         self._caches = keeps_positions(graph, identity.options)
         self._inputs = frozenset(graph.inputs) - FROM_SEGMENTS
@@ -113,7 +114,7 @@ class ServingStage:
         """Number of the pass being computed, and its start time."""
         self._computed_any = False
         """Whether a pass ended since `working` was last called."""
-        held.join(self)
+        memory.join(self)
 
     @property
     def nbytes(self) -> int:
@@ -123,13 +124,6 @@ class ServingStage:
     @property
     def resident_bytes(self) -> int:
         return self._program.resident_bytes + (0 if self._retained is None else self._retained.held_bytes)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Memory including the rows retained once all pages are in use. A standby retains nothing: plans give it room
-        for the caches and retained rows of one stage, whichever it takes over, and for the weights of all."""
-        retained = retained_bytes(self._boundary, self.identity) if self.allocated else 0
-        return self._program.resident_bytes + retained
 
     def working(self, now_s: float) -> tuple[int, float] | None:
         """Return what `wire.Working` reports, (pass number or -1, seconds); None if there is nothing to report. `now_s`
@@ -144,7 +138,10 @@ class ServingStage:
 
     async def begin(self, *, fresh: bool) -> tuple[tuple[int, int], ...]:
         """Take part in passes from now on, and return (session, positions) of what is cached, after all work in
-        progress. `fresh`: everything computed and kept so far is useless."""
+        progress. `fresh`: everything computed and kept so far is useless. A standby has no caches and retains nothing
+        until now: plans give it room for those of one stage, whichever it takes over, and for the weights of all.
+        Raises `ExecutionError` if they do not fit."""
+        self._memory.use(self._program, retained_bytes(self._boundary, self.identity))
         if fresh and self._retained is not None:
             self._retained.clear()
         if self._book is not None:
@@ -178,7 +175,7 @@ class ServingStage:
         order = self._checked(message, tensors)
         if len(self._orders) >= MAX_WAITING or self.nbytes + order.nbytes > MAX_WAITING_BYTES:
             raise ExecutionError(f"stage {self.stage} received more passes than it can hold.")
-        self._held.require(order.nbytes, f"stage {self.stage}")
+        self._memory.require(order.nbytes, f"stage {self.stage}")
         self._orders.append(order)
         self._compute.submit(lambda: self._run(order), lambda outcome: self._done(order, outcome))
 
@@ -369,10 +366,11 @@ class ServingStage:
             yield segments[0].start, self._retained.rows(segments, order.segment.pages)
 
     def verifier(self, order: wire.ReadAgain) -> TextVerifier:
-        """Return a verifier for the peer that runs this stage, if this member is only its standby. Raises
-        `ExecutionError`."""
+        """Return a verifier for the peer that runs this stage, if this member is only its standby and has the memory.
+        Raises `ExecutionError`."""
         if self.allocated:
             raise ExecutionError(f"stage {self.stage} runs here, so its caches are in use; only a standby can recheck.")
+        self._memory.use(self._program)
         return TextVerifier(
             order,
             boundary=self._boundary,

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, get_args
 
-from fusionai.execution.host import HeldLimit
+from fusionai.execution.memory_budget import MemoryBudget
 from fusionai.execution.training.boundary import FEED, Boundary
 from fusionai.execution.training.codecs import Carried, Packed, unpack_all
 from fusionai.ir.schema import Graph, ValueSpec
@@ -154,11 +154,11 @@ class WaitingTensors:
     """Waiting tensors of one stage. `arrivals` checks them; `keep` raises `ExecutionError` if the limit is exceeded,
     which all stages of the machine share."""
 
-    def __init__(self, stage: int, arrivals: Arrivals, limit: HeldLimit) -> None:
+    def __init__(self, stage: int, arrivals: Arrivals, memory: MemoryBudget) -> None:
         self._stage = stage
         self.arrivals = arrivals
-        self._limit = limit
-        limit.join(self)
+        self._memory = memory
+        memory.join(self)
         self._inputs: defaultdict[tuple[Mode, int, int], dict[str, Carried]] = defaultdict(dict)
         self._gradients: defaultdict[tuple[int, int], ByConsumer] = defaultdict(lambda: defaultdict(dict))
         self._partials: defaultdict[int, dict[int, _Shared]] = defaultdict(dict)
@@ -243,7 +243,7 @@ class WaitingTensors:
 
     def _admit(self, tensors: Tensors) -> None:
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        self._limit.require(nbytes, f"stage {self._stage}")
+        self._memory.require(nbytes, f"stage {self._stage}")
         self._bytes += nbytes
 
     def drop(self, below: int | None = None) -> None:

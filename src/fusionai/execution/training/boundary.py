@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 import msgspec
 
 from fusionai.coordination.training.exchanges import NO_EXCHANGES, Exchanges
 from fusionai.coordination.training.step import StageShape
+from fusionai.execution.memory_budget import MemoryBudget
 from fusionai.ir.partition import Partition, SharedParam
 from fusionai.ir.schema import Graph, ListArg, Ref
 from fusionai.primitives.errors import GraphError, PlanError
@@ -363,25 +363,30 @@ AFTER_ALL_MICROBATCHES: Final = 2**62
 """Microbatch number in the sort key of messages that are sent once per step, after all microbatches."""
 
 
-@dataclass(slots=True)
 class RetainedMessages:
-    """Sent messages of one stage. Running a step again replaces what it sent before with the same bits."""
+    """Sent messages of one stage. Running a step again replaces what it sent before with the same bits. `keep` raises
+    `ExecutionError` if the machine has no memory for them, as with a driver that never says what can be dropped."""
 
-    _sent: dict[_Key, tuple[Sent, tuple[HostTensor, ...]]] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for _, tensors in self._sent.values() for tensor in tensors)
+    def __init__(self, memory: MemoryBudget) -> None:
+        self._sent: dict[_Key, tuple[Sent, tuple[HostTensor, ...]]] = {}
+        self._memory = memory
+        self.nbytes = 0
+        memory.join(self)
 
     @property
     def steps(self) -> tuple[int, ...]:
         return tuple(sorted({step for step, *_ in self._sent}))
 
     def keep(self, message: Sent, tensors: Sequence[HostTensor]) -> None:
-        self._sent[_key(message)] = (message, tuple(tensors))
+        former = self._sent.pop(key := _key(message), None)
+        self.nbytes -= 0 if former is None else _bytes_of(former[1])
+        self._memory.require(_bytes_of(tensors), "what a stage sent and retains")
+        self._sent[key] = (message, tuple(tensors))
+        self.nbytes += _bytes_of(tensors)
 
     def drop_below(self, watermark: int) -> None:
-        self._sent = {key: sent for key, sent in self._sent.items() if key[0] >= watermark}
+        for key in [key for key in self._sent if key[0] < watermark]:
+            self.nbytes -= _bytes_of(self._sent.pop(key)[1])
 
     def is_whole(self, boundary: Boundary, microbatches: int, to: int, first: int, below: int) -> bool:
         """Return whether everything that stage `to` received in these steps, of `microbatches` each, is kept."""
@@ -405,6 +410,10 @@ class RetainedMessages:
             if first <= step < below and receiver in to:
                 message, tensors = self._sent[key]
                 yield receiver, msgspec.structs.replace(message, fence=fence), tensors
+
+
+def _bytes_of(tensors: Sequence[HostTensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _key(message: Sent) -> _Key:

@@ -61,12 +61,13 @@ class JobMember(RoundMember):
         self.kept = MemberSnapshots(
             host.transport,
             self._placement,
-            room_bytes=lambda: self._stages.snapshot_room_bytes,
+            make_room=self._stages.make_room,
             now_s=host.clock.now_s,
             on_kept=self._snapshot_kept,
             on_refused=self._snapshot_refused,
             on_evidence=self.send_evidence,
         )
+        host.memory.join(self.kept.store)
         self._checks: set[asyncio.Task[None]] = set()
         """Rechecks of the present round, including finished ones."""
         self._verifiers: dict[int, StepVerifier] = {}
@@ -232,9 +233,9 @@ class JobMember(RoundMember):
             if request.fence != self._placement.fence or request.stage not in self._placement.standbys:
                 self.stale_dropped += 1
                 return
-            kept_bytes = self.kept.store.nbytes_beside(request.stage)
+            here_bytes = self.kept.store.nbytes_of(request.stage)
             try:
-                await self._stages.prepare(request, tensors, self._placement.places, kept_bytes)
+                await self._stages.prepare(request, tensors, self._placement.places, here_bytes)
             except FusionError as error:
                 log.warning("stage %d of %s could not be prepared for a takeover: %s", request.stage, self.job, error)
             except Exception:  # whatever was received, this member continues
@@ -304,11 +305,10 @@ class JobMember(RoundMember):
             return
         if self._placement.peer_of(stage) == self._host.peer:
             raise ExecutionError(f"the driver asked this peer to recheck stage {stage}, which it runs itself.")
-        kept_bytes = self.kept.store.nbytes
         try:
             async with self._attaching:
-                loaded = await self._stages.lent(request, tensors, self._placement.places, kept_bytes)
-            verifier = StepVerifier(request, loaded, self._host.compute, self._host.held)
+                loaded = await self._stages.lent(request, tensors, self._placement.places)
+            verifier = StepVerifier(request, loaded, self._host.compute, self._host.memory)
             self._verifiers[stage] = verifier
             if not has_standby:
                 self.kept.judged.add(stage)

@@ -66,8 +66,8 @@ class StageRuntime:
         self.boundary = boundary
         self.options = options
         self.program = program
-        self.retained = RetainedMessages()
-        self.held = WaitingTensors(boundary.stage, Arrivals(graph, boundary, options.codecs), host.held)
+        self.retained = RetainedMessages(host.memory)
+        self.held = WaitingTensors(boundary.stage, Arrivals(graph, boundary, options.codecs), host.memory)
         self._host = host
         self.member = member
         self._entries = frozenset(state_entries(graph, options.optimizer))
@@ -103,11 +103,6 @@ class StageRuntime:
     @property
     def stage(self) -> int:
         return self.boundary.stage
-
-    @property
-    def resident_bytes(self) -> int:
-        """Memory the stage uses, as of its last piece of work."""
-        return self._bench.resident_bytes
 
     @property
     def fence(self) -> Fence:

@@ -71,13 +71,16 @@ class _Snapshot:
 
 
 class SnapshotStore:
-    """Keeps snapshots in memory. `room_bytes` returns how much all of them together may take now."""
+    """Keeps snapshots in memory. `make_room` is called with the bytes that are needed beside what is kept, and returns
+    how many there are."""
 
-    def __init__(self, room_bytes: Callable[[], int]) -> None:
-        self._room_bytes = room_bytes
+    def __init__(self, make_room: Callable[[int], int]) -> None:
+        self._make_room = make_room
         self._whole: dict[tuple[int, int], _Snapshot] = {}
         self._arriving: dict[int, _Snapshot] = {}
         self._partition = ""
+        self._counted_bytes: int | None = 0
+        """Bytes of all snapshots; None after a change. They are asked for with every tensor that arrives here."""
 
     @property
     def partition(self) -> str:
@@ -86,12 +89,14 @@ class SnapshotStore:
 
     @property
     def nbytes(self) -> int:
-        return _bytes_of((*self._whole.values(), *self._arriving.values()))
+        if self._counted_bytes is None:
+            self._counted_bytes = _bytes_of((*self._whole.values(), *self._arriving.values()))
+        return self._counted_bytes
 
-    def nbytes_beside(self, stage: int) -> int:
-        """Return the bytes of all snapshots of stages other than this one."""
+    def nbytes_of(self, stage: int) -> int:
+        """Return the bytes of this stage's snapshots."""
         snapshots = (*self._whole.values(), *self._arriving.values())
-        return _bytes_of(snapshot for snapshot in snapshots if snapshot.stage != stage)
+        return _bytes_of(snapshot for snapshot in snapshots if snapshot.stage == stage)
 
     @property
     def held(self) -> tuple[SnapshotAt, ...]:
@@ -109,6 +114,7 @@ class SnapshotStore:
         of this one is missing. Further parts of it are ignored then, like parts that follow a gap."""
         self.drop_below(message.watermark)
         arriving = self._arriving.pop(message.stage, None)
+        self._counted_bytes = None
         if message.part == 0:
             arriving = _Snapshot(sender, message.fence, message.stage, message.step, rest=self._rest(message))
         elif arriving is None or not arriving.is_continued_by(sender, message):
@@ -118,13 +124,16 @@ class SnapshotStore:
             raise ExecutionError(f"a snapshot of stage {message.stage} names {min(repeated)} twice.")
         for name, tensor in tensors.items():
             arriving.entries[name] = HostTensor(tensor.dtype, tensor.shape, tensor.data.toreadonly())
-        others = (*self._whole.values(), *self._arriving.values())
-        needed_bytes, room_bytes = _bytes_of((*others, arriving)), self._room_bytes()
+        others_bytes = self.nbytes
+        needed_bytes = _bytes_of((*self._whole.values(), *self._arriving.values(), arriving)) - others_bytes
+        room_bytes = self._make_room(needed_bytes)
         if needed_bytes > room_bytes or len(arriving.entries) > MAX_ENTRIES:
             raise ExecutionError(
-                f"no room for a snapshot of stage {message.stage}: {needed_bytes} bytes in {len(arriving.entries)} "
-                f"entries; the limit is {max(0, room_bytes)} bytes in {MAX_ENTRIES} entries."
+                f"no room for a snapshot of stage {message.stage}: {others_bytes + needed_bytes} bytes of snapshots, "
+                f"{len(arriving.entries)} entries; the limit is {max(0, others_bytes + room_bytes)} bytes beside the "
+                f"stages, and {MAX_ENTRIES} entries."
             )
+        self._counted_bytes = None
         if not message.last:
             self._arriving[message.stage] = arriving
             return False
@@ -156,6 +165,7 @@ class SnapshotStore:
 
     def begin_round(self, partition: str) -> None:
         """Drop incomplete snapshots, whose fence is old, and all snapshots of another partition."""
+        self._counted_bytes = None
         self._arriving.clear()
         if partition != self._partition:
             self._whole.clear()
@@ -163,17 +173,21 @@ class SnapshotStore:
 
     def drop_from(self, sender: PeerId) -> None:
         """Drop what was arriving from a peer whose connection ended."""
+        self._counted_bytes = None
         self._arriving = {stage: one for stage, one in self._arriving.items() if one.sender != sender}
 
     def drop(self, stage: int) -> None:
         """Drop all snapshots of this stage."""
+        self._counted_bytes = None
         self._whole = {at: snapshot for at, snapshot in self._whole.items() if at[0] != stage}
         self._arriving.pop(stage, None)
 
     def drop_below(self, watermark: int) -> None:
+        self._counted_bytes = None
         self._whole = {at: snapshot for at, snapshot in self._whole.items() if at[1] >= watermark}
 
     def clear(self) -> None:
+        self._counted_bytes = None
         self._whole.clear()
         self._arriving.clear()
 
@@ -193,13 +207,13 @@ class MemberSnapshots:
         transport: Transport,
         placement: RoundPlacement,
         *,
-        room_bytes: Callable[[], int],
+        make_room: Callable[[int], int],
         now_s: Callable[[], float],
         on_kept: Callable[[int, int], None],
         on_refused: Callable[[int, wire.RefusalCode, str], None],
         on_evidence: Callable[[PeerId, Sent, Mapping[str, HostTensor]], None],
     ) -> None:
-        self.store = SnapshotStore(room_bytes)
+        self.store = SnapshotStore(make_room)
         self.stale_dropped = 0
         self._placement = placement
         self._connections = StateConnections(transport, now_s=now_s)

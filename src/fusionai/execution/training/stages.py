@@ -18,7 +18,7 @@ from fusionai.backends.binding import largest
 from fusionai.backends.interface import Call, StageProgram
 from fusionai.backends.memory import keep_freed_memory, return_freed_memory, spare_memory
 from fusionai.backends.state import state_entries
-from fusionai.execution.host import HELD_WITHOUT_LIMIT_BYTES, Host
+from fusionai.execution.host import Host
 from fusionai.execution.training.boundary import LOSS, Boundary
 from fusionai.execution.training.runtime import Identity, StageRuntime
 from fusionai.ir.schema import Dim, Graph, content_hash
@@ -72,9 +72,8 @@ class Stages:
             loaded = ahead[1]
             await self._host.compute.run(loaded.program.discard)  # a recheck may have been in progress
         else:
-            loaded = await load_stage(
-                self._host, attach, tensors, places=places, memory_limit_bytes=self._unused_bytes()
-            )
+            loaded = await load_stage(self._host, attach, tensors, places=places)
+        self._host.memory.use(loaded.program)
         return StageRuntime(
             job=self._job,
             identity=identity,
@@ -87,43 +86,40 @@ class Stages:
         )
 
     async def prepare(
-        self, request: wire.Prepare, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId], kept_bytes: int
+        self, request: wire.Prepare, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId], here_bytes: int
     ) -> None:
         """Load and rehearse a stage's program at its standby, unless that was done. Nothing is kept if the program does
-        not fit in memory beside the snapshots: `kept_bytes` of other stages, and the most that a standby may hold of
-        this one. Raises what an attach would raise."""
+        not fit in memory beside the most that a standby may hold of this stage's snapshots, of which it has
+        `here_bytes`. Raises what an attach would raise."""
         identity = _identity(request)
         runtime, ahead = self.runtimes.get(request.stage), self.ahead.get(request.stage)
         if (runtime is not None and runtime.identity == identity) or (ahead is not None and ahead[0] == identity):
             return
         self.ahead.pop(request.stage, None)
-        limit_bytes = self._unused_bytes()
-        if limit_bytes is not None:
-            limit_bytes -= kept_bytes + sum(loaded.program.resident_bytes for _, loaded in self.ahead.values())
-        loaded = await load_stage(self._host, request, tensors, places=places, memory_limit_bytes=limit_bytes)
-        if limit_bytes is not None:
+        left_bytes = self._host.memory.left_bytes
+        loaded = await load_stage(self._host, request, tensors, places=places)
+        if left_bytes is not None:
             entries = state_entries(loaded.graph, request.options.optimizer)
             # Loading made sure that one state and a pass fit; arriving snapshots need room as well.
-            if (ARRIVING + 2) * sum(entry.nbytes for entry in entries.values()) > limit_bytes:
+            if (ARRIVING + 2) * sum(entry.nbytes for entry in entries.values()) > left_bytes + here_bytes:
                 return
         await self._host.compute.run(lambda: rehearse(loaded, request.options))
         if request.stage in self._standby_of:  # a later round may have begun meanwhile
             self.ahead[request.stage] = (identity, loaded)
 
     async def lent(
-        self, request: wire.Recheck, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId], kept_bytes: int
+        self, request: wire.Recheck, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId]
     ) -> LoadedStage:
         """Return a program of a stage that runs elsewhere, to recheck it. If one is ready for a takeover, it is used,
-        since a takeover brings its own state; otherwise another is loaded into the memory left beside `kept_bytes` of
-        snapshots. Raises what an attach would raise."""
+        since a takeover brings its own state; otherwise another is loaded. Raises what an attach would raise."""
         ahead = self.ahead.get(request.stage)
         if ahead is not None and ahead[0] == _identity(request):
             await self._host.compute.run(ahead[1].program.discard)
-            return ahead[1]
-        limit_bytes = self._unused_bytes()
-        if limit_bytes is not None:
-            limit_bytes -= kept_bytes + sum(loaded.program.resident_bytes for _, loaded in self.ahead.values())
-        return await load_stage(self._host, request, tensors, places=places, memory_limit_bytes=limit_bytes)
+            loaded = ahead[1]
+        else:
+            loaded = await load_stage(self._host, request, tensors, places=places)
+        self._host.memory.use(loaded.program)
+        return loaded
 
     async def adopt(self, runtime: StageRuntime) -> None:
         former = self.runtimes.get(runtime.stage)
@@ -152,18 +148,12 @@ class Stages:
                 runtime.set_aside()
         return _end_all(gone, "its part in the job is over")
 
-    @property
-    def snapshot_room_bytes(self) -> int:
-        """Memory that snapshots may use: what the provider lends minus what stages need."""
-        unused_bytes = self._unused_bytes()
-        return HELD_WITHOUT_LIMIT_BYTES if unused_bytes is None else unused_bytes
-
-    def _unused_bytes(self) -> int | None:
-        """Memory not used by stages, None without a limit. Snapshots do not count, because a standby may need their
-        memory for the stage it takes over, and no stage is given up for a snapshot."""
-        if self._host.memory_limit_bytes is None:
-            return None
-        return self._host.memory_limit_bytes - sum(runtime.resident_bytes for runtime in self.runtimes.values())
+    def make_room(self, nbytes: int) -> int:
+        """Return the memory for further snapshots. Programs that only stand ready are given up if `nbytes` would not
+        fit beside them: a standby needs its snapshots more."""
+        if self.ahead and self._host.memory.room_bytes < nbytes:
+            self.ahead.clear()
+        return self._host.memory.room_bytes
 
 
 def _identity(request: wire.Attach | wire.Prepare | wire.Recheck) -> Identity:
@@ -230,10 +220,9 @@ async def load_stage(
     tensors: Mapping[str, HostTensor],
     *,
     places: Mapping[int, PeerId],
-    memory_limit_bytes: int | None,
 ) -> LoadedStage:
-    """Validate and load one stage in the compute thread. `places`: the peer of each of the job's stages.
-    `memory_limit_bytes`: memory left for this stage. Raises `GraphError` for a graph or boundary that is not valid,
+    """Validate and load one stage in the compute thread, into the memory that is left. `places`: the peer of each of
+    the job's stages. It takes no part in the job yet. Raises `GraphError` for a graph or boundary that is not valid,
     `ExecutionError` for a stage that this machine can't run."""
     what = type(request).__name__.lower()
     graph_bytes = tensors.get("graph")
@@ -252,7 +241,7 @@ async def load_stage(
             f"the {what} of stage {request.stage} has {len(request.options.codecs)} codecs for {len(places)} stages."
         )
 
-    def load() -> LoadedStage:
+    def load(left_bytes: int | None) -> LoadedStage:
         graph = parse(graph_bytes.data, host.graph_limits)
         if content_hash(graph) != request.graph_hash:
             raise GraphError(f"stage {request.stage}'s graph does not have the announced hash.")
@@ -270,9 +259,11 @@ async def load_stage(
             graph,
             grad_inputs=boundary.grad_inputs,
             options=request.options,
-            memory_limit_bytes=memory_limit_bytes,
+            memory_limit_bytes=left_bytes,
         )
         return LoadedStage(graph, boundary, program)
 
-    loaded, _ = await host.compute.run(load)
+    async with host.memory.loading() as left_bytes:
+        loaded, _ = await host.compute.run(lambda: load(left_bytes))
+        host.memory.add(loaded.program)
     return loaded

@@ -20,7 +20,8 @@ import numpy as np
 from fusionai.backends.interface import Call
 from fusionai.backends.state import StateEntry, state_entries
 from fusionai.backends.tolerance import numbers
-from fusionai.execution.host import ComputeThread, HeldLimit
+from fusionai.execution.host import ComputeThread
+from fusionai.execution.memory_budget import MemoryBudget
 from fusionai.execution.tensors import chunks
 from fusionai.execution.training.arrivals import Arrivals, WaitingTensors
 from fusionai.execution.training.boundary import Sent
@@ -41,7 +42,9 @@ class StepVerifier:
     """Reruns one stage's steps. Call `take` for what arrives and `run` once. The program's state is unusable
     afterwards."""
 
-    def __init__(self, request: wire.Recheck, loaded: LoadedStage, compute: ComputeThread, held: HeldLimit) -> None:
+    def __init__(
+        self, request: wire.Recheck, loaded: LoadedStage, compute: ComputeThread, memory: MemoryBudget
+    ) -> None:
         """Raise `ExecutionError` for steps that can't be rerun."""
         boundary, options = loaded.boundary, request.options
         if not request.first < request.below or len(request.records) != request.below - request.first:
@@ -56,7 +59,7 @@ class StepVerifier:
         self._boundary = boundary
         self._compute = compute
         self._pass = StagePass(loaded.program, boundary, options)
-        self._held = WaitingTensors(boundary.stage, Arrivals(loaded.graph, boundary, options.codecs), held)
+        self._held = WaitingTensors(boundary.stage, Arrivals(loaded.graph, boundary, options.codecs), memory)
         self._entries: Mapping[str, StateEntry] = state_entries(loaded.graph, options.optimizer)
         self._shape = boundary.shape(microbatches=options.microbatches, in_flight=1)
         self._keys = {(one.stage, one.step): one.key for one in request.keys}

@@ -176,8 +176,6 @@ class StageExecutor:
         """Whether that step spoilt finite values, as in `wire.Prepared`."""
         self.missing: frozenset[str] = frozenset()
         """Entries that the last `initialise` could not make; the driver has to send them."""
-        self.resident_bytes = stage.program.resident_bytes
-        """Memory as of the last piece of work: the program must not be accessed while one runs."""
         self.superseded = asyncio.Event()
         """Set when a later attach waits for the current work; what that work exports is not needed any more."""
         self.secret = b""
@@ -318,7 +316,6 @@ class StageExecutor:
         def work() -> dict[str, float]:
             for _, total in totals:
                 self._program.import_gradients(total, add=False)
-            self.resident_bytes = self._program.resident_bytes
             return self._program.gradient_norms()
 
         norms, timed = await self._compute.run(work)
@@ -348,22 +345,13 @@ class StageExecutor:
 
     async def _initialise(self) -> None:
 
-        def work() -> tuple[str, ...]:
-            missing = self._program.initialise()
-            self.resident_bytes = self._program.resident_bytes
-            return missing
-
-        missing, _ = await self._compute.run(work)
+        missing, _ = await self._compute.run(self._program.initialise)
         self.missing = frozenset(missing)
 
     async def take_in(self, entries: Chunk) -> None:
         """Import part of a state."""
 
-        def work() -> None:
-            self._program.import_state(entries)
-            self.resident_bytes = self._program.resident_bytes
-
-        await self._compute.run(work)
+        await self._compute.run(lambda: self._program.import_state(entries))
 
     async def _export(self, step: int) -> None:
         pending = chunks(entry for name in self._saved for entry in self._program.export_entries([name]))

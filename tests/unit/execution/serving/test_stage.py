@@ -10,7 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from fusionai.execution.host import ComputeThread, HeldLimit
+from fusionai.backends.state import ProgramSize
+from fusionai.execution.host import ComputeThread
+from fusionai.execution.memory_budget import MemoryBudget
 from fusionai.execution.serving.boundary import RowSpec, ServingBoundary
 from fusionai.execution.serving.stage import ServingStage, StageIdentity
 from fusionai.ir.schema import Graph, Node, ValueSpec
@@ -37,6 +39,9 @@ BOUNDARY = ServingBoundary(
 )
 
 
+KEPT_BYTES, IN_USE_BYTES = 100, 20
+
+
 class Program:
     """Adds a hundred."""
 
@@ -47,6 +52,7 @@ class Program:
         self.cached: dict[int, int] = {}
 
     resident_bytes = 100
+    size = ProgramSize(KEPT_BYTES, IN_USE_BYTES)
     missing: tuple[str, ...] = ()
 
     def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None: ...
@@ -103,7 +109,7 @@ class Bench:
 
     def __init__(self, **identity: bool) -> None:
         self.program, self.postman, self.compute = Program(), Postman(), ComputeThread()
-        self.held = HeldLimit(1000)
+        self.memory = MemoryBudget(1000)
         described = StageIdentity(
             graph_hash="",
             boundary=b"",
@@ -118,7 +124,7 @@ class Bench:
             graph=GRAPH,
             program=self.program,
             compute=self.compute,
-            held=self.held,
+            memory=self.memory,
             member=self.postman,
         )
         self.stage.allocated = True
@@ -330,15 +336,15 @@ def test_what_breaks_the_protocol_is_refused(message: tuple[wire.Pass, dict[str,
 
 def test_waiting_passes_count_against_what_all_stages_of_the_machine_may_hold():
     async def work(bench: Bench) -> None:
-        bench.held.limit_bytes = 100
+        bench.memory.limit_bytes = 100
         message = pass_of(*TWO, values=[1, 2, 3, 4])
         bench.stage.take(*message)
-        assert bench.stage.nbytes == bench.held.nbytes == 4 * 4 + 4 * 8
+        assert bench.stage.nbytes == bench.memory.stores_bytes == 4 * 4 + 4 * 8
         bench.stage.take(*message)
-        with pytest.raises(ExecutionError, match=r"stage 1 would make this machine hold 144 bytes .* at most 100 "):
+        with pytest.raises(ExecutionError, match=r"stage 1 would make this machine hold 144 bytes .* at most 100\."):
             bench.stage.take(*message)
         await bench.settle()
-        assert bench.held.nbytes == 0
+        assert bench.memory.stores_bytes == 0
         bench.stage.take(*message)
         await bench.settle()
         assert len(bench.postman.sent) == 3
@@ -357,14 +363,19 @@ def test_tensors_must_be_those_of_the_boundary():
     on_a_bench(work)
 
 
-def test_a_standby_reserves_no_memory_for_rows_that_it_does_not_retain():
-    """Or a spare that stands by for several stages, as the plan has it, would refuse the last one for want of
-    memory."""
+def test_a_standby_reserves_caches_and_retained_rows_when_it_takes_over():
+    """If it reserved them before, a spare that stands by for several stages would refuse the last one."""
 
     async def work(bench: Bench) -> None:
-        assert bench.stage.reserved_bytes > bench.program.resident_bytes
-        bench.stage.allocated = False
-        assert bench.stage.reserved_bytes == bench.program.resident_bytes
+        bench.memory.limit_bytes = KEPT_BYTES + IN_USE_BYTES
+        bench.memory.add(bench.program)
+        assert bench.memory.programs_bytes == KEPT_BYTES
+        with pytest.raises(ExecutionError, match="a stage that begins to take part in its job would make"):
+            await bench.stage.begin(fresh=True)
+        assert bench.memory.programs_bytes == KEPT_BYTES
+        bench.memory.limit_bytes = 10 * (KEPT_BYTES + IN_USE_BYTES)
+        await bench.stage.begin(fresh=True)
+        assert bench.memory.programs_bytes > KEPT_BYTES + IN_USE_BYTES, "rows are retained beside the caches"
 
     on_a_bench(work)
 

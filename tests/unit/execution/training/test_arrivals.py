@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import pytest
 
-from fusionai.execution.host import HeldLimit
+from fusionai.execution.memory_budget import MemoryBudget
 from fusionai.execution.training.arrivals import Arrivals, WaitingTensors
 from fusionai.execution.training.boundary import FEED, boundaries
 from fusionai.execution.training.codecs import Carried, pack
@@ -96,7 +96,7 @@ class Anything(Arrivals):
 
 
 def held(limit_bytes: int = 1000) -> WaitingTensors:
-    return WaitingTensors(0, Anything(), HeldLimit(limit_bytes))
+    return WaitingTensors(0, Anything(), MemoryBudget(limit_bytes))
 
 
 def part(number: int, parts: int, *, sender: int = 2, phase: str = "partial") -> wire.SharedGradient:
@@ -154,16 +154,16 @@ def test_too_much_is_refused() -> None:
 
 
 def test_all_stores_of_a_machine_share_one_limit_as_long_as_they_live() -> None:
-    limit = HeldLimit(10)
+    limit = MemoryBudget(10)
     first, second = (WaitingTensors(stage, Anything(), limit) for stage in (0, 1))
     assert not first.keep(part(0, 2), values(a=1))
     assert not second.keep(part(0, 2), values(a=1))
-    with pytest.raises(ExecutionError, match=r"stage 1 would make this machine hold 12 bytes .* at most 10 for all"):
+    with pytest.raises(ExecutionError, match=r"machine hold 12 bytes for all jobs together, expected at most 10\."):
         second.keep(part(1, 2), values(b=1))
-    assert (first.nbytes, second.nbytes, limit.nbytes) == (4, 4, 8)
+    assert (first.nbytes, second.nbytes, limit.stores_bytes) == (4, 4, 8)
     del first
     gc.collect()
-    assert limit.nbytes == 4
+    assert limit.stores_bytes == 4
     assert second.keep(part(1, 2), values(b=1))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusionai.execution.host import HeldLimit
+from fusionai.execution.memory_budget import MemoryBudget
 from fusionai.execution.training.arrivals import WaitingTensors
 from fusionai.execution.training.boundary import RetainedMessages
 from fusionai.execution.training.snapshots import SnapshotStore
@@ -30,7 +30,7 @@ class Store(SnapshotStore):
     """Takes snapshots of two parts, `a` and `b`, and an empty last one."""
 
     def __init__(self, room_bytes: int = 10_000) -> None:
-        super().__init__(lambda: room_bytes)
+        super().__init__(lambda _: room_bytes - self.nbytes)
 
     def part(
         self,
@@ -191,7 +191,7 @@ def shared(step: int, phase: str, receiver: int = 5) -> wire.SharedGradient:
 
 
 def test_what_was_sent_is_sent_again_step_by_step_under_the_new_fence():
-    retained = RetainedMessages()
+    retained = RetainedMessages(MemoryBudget(None))
     for step in (2, 1):
         retained.keep(shared(step, "total"), ())
         for microbatch in (1, 0):
@@ -207,7 +207,7 @@ def test_what_was_sent_is_sent_again_step_by_step_under_the_new_fence():
 
 
 def test_a_step_that_is_run_again_replaces_what_it_sent():
-    retained = RetainedMessages()
+    retained = RetainedMessages(MemoryBudget(None))
     for value in (1.0, 2.0):
         retained.keep(forward(step=3)[0], (rows(value),))
     ((_, _, (only,)),) = retained.again(LATER, {0}, 0, 9)
@@ -216,7 +216,7 @@ def test_a_step_that_is_run_again_replaces_what_it_sent():
 
 
 def test_retained_tensors_go_below_the_line_only():
-    retained = RetainedMessages()
+    retained = RetainedMessages(MemoryBudget(None))
     for step in range(4):
         retained.keep(forward(step=step)[0], (rows(),))
         retained.keep(shared(step, "partial"), ())
@@ -236,7 +236,7 @@ class Anything:
 
 
 def test_a_replay_holds_gradients_and_shared_parts_of_many_steps():
-    held = WaitingTensors(0, Anything(), HeldLimit(10_000))  # pyright: ignore[reportArgumentType]
+    held = WaitingTensors(0, Anything(), MemoryBudget(10_000))  # pyright: ignore[reportArgumentType]
     for step in (1, 2):
         held.keep(backward(step=step)[0], {"y0": rows(step)})
         for sender in (5, 4):
@@ -255,7 +255,7 @@ def test_a_replay_holds_gradients_and_shared_parts_of_many_steps():
 
 
 def test_what_is_held_is_bounded_over_everything():
-    held = WaitingTensors(0, Anything(), HeldLimit(2 * rows().nbytes))  # pyright: ignore[reportArgumentType]
+    held = WaitingTensors(0, Anything(), MemoryBudget(2 * rows().nbytes))  # pyright: ignore[reportArgumentType]
     held.keep(forward()[0], {"x": rows()})
     held.keep(backward()[0], {"y0": rows()})
     with pytest.raises(ExecutionError, match="for later work"):

@@ -298,7 +298,7 @@ def test_a_stage_is_made_ready_only_where_there_is_room_beside_its_snapshots(
         member = stand.member_of(1)
         entries = state_entries(stand.partition.stages[0].graph, wire.OptimizerSpec()).values()
         lent = (ARRIVING + 2) * sum(entry.nbytes for entry in entries) - (not fits)
-        object.__setattr__(member._host, "memory_limit_bytes", lent)
+        member._host.memory.limit_bytes = lent
         message, carried = stand.prepare()
         await standby.send(message, tuple(carried.values()))
         await until(lambda: len(loads) == 1 and not member._attaching.locked())
@@ -452,7 +452,7 @@ def test_a_recovered_stage_gives_its_standby_a_snapshot_at_once():
 def test_a_standby_without_room_says_so_and_does_not_acknowledge(monkeypatch: pytest.MonkeyPatch):
     async def body(stand: Stand) -> None:
         running, standby = await has_standby(stand)
-        monkeypatch.setattr(stand.member_of(1).kept.store, "_room_bytes", lambda: 10)
+        monkeypatch.setattr(stand.member_of(1).kept.store, "_make_room", lambda _: 10)
         for step in range(EVERY):
             await run_step(running, step, Course())
         message = (await receive(standby)).message
