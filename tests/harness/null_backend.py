@@ -53,6 +53,7 @@ class NullBackend:
             flops_per_s=known.flops_per_s,
             memory_bandwidth_bytes_per_s=known.memory_bandwidth_bytes_per_s,
             memory_bytes=16_000_000_000,
+            free_bytes=16_000_000_000,
             threads=1,
             fingerprint="null",
         )

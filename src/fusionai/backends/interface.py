@@ -84,6 +84,8 @@ class DeviceReport(Speeds):
     device: str
     device_name: str
     memory_bytes: int
+    free_bytes: int
+    """Memory of the device that no program used when it was probed."""
     threads: int
     fingerprint: str
     """Hash of versions, instruction set, threads and the exact bits of a probe computation. Equal fingerprints mean

@@ -42,16 +42,22 @@ class Host:
     fingerprint: str
     clock: Clock
     memory_limit_bytes: int | None = None
+    host_memory_limit_bytes: int | None = None
+    """Limit on tensors outside the device's memory; None if the device computes in the machine's own."""
     weights: WeightStore | None = None
     seal: Seal | None = None
-    graph_limits: GraphLimits = field(default_factory=GraphLimits)
     authority_key: bytes | None = None
     """Public key of the pool's broker, which signs tickets; None on a machine that is in no pool."""
     memory: MemoryBudget = field(init=False)
     """What all jobs' programs, tensors and snapshots draw on."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "memory", MemoryBudget(self.memory_limit_bytes))
+        object.__setattr__(self, "memory", MemoryBudget(self.memory_limit_bytes, self.host_memory_limit_bytes))
+
+    @property
+    def graph_limits(self) -> GraphLimits:
+        """Limits on the graphs of other owners' jobs; on the job owner's own machine the usual ones."""
+        return GraphLimits() if self.memory_limit_bytes is None else GraphLimits.for_memory(self.memory_limit_bytes)
 
     def addresses_of(self, peer: PeerId, job: str, ticket: bytes) -> tuple[str, ...]:
         """Return where the broker says that another member of a job listens. A job's owner, who names the member, can

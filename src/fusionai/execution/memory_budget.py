@@ -39,10 +39,12 @@ class Holding(Protocol):
 
 class MemoryBudget:
     """`limit_bytes`: what the provider lends; None on the job owner's own machine, whose programs are not limited and
-    whose stores may take half of the memory (chosen). All methods are called on the event loop."""
+    whose stores may take half of the memory (chosen). `host_limit_bytes`: limit on stores if programs have a memory of
+    their own, a graphics card's; None if both share one. All methods are called on the event loop."""
 
-    def __init__(self, limit_bytes: int | None) -> None:
+    def __init__(self, limit_bytes: int | None, host_limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
+        self._host_limit_bytes = host_limit_bytes
         self._stores = WeakSet[Holding]()
         self._in_use = WeakKeyDictionary[Sized, int | None]()
         """Program -> bytes beside it that are in use with it; None for a program that takes no part in its job yet."""
@@ -61,11 +63,13 @@ class MemoryBudget:
         """Memory for a further program; None without a limit. Negative if more is held than lent."""
         if self.limit_bytes is None:
             return None
-        return self.limit_bytes - self.programs_bytes - self.stores_bytes
+        return self.limit_bytes - self.programs_bytes - (self.stores_bytes if self._host_limit_bytes is None else 0)
 
     @property
     def room_bytes(self) -> int:
         """Memory for further tensors."""
+        if self._host_limit_bytes is not None:
+            return self._host_limit_bytes - self.stores_bytes
         left_bytes = self.left_bytes
         return psutil.virtual_memory().total // 2 - self.stores_bytes if left_bytes is None else left_bytes
 
@@ -100,11 +104,10 @@ class MemoryBudget:
     def _check(self, nbytes: int, left_bytes: int | None, what: str) -> None:
         if left_bytes is None or nbytes <= left_bytes:
             return
-        here_bytes = self.stores_bytes + (0 if self.limit_bytes is None else self.programs_bytes)
         raise ExecutionError(
-            f"{what} would make this machine hold {here_bytes + nbytes} bytes for all jobs together, expected at most "
-            f"{here_bytes + left_bytes}. Its stages take {self.programs_bytes} bytes, and tensors kept for later work "
-            f"{self.stores_bytes}.",
+            f"{what} would make this machine hold {nbytes - left_bytes} bytes more than it lends to all jobs together. "
+            f"Its stages take {self.programs_bytes} bytes, and tensors kept for later work {self.stores_bytes}; "
+            f"{max(0, left_bytes)} are left, expected at least {nbytes}.",
             hint="Lend more memory, or give this machine fewer or smaller stages.",
         )
 

@@ -55,7 +55,23 @@ class GraphLimits:
     constant_bytes: int = 2**32
     """Limit on all constants together, because their bytes travel with the graph."""
 
+    @classmethod
+    def for_memory(cls, lent_bytes: int) -> GraphLimits:
+        """Return the limits on a machine that lends this much memory. Values and parameters may be declared larger than
+        they are ever held: a pass computes some rows of a value, and a parameter may be kept with fewer bits."""
+        usual = cls()
+        return cls(
+            json_bytes=max(2**20, min(usual.json_bytes, lent_bytes // JSON_EXPANSION)),
+            value_bytes=min(usual.value_bytes, DECLARED_BEYOND * lent_bytes),
+            parameter_bytes=min(usual.parameter_bytes, DECLARED_BEYOND * lent_bytes),
+            constant_bytes=min(usual.constant_bytes, lent_bytes),
+        )
 
+
+JSON_EXPANSION: Final = 32
+"""Bytes that a graph takes in memory for a byte of its JSON, at most; chosen."""
+DECLARED_BEYOND: Final = 64
+"""How many times what is lent a graph may declare of values or parameters; chosen."""
 DEFAULT_LIMITS: Final = GraphLimits()
 
 

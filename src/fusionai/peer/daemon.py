@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import psutil
+
 from fusionai.peer.device import LentBox, LentDevice, OpenWorker, first_of, ready_worker
 from fusionai.peer.lending import Lending, PeerOptions, PeerReady, options_of_devices
 from fusionai.primitives.clock import Clock, PoolClock, SystemClock
@@ -40,7 +42,7 @@ async def run_peer(
     workers = await _ready_workers(options, clock)
     devices: list[LentDevice] = []
     try:
-        box = _box(options, machine, clock, notice)
+        box = _box(options, machine, clock, notice, len(workers))
         line: tuple[Link, Link] | None = None
         for worker in workers:
             home = worker.options.home
@@ -88,7 +90,9 @@ async def _each(options: Sequence[PeerOptions], clock: Clock) -> list[OpenWorker
     return workers
 
 
-def _box(options: PeerOptions, machine: Membership, clock: Clock, notice: Callable[[str], None]) -> LentBox:
+def _box(
+    options: PeerOptions, machine: Membership, clock: Clock, notice: Callable[[str], None], devices: int
+) -> LentBox:
     beside = None if options.weights_beside is None else WeightsInFiles(options.weights_beside).find
     rates = TransferLimits(
         upload_bytes_per_s=options.upload_limit_bytes_per_s, download_bytes_per_s=options.download_limit_bytes_per_s
@@ -98,6 +102,7 @@ def _box(options: PeerOptions, machine: Membership, clock: Clock, notice: Callab
         rates=rates,
         clock=PoolClock(clock),
         weights=WeightStore(options.home / "weights", options.weights_cache_bytes, keeps_free=True, beside=beside),
+        host_memory_bytes=psutil.virtual_memory().available // 2 // devices,
         notice=notice,
     )
 

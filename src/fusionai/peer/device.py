@@ -117,12 +117,14 @@ async def ready_worker(options: PeerOptions, clock: Clock) -> OpenWorker:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LentBox:
     """What the devices of one machine share: the membership of its first device, its line to the world, its clock, the
-    weights on its disk, and `notice`, which gets sentences for the machine's owner."""
+    weights on its disk, and `notice`, which gets sentences for the machine's owner. `host_memory_bytes`: what a device
+    with a memory of its own may take of the machine's."""
 
     machine: Membership
     rates: TransferLimits
     clock: PoolClock
     weights: WeightStore
+    host_memory_bytes: int
     notice: Callable[[str], None]
 
 
@@ -155,6 +157,9 @@ class LentDevice:
                 box.rates.uplink.measured(line[0].bandwidth_bytes_per_s)
         endorsements = carried_endorsements(options.home)
         profile = make_profile(options, membership.peer, worker.report, *line, endorsements, worker.backend.isolation)
+        host_bytes = box.host_memory_bytes if worker.backend.device == "cuda" else None
+        received = box.rates.received
+        received.limit_bytes = (received.limit_bytes or 0) + (host_bytes or profile.memory_bytes)
         host = Host(
             peer=membership.peer,
             backend=worker.backend,
@@ -163,6 +168,7 @@ class LentDevice:
             fingerprint=worker.report.fingerprint,
             clock=box.clock,
             memory_limit_bytes=profile.memory_bytes,
+            host_memory_limit_bytes=host_bytes,
             weights=box.weights,
             authority_key=membership.credentials.authority_key,
         )

@@ -107,7 +107,7 @@ def _read(path: Path) -> _Kept | None:
 
 
 RESERVE_FRACTION: Final = 0.15
-"""Fraction of the memory that is not lent if no `--max-memory` is given."""
+"""Fraction of the memory that stays free for the system, unless that is more than half of what is free."""
 MEASURED: Final = (
     *(
         "backend",
@@ -128,15 +128,16 @@ UNMEASURED: Final = Link(bandwidth_bytes_per_s=125e6, latency_s=0.0)
 
 
 def lent_memory_bytes(report: DeviceReport, limit_bytes: int | None, parts: int = 1) -> int:
-    """Return the memory to lend, where `parts` members lend equal parts of one device. Raises `UsageError` if the limit
-    exceeds the device's memory."""
+    """Return the memory to lend, where `parts` members lend equal parts of one device: what is free, less a reserve for
+    the system, and at most the limit. Raises `UsageError` if the limit exceeds the device's memory."""
+    spare_bytes = max(report.free_bytes - int(report.memory_bytes * RESERVE_FRACTION), report.free_bytes // 2)
     if limit_bytes is None:
-        return int(report.memory_bytes * (1 - RESERVE_FRACTION)) // parts
+        return spare_bytes // parts
     if limit_bytes > report.memory_bytes:
         raise UsageError(
             f"--max-memory is {format_bytes(limit_bytes)}, but {report.device} has {format_bytes(report.memory_bytes)}."
         )
-    return limit_bytes // parts
+    return min(limit_bytes, spare_bytes) // parts
 
 
 async def measured_links(transport: Transport, brokers: Sequence[str], clock: Clock) -> tuple[Link, Link]:

@@ -318,7 +318,8 @@ class FrameReader:
             try:
                 self._target = self._allocate(length)
             except MemoryError as error:
-                raise WireError(f"can't allocate the {length} bytes that the other side announced.") from error
+                why = f": {error}" if error.args else ""
+                raise WireError(f"can't allocate the {length} bytes that the other side announced{why}.") from error
             self._filled = min(here, length)
             self._target[: self._filled] = self._take(self._filled)
         if self._filled < self._target.nbytes:

@@ -22,6 +22,7 @@ REPORT = DeviceReport(
     flops_per_s=5e10,
     memory_bandwidth_bytes_per_s=2e10,
     memory_bytes=8 * 10**9,
+    free_bytes=8 * 10**9,
     threads=1,
     fingerprint="f",
 )

@@ -47,6 +47,7 @@ REPORT = DeviceReport(
     flops_per_s=1e11,
     memory_bandwidth_bytes_per_s=1e10,
     memory_bytes=8 * 10**9,
+    free_bytes=8 * 10**9,
     threads=1,
     fingerprint="f",
 )

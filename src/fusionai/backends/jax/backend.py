@@ -186,13 +186,15 @@ class JaxBackend(Backend):
             for shape in ((3, 67, 96), (160, 96), (96, 160))
         )
         probed = jax.jit(_probe_computation)(*given)
+        total_bytes = psutil.virtual_memory().total if on_cpu else int(stats.get("bytes_limit", 0))
         return DeviceReport(
             backend=self.name,
             backend_version=jax.__version__,
             device=self.device,
             device_name=device_name,
             **known.figures(),
-            memory_bytes=psutil.virtual_memory().total if on_cpu else int(stats.get("bytes_limit", 0)),
+            memory_bytes=total_bytes,
+            free_bytes=psutil.virtual_memory().available if on_cpu else total_bytes - int(stats.get("bytes_in_use", 0)),
             threads=self._threads,
             fingerprint=measurement.hashed(described, (np.asarray(value).tobytes() for value in probed)),
             unsupported_ops=self.unsupported(OPERATORS),

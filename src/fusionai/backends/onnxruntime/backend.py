@@ -73,6 +73,7 @@ class OnnxBackend(Backend):
             device_name=measurement.processor_name(),
             **known.figures(),
             memory_bytes=psutil.virtual_memory().total,
+            free_bytes=psutil.virtual_memory().available,
             threads=self._threads or psutil.cpu_count(logical=False) or 1,
             fingerprint=self._fingerprint(multiply),
             unsupported_ops=self.unsupported(ALLOWED),

@@ -243,11 +243,13 @@ class TorchBackend(Backend):
         known = speeds or self._measured()
         match self.device:
             case "cuda":
-                memory_bytes = torch.cuda.mem_get_info(self._device)[1]
+                free_bytes, memory_bytes = torch.cuda.mem_get_info(self._device)
             case "mps":
                 memory_bytes = torch.mps.recommended_max_memory()
+                free_bytes = min(memory_bytes, psutil.virtual_memory().available)
             case _:
-                memory_bytes = psutil.virtual_memory().total
+                memory = psutil.virtual_memory()
+                free_bytes, memory_bytes = memory.available, memory.total
         return DeviceReport(
             backend=self.name,
             backend_version=str(torch.__version__),  # a str subclass that msgspec refuses
@@ -255,6 +257,7 @@ class TorchBackend(Backend):
             device_name=device_name(self._device),
             **known.figures(),
             memory_bytes=memory_bytes,
+            free_bytes=free_bytes,
             threads=torch.get_num_threads(),
             fingerprint=fingerprint(self._device),
             savings=("recompute", "offload", *(("offload_weights",) if self.device in EMPTIED else ())),

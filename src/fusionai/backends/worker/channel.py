@@ -12,6 +12,7 @@ import mmap
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
@@ -28,6 +29,8 @@ from fusionai.wire.serving import Segment, ServeOptions
 ALIGNMENT_BYTES: Final = 64
 NAMED_ARENAS: Final = sys.platform != "linux"
 SMALLEST_ARENA_BYTES: Final = 1 << 20
+KEPT_ARENA_BYTES: Final = 64 << 20
+"""Shared memory that stays allocated between two calls; chosen."""
 PIECE_BYTES: Final = 32 << 20
 """Tensors of a state that travel together. Larger tensors travel alone."""
 LARGEST_MESSAGE_BYTES: Final = 1 << 28
@@ -228,6 +231,12 @@ class Arena:
                 (place.name, host_tensor(place.dtype, place.shape, copied(data) if copy else data, place.layout))
             )
         return taken
+
+    def release(self) -> None:
+        """Return the memory beyond `KEPT_ARENA_BYTES` to the system. What it held is lost; the addresses stay."""
+        if self._map is not None and self.nbytes > KEPT_ARENA_BYTES and hasattr(mmap, "MADV_REMOVE"):
+            with suppress(OSError):  # a file system may not punch holes
+                self._map.madvise(mmap.MADV_REMOVE, KEPT_ARENA_BYTES, self.nbytes - KEPT_ARENA_BYTES)
 
     def close(self) -> None:
         os.close(self.descriptor)

@@ -111,6 +111,11 @@ class _Watch:
                 return
 
 
+def arena_limit_bytes(options: WorkerOptions) -> int:
+    """Return the most memory that a worker may share with its daemon."""
+    return LARGEST_ARENA_BYTES if options.memory_bytes is None else options.memory_bytes
+
+
 def start_process(arena: Arena, environment: Mapping[str, str], directory: Path) -> subprocess.Popen[bytes]:
     """Start a worker that shares the memory `arena`."""
     return subprocess.Popen(
@@ -128,7 +133,7 @@ class WorkerProcess:
 
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
-        limit = LARGEST_ARENA_BYTES if options.memory_bytes is None else options.memory_bytes + (1 << 26)
+        limit = arena_limit_bytes(options)
         self._directory = own_directory(scratch_directory())
         self._arena = Arena.new(limit, self._directory)
         self.used_s = 0.0
@@ -205,6 +210,7 @@ class WorkerProcess:
         try:
             self._arena.follow(answer.arena_bytes)
             made = self._arena.take(answer.tensors, copy=True)
+            self._arena.release()
             return RESULTS[method].decode(answer.result), made, answer.resident_bytes
         except (ExecutionError, msgspec.MsgspecError, OSError) as error:
             raise self._lost(f"it answered {method} with nonsense: {error}") from None
@@ -237,6 +243,11 @@ class WorkerProcess:
         if answer.failure is not None:
             raise _raised(answer.failure)
         return answer
+
+    def limit_arena(self, limit_bytes: int) -> None:
+        """Limit the memory that is shared with the worker, which has been given the same limit."""
+        with self._turn:
+            self._arena.limit_bytes = limit_bytes
 
     def _lost(self, reason: str) -> WorkerLost:
         """End the process and return the error that says why."""
@@ -315,6 +326,7 @@ class WorkerBackend(Backend):
         `memory_bytes` and `SPARE_BYTES`."""
         self._options = replace(self._options, memory_bytes=memory_bytes + SPARE_BYTES)
         self._memory_limited = self._ask("limit_memory", memory_bytes + SPARE_BYTES)
+        self.process.limit_arena(arena_limit_bytes(self._options))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         return self.process.ask(0, method, arguments)[0]

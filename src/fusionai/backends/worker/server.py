@@ -191,6 +191,7 @@ class Server:
                 return_freed_memory()
                 return None
             case "limit_memory":
+                self._arena.limit_bytes = arguments[0]
                 return self._backend.device == "cpu" and limit_memory(arguments[0])
             case "warm_up":
                 self._backend.warm_up()

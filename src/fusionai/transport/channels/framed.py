@@ -116,6 +116,38 @@ HIGH_WATER_FRAMES: Final = 256
 """Queued frames above which reading pauses, because small frames cost more memory than their bytes."""
 
 
+class ReceiveBuffers:
+    """Memory for the large frames that arrive on all connections of a machine. A buffer counts from the moment a frame
+    begins until the last tensor in it is dropped. `limit_bytes`: most of them together; None: no limit."""
+
+    def __init__(self) -> None:
+        self.limit_bytes: int | None = None
+        self._held_bytes = 0
+        self._freed: deque[int] = deque()
+        """Sizes of dropped buffers, which may be dropped on any thread."""
+
+    @property
+    def nbytes(self) -> int:
+        while self._freed:
+            self._held_bytes -= self._freed.popleft()
+        return self._held_bytes
+
+    def allocate(self, count: int) -> memoryview:
+        """Return a buffer. Raises `MemoryError` beyond the limit."""
+        if count < LARGE_ALLOCATION_BYTES:
+            return memoryview(bytearray(count))
+        if self.limit_bytes is not None and self.nbytes + count > self.limit_bytes:
+            raise MemoryError(
+                f"what this machine has received and still keeps takes {self.nbytes} bytes of at most "
+                f"{self.limit_bytes}"
+            )
+        # numpy neither clears a large buffer (a second pass over its memory) nor touches it before data arrives.
+        buffer = np.empty(count, np.uint8)
+        self._held_bytes += count
+        weakref.finalize(buffer, self._freed.append, count).atexit = False
+        return buffer.data
+
+
 class Inbox:
     """Incoming queue of one channel. `pause` and `resume` are called when the high-water mark is crossed."""
 
@@ -214,7 +246,7 @@ class Dialling:
 class FramedChannel(ABC):
     """A `Channel` without the network part. `dialling` is None on the listening side."""
 
-    def __init__(self, *, own_role: Role, dialling: Dialling | None) -> None:
+    def __init__(self, *, own_role: Role, dialling: Dialling | None, buffers: ReceiveBuffers | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self.remote = Remote(None, "stranger")
         self.stream: Stream = dialling.stream if dialling is not None else "control"
@@ -226,7 +258,7 @@ class FramedChannel(ABC):
         self.opened.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._own_role: Role = own_role
         self._dialling = dialling
-        self._reader = FrameReader(GREETING_LIMITS, _allocate)
+        self._reader = FrameReader(GREETING_LIMITS, (buffers or ReceiveBuffers()).allocate)
         self._outbound = GREETING_LIMITS
         self._inbox = Inbox(self._pause_reading, self._resume_reading)
         self._closing = False
@@ -396,11 +428,6 @@ class FramedChannel(ABC):
 def joined(head: bytes, tensors: Sequence[HostTensor]) -> bytes:
     """Return a small frame as one buffer."""
     return b"".join([head, *(tensor.data for tensor in tensors)]) if tensors else head
-
-
-def _allocate(count: int) -> memoryview:
-    # numpy neither clears a large buffer (a second pass over its memory) nor touches it before data arrives.
-    return np.empty(count, np.uint8).data if count >= LARGE_ALLOCATION_BYTES else memoryview(bytearray(count))
 
 
 def _end_when_expired(channel: weakref.ref[FramedChannel], expires_at_s: float) -> None:

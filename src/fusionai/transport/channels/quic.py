@@ -58,7 +58,7 @@ class QuicChannel(FramedChannel):
         *,
         strangers: bool,
     ) -> None:
-        super().__init__(own_role=own_role, dialling=dialling)
+        super().__init__(own_role=own_role, dialling=dialling, buffers=limits.received)
         self.route: RouteKind = "quic"
         self._connection = connection
         self._credentials = credentials

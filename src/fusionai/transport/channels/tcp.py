@@ -63,10 +63,10 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         *,
         relayed: bool = False,
     ) -> None:
-        super().__init__(own_role=own_role, dialling=dialling)
+        self._limits = limits or TransferLimits()
+        super().__init__(own_role=own_role, dialling=dialling, buffers=self._limits.received)
         self.route: RouteKind = "relay" if relayed else "lan"
         self._credentials = credentials
-        self._limits = limits or TransferLimits()
         self._inbox_full = False
         self._over_limit = False
         """Whether reading is paused until the received bytes are within the download limit."""

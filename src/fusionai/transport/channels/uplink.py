@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fusionai.transport.channels import link as links
+from fusionai.transport.channels.framed import ReceiveBuffers
 
 RISE: Final = 0.003
 """Rise of the estimate per sample at full pace without a queue, as a fraction."""
@@ -151,12 +152,14 @@ class RateLimit:
 
 
 class TransferLimits:
-    """Limits of one machine: `upload` and `download` rates (None: unlimited), and `uplink`, which orders bulk sends."""
+    """Limits of one machine: `upload` and `download` rates (None: unlimited), `uplink`, which orders bulk sends, and
+    `received`, the memory for what arrives."""
 
     def __init__(self, *, upload_bytes_per_s: float | None = None, download_bytes_per_s: float | None = None) -> None:
         self.upload = None if upload_bytes_per_s is None else RateLimit(upload_bytes_per_s)
         self.download = None if download_bytes_per_s is None else RateLimit(download_bytes_per_s)
         self.uplink = UplinkScheduler()
+        self.received = ReceiveBuffers()
 
 
 CLEAN_PATHS: Final = "cubic"
