@@ -92,9 +92,9 @@ def unknown_operator(stand: Stand) -> dict[str, Any]:
     return hashed(msgspec.structs.replace(graph, nodes=(node,)))
 
 
-def memory_bomb(stand: Stand) -> dict[str, Any]:
-    """A kilobyte of graph whose parameters take terabytes."""
-    return hashed(stage_graph(layers(width=2**20)))
+def memory_bomb(width: int) -> Callable[[Stand], dict[str, Any]]:
+    """A kilobyte of graph whose parameters take far more than the machine lends."""
+    return lambda stand: hashed(stage_graph(layers(width=width)))
 
 
 def a_cycle(stand: Stand) -> dict[str, Any]:
@@ -110,7 +110,8 @@ ATTACHES: dict[str, tuple[Callable[[Stand], dict[str, Any]], wire.RefusalCode, s
     "wrong hash": (lambda s: {"graph_hash": "0" * 64}, "bad_graph", "does not have the announced hash"),
     "unknown operator": (unknown_operator, "bad_graph", "os.system"),
     "cycle": (a_cycle, "bad_graph", ""),
-    "memory bomb": (memory_bomb, "failed", ""),
+    "memory bomb": (memory_bomb(2**20), "bad_graph", "may take"),
+    "little more than is lent": (memory_bomb(2**12), "failed", ""),
     "boundary of nonsense": (lambda s: {"boundary": msgspec.Raw(b"\xc3")}, "bad_graph", "does not fit its schema"),
     "boundary of another stage": (with_boundary(stage=1), "bad_graph", "boundary of stage 1"),
     "unknown input": (with_boundary(receives=(Port(-1, ("x", "y")),)), "bad_graph", "inputs"),

@@ -493,3 +493,11 @@ def test_validation_is_linear(transformer_of: Callable[[int], Graph]) -> None:
     start_s = time.perf_counter()
     parse(encode(graph))
     assert time.perf_counter() - start_s < 10
+
+
+def test_limits_follow_from_what_a_machine_lends():
+    usual, small = GraphLimits.for_memory(2**50), GraphLimits.for_memory(2**28)
+    assert usual == GraphLimits()
+    assert (small.json_bytes, small.constant_bytes) == (2**23, 2**28)
+    assert small.value_bytes == small.parameter_bytes == 2**34
+    assert GraphLimits.for_memory(0).json_bytes == 2**20, "a graph of ordinary size can be read before it is refused"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fusionai.backends.interface import DeviceReport
 from fusionai.peer.lending import PeerOptions
-from fusionai.peer.profile import UNMEASURED, make_profile, measured_links
+from fusionai.peer.profile import UNMEASURED, lent_memory_bytes, make_profile, measured_links
 from fusionai.primitives.clock import SystemClock
+from fusionai.primitives.errors import UsageError
 from fusionai.scheduling.problem.types import Link
 from fusionai.transport.channels.link import answer_probe
 from fusionai.transport.interface import Channel
@@ -39,6 +41,7 @@ def test_a_broker_that_goes_away_while_the_link_is_measured_costs_no_more_than_t
     assert re.search("could not be measured: the .* clos", caplog.text)
 
 
+GB = 10**9
 REPORT = DeviceReport(
     backend="torch",
     backend_version="2",
@@ -64,3 +67,24 @@ def test_a_link_is_no_faster_than_its_provider_allows(
     profile = make_profile(options, peer_id(1), REPORT, up, down)
     assert (profile.uplink.bandwidth_bytes_per_s, profile.downlink.bandwidth_bytes_per_s) == expected
     assert profile.uplink.latency_s == profile.downlink.latency_s == 0.02
+
+
+@pytest.mark.parametrize(
+    ("free", "most", "parts", "lent"),
+    [
+        (80, None, 1, 65),
+        (80, None, 2, 32),
+        (80, 20, 1, 20),
+        (40, 90, 1, 25),
+        (10, None, 1, 5),
+    ],
+    ids=["less a reserve", "two members", "as much as allowed", "no more than is free", "half of little"],
+)
+def test_what_is_lent_is_free(free: int, most: int | None, parts: int, lent: int):
+    report = replace(REPORT, memory_bytes=100 * GB, free_bytes=free * GB)
+    assert lent_memory_bytes(report, None if most is None else most * GB, parts) // GB == lent
+
+
+def test_more_than_the_device_has_can_not_be_lent():
+    with pytest.raises(UsageError, match="--max-memory is 9 GB"):
+        lent_memory_bytes(REPORT, 9 * GB)
