@@ -134,6 +134,9 @@ what overflowed to zero."""
 
 def _convolution(*given: Any, **named: Any) -> None:
     settings = (*given[3:], *named.values())
+    spatial = len((*given, *named.values())[1].shape) - 2
+    counts = [len(one) for one in settings if isinstance(one, Sequence) and not isinstance(one, str)]
+    expect(all(count in (1, spatial) for count in counts), f"settings of 1 or {spatial} sizes", counts)
     numbers = [one for setting in settings for one in (setting if isinstance(setting, Sequence) else (setting,))]
     largest = max((abs(one) for one in numbers if isinstance(one, int)), default=0)
     expect(largest <= LARGEST_STRIDE, f"strides, paddings and dilations up to {LARGEST_STRIDE}", largest)
@@ -161,7 +164,7 @@ def _diff(x: Any, n: int = 1, dim: int = -1, *_: Any, **__: Any) -> None:
     expect(0 <= n <= LARGEST_DIFFERENCE and (not isinstance(size, int) or n <= max(size, 1)), f"0 to {size} times", n)
 
 
-def _floating(x: Any) -> None:
+def _floating(x: Any, *_: Any, **__: Any) -> None:
     expect("float" in str(x.dtype), "a tensor of floating-point numbers", x.dtype)
 
 
@@ -201,6 +204,7 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
         "fusion.embedding_bag": _embedding_bag,
         "fusion.expert_linear": _expert_linear,
         "fusion.uniform": _floating,
+        "aten.logcumsumexp.default": _floating,
         "aten.pad.default": _pad,
         "aten.diff.default": _diff,
         "aten.binary_cross_entropy.default": _binary_cross_entropy,

@@ -37,6 +37,18 @@ def test_convolutions_refuse_strides_that_overflow(operator: str, settings: tupl
     RULES[f"aten.{operator}"](X, W, None, [LARGEST_STRIDE, 1], "same", True)
 
 
+@pytest.mark.parametrize("settings", [([1, 1, 1],), (1, [1, 1, 1]), (1, 1, 1, 1, [2, 2, 2]), ([],)])
+def test_convolutions_refuse_settings_of_another_number_of_dimensions(settings: tuple[object, ...]) -> None:
+    with pytest.raises(ExecutionError, match=r"expected settings of 1 or 2 sizes, got \["):
+        RULES["aten.conv_transpose2d.input"](X, W, None, *settings)
+
+
+def test_a_cumulative_sum_of_exponentials_needs_floats() -> None:
+    with pytest.raises(ExecutionError, match="a tensor of floating-point numbers"):
+        RULES["aten.logcumsumexp.default"](torch.zeros(3, dtype=torch.int64), 0)
+    RULES["aten.logcumsumexp.default"](torch.zeros(3), 0)
+
+
 def test_a_norm_of_no_elements_is_refused() -> None:
     with pytest.raises(ExecutionError, match="at least one element"):
         RULES["aten._weight_norm_interface.default"](torch.zeros(1, 0), torch.zeros(1, 0), 1)
