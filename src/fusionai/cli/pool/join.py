@@ -56,7 +56,7 @@ def _device_names(text: str) -> str:
     "--max-memory",
     parse_bytes,
     "SIZE",
-    "Lend at most this much of each device's memory, e.g. 8GB.  [default: most of it]",
+    "Lend at most this much of each device's memory, e.g. 8GB.  [default: most of what is free]",
     name="memory_limit_bytes",
 )
 @flags.threads_option("Compute with this many threads")
