@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +31,7 @@ from fusionai.transport.security.certificates import (
 )
 from fusionai.wire import messages as wire
 from harness.in_a_loop import in_a_loop
-from harness.live_pool import LivePool, fusion
+from harness.live_pool import LivePool, Process, fusion, write_recipe, write_text
 from harness.patience import CEILING_S
 
 pytestmark = pytest.mark.slow
@@ -133,6 +134,30 @@ async def test_a_peer_that_lends_is_evicted_and_ends(pool: LivePool):
     assert await asyncio.to_thread(member.ended) != 0
     assert "sent this machine away" in member.text
     assert len(await peers(pool)) == 1
+
+
+def test_a_member_evicted_in_the_middle_of_a_job_is_replaced_with_equal_bits(tmp_path: Path):
+    """Its stage goes to a machine of the backup pool, and the job's losses are those of an undisturbed run."""
+
+    def command(run: str) -> tuple[object, ...]:
+        (tmp_path / run).mkdir()
+        write_text(tmp_path / run / "text.txt")
+        recipe = write_recipe(tmp_path / run / "r.toml", job__steps=30, placement={"stages": 2})
+        return ("train", recipe, "--home", pool.owner, "--threads", 1, "--json", tmp_path / f"{run}.json")
+
+    with LivePool(tmp_path / "pool", peers=("one", "two", "three")) as pool:
+        undisturbed = fusion(*command("undisturbed"))
+        assert undisturbed.code == 0, undisturbed.err
+        job = Process(*command("disturbed"))
+        job.wait_for("step 4/")
+        (name,) = re.findall(r"^  stage 1: (\w+),", job.text, re.MULTILINE)[:1]
+        on_broker(pool, "evict", name)
+        job.wait_for("takes over")
+        assert job.ended() == 0, job.text
+        assert pool.members[name].ended() != 0
+        assert "sent this machine away" in pool.members[name].text
+    losses = [json.loads((tmp_path / f"{run}.json").read_text())["losses"] for run in ("undisturbed", "disturbed")]
+    assert losses[0] == losses[1]
 
 
 def test_a_revoked_invitation_admits_no_further_machine(pool: LivePool, tmp_path: Path):
