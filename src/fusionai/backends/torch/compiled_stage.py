@@ -9,14 +9,16 @@ new combination of sizes, `serving` measures its largest pass.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionai.backends.binding import IN_BFLOAT16, OPERATOR_FAILURES, first_line, largest, shape_of
 from fusionai.backends.interface import movable_weights
@@ -77,6 +79,7 @@ def measure(
     beginnings = {part.start: part for part in segments(interpreter)} if recompute else {}
 
     with (
+        _Inside(meter),
         # No backward runs here, so nothing need be kept; a result that is saved as itself would never be freed.
         torch.autograd.graph.saved_tensors_hooks(meter.save, _never),
         torch.set_grad_enabled(context.training),
@@ -85,6 +88,7 @@ def measure(
             part = beginnings.get(position)
             if part is not None:
                 meter.enter(part, registers)
+            meter.begin()
             try:
                 step.run(registers)
             except FusionError as error:
@@ -95,8 +99,30 @@ def measure(
     return meter.footprint()
 
 
+class _Inside(TorchDispatchMode):
+    """Shows a meter every storage that is made while operators run, also those that live inside one operator only."""
+
+    def __init__(self, meter: _Meter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Hide nothing from torch's compiler, which is not used: hiding would load it, which takes a second."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for value in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(value, Tensor) and value.device == META:
+                self._meter.make(value.untyped_storage(), func)
+        return made
+
+
 class _Meter:
-    """Counts the distinct storages of live registers: views share theirs."""
+    """Counts the distinct storages of live registers (views share theirs), and those that are made inside operators."""
 
     def __init__(
         self, graph: Graph, interpreter: Interpreter, symbols: Mapping[str, int], limit_bytes: int | None
@@ -115,6 +141,38 @@ class _Meter:
         """Storages that enter segments, if segments are recomputed; else None."""
         self.parameters: set[int] = set()
         self.live_bytes = self.peak_bytes = self.saved_bytes = self.again_bytes = 0
+        self.made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Storages that were made in the run and still live."""
+        self.made_bytes = self.begun_bytes = 0
+        """Their bytes now, and when the present operator began."""
+
+    def begin(self) -> None:
+        """An operator begins."""
+        self.begun_bytes = self.made_bytes
+
+    def make(self, storage: torch.UntypedStorage, by: object) -> None:
+        """Count a storage that the present operator made, until it is freed. Raises `ExecutionError` beyond the
+        limit."""
+        address, nbytes = storage._cdata, storage.nbytes()
+        if address in self.made or address in self.users or address in self.parameters:
+            return
+
+        def free(_: object) -> None:
+            if self.made.pop(address, None) is not None:
+                self.made_bytes -= nbytes
+
+        self.made[address] = weakref.ref(storage, free)
+        self.made_bytes += nbytes
+        self._reach(self.live_bytes + self.made_bytes - self.begun_bytes, nbytes, f"{by} within it")
+
+    def _reach(self, live_bytes: int, nbytes: int, what: str) -> None:
+        self.peak_bytes = max(self.peak_bytes, live_bytes)
+        if self.limit_bytes is not None and live_bytes > self.limit_bytes:
+            raise ExecutionError(
+                f"{what} needs {nbytes} bytes, {live_bytes} together with other live values; the limit is "
+                f"{self.limit_bytes}.",
+                hint="Use smaller microbatches, give this peer fewer blocks or lend more memory.",
+            )
 
     def hold_inputs(self, registers: list[object]) -> None:
         for name, register in self.registers.items():
@@ -179,13 +237,7 @@ class _Meter:
             self.held[address] = storage
             self.users[address] = 0
             self.live_bytes += storage.nbytes()
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
-                raise ExecutionError(
-                    f"{what} needs {storage.nbytes()} bytes, {self.live_bytes} together with other live values; "
-                    f"the limit is {self.limit_bytes}.",
-                    hint="Use smaller microbatches, give this peer fewer blocks or lend more memory.",
-                )
+            self._reach(self.live_bytes, storage.nbytes(), what)
         self.users[address] += 1
 
     def _release(self, value: Tensor) -> None:

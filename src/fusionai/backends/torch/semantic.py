@@ -94,12 +94,12 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float
     is_causal = queries > 1 and mask is None and causal
     if is_causal and k.shape[2] > queries:
         k, v = k[:, :, :queries, :], v[:, :, :queries, :]
-    if q.device.type == "meta" and mask is None and k.shape[-1] == v.shape[-1]:
+    if q.device.type == "meta" and k.shape[-1] == v.shape[-1]:
         # On the shape-only device torch would choose the kernel that keeps all weights; the kernels of real devices
         # keep none.
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, is_causal, scale=scale)[
-            0
-        ].reshape(batch, heads, queries, v.shape[-1])
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+            q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
+        )[0].reshape(batch, heads, queries, v.shape[-1])
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=0.0, scale=scale, is_causal=is_causal, enable_gqa=grouped_kernel
     )

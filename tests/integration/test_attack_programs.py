@@ -1,0 +1,315 @@
+"""Attack programs against a live pool: a member with genuine tickets for a job of its own attacks the machine it was
+given. The daemon and its worker live on, send back nothing but results, dial nobody that the owner names, and take no
+more memory than they lend, which the kernel holds from outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import pytest
+
+from fusionai.ir.schema import Graph, Node, Ref, ValueSpec
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.transport.channels.tcp import TcpChannel
+from fusionai.transport.enrolment import load_membership
+from fusionai.transport.interface import Channel
+from fusionai.transport.security.signed import Ticket, sign_ticket
+from fusionai.wire import messages as wire
+from fusionai.wire.frame import encode_header
+from harness.hostile_owner import JOB, HostileOwner, received
+from harness.in_a_loop import in_a_loop
+from harness.live_pool import LivePool, Process, fusion
+from harness.memory_group import MemoryGroup, memory_group
+from harness.pool import peer_id
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="memory groups and confined workers are Linux's"),
+]
+
+log = logging.getLogger(__name__)
+
+MIB = 2**20
+LENT_BYTES = 128 * MIB
+BESIDE_BYTES = 192 * MIB
+"""What daemon and worker may take beyond what they had when idle and what is lent: code that is loaded with the first
+graph, buffers of connections, the allocator's reserve."""
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A daemon that lends `LENT_BYTES`, and its worker, in a memory group of their own."""
+
+    pool: LivePool
+    daemon: psutil.Process
+    worker: psutil.Process
+    group: MemoryGroup | None
+    idle_bytes: int
+
+    def lives(self) -> None:
+        """Neither process was ended, and they never took more than they may."""
+        assert self.daemon.is_running()
+        assert self.daemon.children() == [self.worker], "the same worker"
+        taken = (self.group.peak_bytes if self.group else self.resident_bytes()) - self.idle_bytes
+        log.info(
+            "%d MiB beyond the %d MiB of an idle daemon, with %d MiB lent",
+            *(nbytes // MIB for nbytes in (taken, self.idle_bytes, LENT_BYTES)),
+        )
+        assert taken <= LENT_BYTES + BESIDE_BYTES
+
+    def resident_bytes(self) -> int:
+        return sum(one.memory_info().rss for one in (self.daemon, self.worker))
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    directory = tmp_path_factory.mktemp("attacked")
+    with LivePool(directory) as pool:
+        attacker = fusion("join", pool.invite(), "--owner", "--home", directory / "attacker")
+        assert attacker.code == 0, attacker.err
+        daemon = Process(
+            *("join", pool.invite(), "--home", directory / "victim", "--host", "127.0.0.1", "--threads", "1"),
+            *("--name", "victim", "--max-memory", f"{LENT_BYTES // MIB}MiB"),
+            program=("-m", "fusionai"),
+        )
+        daemon.wait_for("In pool")
+        process = psutil.Process(daemon.process.pid)
+        (worker,) = process.children()
+        with memory_group("fusionai-attacked") as group:
+            if group is None:
+                log.info("No memory group can be made here: the memory that is resident after each attack is compared.")
+                idle_bytes = sum(one.memory_info().rss for one in (process, worker))
+            else:
+                # Pages that were touched before stay in the group that they were counted in.
+                group.add((process.pid, worker.pid))
+                idle_bytes = group.used_bytes
+                group.hold(idle_bytes + LENT_BYTES + BESIDE_BYTES)
+            yield Victim(pool, process, worker, group, idle_bytes)
+            daemon.end()
+
+
+@asynccontextmanager
+async def attacking(victim: Victim) -> AsyncIterator[HostileOwner]:
+    """The attack is followed by an honest round on the same machine."""
+    home = victim.pool.directory / "attacker"
+    async with HostileOwner.opened(home, load_membership(home / "owner")) as owner:
+        yield owner
+        await an_honest_round_works(owner)
+    victim.lives()
+
+
+def tensor(*shape: int, dtype: str = "float32") -> HostTensor:
+    return host_tensor(dtype, shape, np.ones(shape, dtype).tobytes())
+
+
+def graph_of(op: str, operands: dict[str, tuple[int, ...]], made: dict[str, tuple[int, ...]], *rest: object) -> Graph:
+    """A node with these operands, then `rest` as they are; keyword arguments in a dict at the end."""
+    options = rest[-1] if rest and isinstance(rest[-1], dict) else {}
+    args = (*(Ref(name) for name in operands), *(one for one in rest if not isinstance(one, dict)))
+    return Graph(
+        name="attack",
+        symbols={},
+        inputs=tuple(operands),
+        outputs={name: name for name in made},
+        values={name: ValueSpec(shape, "float32") for name, shape in (operands | made).items()},
+        params={},
+        nodes=(Node(id=0, op=op, args=args, kwargs=options, outputs=tuple(made)),),
+    )
+
+
+HONEST = graph_of("aten.relu.default", {"x": (2, 3)}, {"y": (2, 3)})
+
+
+async def an_honest_round_works(owner: HostileOwner) -> None:
+    await owner.enlist()
+    answer = await outcome(owner, HONEST)
+    assert isinstance(answer, dict), answer
+    assert bytes(answer["y"].data) == np.ones((2, 3), np.float32).tobytes()
+
+
+async def outcome(owner: HostileOwner, graph: Graph) -> wire.Message | dict[str, HostTensor]:
+    """What the victim makes of a graph: its results, or why the stage failed."""
+    answer = await owner.attach(graph)
+    if not isinstance(answer, wire.Status):
+        return answer
+    feed = await owner.dial("tensors")
+    await owner.dial("state")
+    ready = await owner.resume()
+    if not isinstance(ready, wire.Ready):
+        return ready
+    values = {name: tensor(*graph.values[name].shape) for name in graph.inputs}
+    await feed.send(owner.forward(values), tuple(values.values()))
+    failed = asyncio.ensure_future(received(owner.control))
+    made = asyncio.ensure_future(feed.receive())
+    done, _ = await asyncio.wait((failed, made), return_when=asyncio.FIRST_COMPLETED)
+    failed.cancel()
+    made.cancel()
+    return failed.result() if failed in done else dict(made.result().tensors)
+
+
+CHANNELS = 4096
+DISAGREEING = {
+    "a mean for one of 4,096 channels": graph_of(
+        "aten._native_batch_norm_legit_functional.default",
+        {"x": (1, CHANNELS, 2, 2), "w": (CHANNELS,), "b": (CHANNELS,), "mean": (1,), "var": (1,)},
+        {"y": (1, CHANNELS, 2, 2), "m": (CHANNELS,), "v": (CHANNELS,), "new_mean": (1,), "new_var": (1,)},
+        True,
+        0.1,
+        1e-5,
+    ),
+    "a weight for one of 4,096 channels": graph_of(
+        "aten._native_batch_norm_legit_no_training.default",
+        {"x": (1, CHANNELS, 2, 2), "w": (1,), "b": (CHANNELS,), "mean": (CHANNELS,), "var": (CHANNELS,)},
+        {"y": (1, CHANNELS, 2, 2), "m": (0,), "v": (0,)},
+        0.1,
+        1e-5,
+    ),
+    "4,096 values for one key": graph_of(
+        "fusion.attention",
+        {"q": (1, 1, 1, 8), "k": (1, 1, 1, 8), "v": (1, 1, CHANNELS, 8)},
+        {"y": (1, 1, 1, 8)},
+        {"scale": 1.0, "causal": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DISAGREEING)
+@in_a_loop
+async def test_operands_that_disagree_reach_no_kernel(victim: Victim, name: str):
+    async with attacking(victim) as owner:
+        await owner.enlist()
+        answer = await outcome(owner, DISAGREEING[name])
+        assert isinstance(answer, wire.StageFailed), "nothing came back"
+        assert "expected" in answer.reason
+        log.info("%s", answer.reason)
+
+
+LONG, WIDE = 4096, 512
+HUNGRY = {
+    "scores of soft-capped attention": graph_of(
+        "fusion.attention",
+        dict.fromkeys(("q", "k", "v"), (1, 8, LONG, 4)),
+        {"y": (1, 8, LONG, 4)},
+        {"scale": 1.0, "causal": True, "softcap": 5.0},
+    ),
+    "operands of a product that are repeated": graph_of(
+        "aten.matmul.default",
+        {"a": (WIDE, 1, 8, 64), "b": (1, WIDE, 64, 1)},
+        {"y": (WIDE, WIDE, 8, 1)},
+    ),
+    "a value that is larger than what is lent": graph_of(
+        "aten.mul.Tensor", {"a": (2**14, 1), "b": (1, 2**14)}, {"y": (2**14, 2**14)}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HUNGRY)
+@in_a_loop
+async def test_small_inputs_take_no_more_memory_than_is_lent(victim: Victim, name: str):
+    """The first two take 512 MiB inside a kernel if it is allowed to."""
+    async with attacking(victim) as owner:
+        await owner.enlist()
+        answer = await outcome(owner, HUNGRY[name])
+        if isinstance(answer, wire.StageFailed):
+            log.info("%s", answer.reason)
+            assert "the limit is" in answer.reason or "memory" in answer.reason
+        else:
+            assert isinstance(answer, dict), "or it was computed piece by piece"
+
+
+STAGES, PART = 4, 8 * MIB
+
+
+@in_a_loop
+async def test_tensors_for_later_work_at_many_stages_take_no_more_than_is_lent(victim: Victim):
+    """Each stage would hold all that is lent, were the limit its own."""
+    rows = PART // 4 // 1024
+    waiting = graph_of("aten.relu.default", {"x": (rows, 1024)}, {"y": (rows, 1024)})
+    async with attacking(victim) as owner:
+        places = owner.places(STAGES)
+        await owner.enlist(places)
+        for stage in range(STAGES):
+            answer = await owner.attach(waiting, stage, STAGES, microbatches=1000)
+            assert isinstance(answer, wire.Status), answer
+        feed = await owner.dial("tensors")
+        part = {"x": tensor(rows, 1024)}
+        refused = asyncio.ensure_future(received(owner.control))
+        sent = 0
+        while not refused.done() and sent < 4 * LENT_BYTES:
+            # No stage has a state, so that nothing is computed and everything waits.
+            for stage in range(STAGES):
+                message = owner.forward(part, stage=stage, microbatch=sent // (STAGES * PART))
+                await asyncio.wait(
+                    (asyncio.ensure_future(feed.send(message, tuple(part.values()))), refused),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                sent += PART
+        answer = await refused
+        assert isinstance(answer, wire.StageFailed), answer
+        log.info("after %d MiB: %s", sent // MIB, answer.reason)
+        assert "more than it lends to all jobs together" in answer.reason
+
+
+@in_a_loop
+async def test_frames_that_arrive_on_many_connections_take_no_more_than_is_lent(victim: Victim):
+    """Each announces a gigabyte and brings some of it."""
+    async with attacking(victim) as owner:
+        await owner.enlist()
+        feeds = [await owner.dial("state") for _ in range(8)]
+        header = wire.TensorHeader("model/x", "uint8", (64 * MIB,))
+        message = wire.StateChunk(fence=owner.fence, stage=0, step=0, last=False, tensors=(header,))
+        for feed in feeds:
+            unfinished(feed, message, 64 * MIB, 48 * MIB)
+        await asyncio.wait([asyncio.ensure_future(feed.receive()) for feed in feeds], timeout=3.0)
+        ended = [feed for feed in feeds if feed.closed]
+        log.info("%d of %d connections with unfinished frames were ended", len(ended), len(feeds))
+        assert len(ended) >= len(feeds) - LENT_BYTES // (64 * MIB)
+
+
+def unfinished(channel: Channel, message: wire.Message, body_bytes: int, sent_bytes: int) -> None:
+    encoded = wire.encode(message)
+    assert isinstance(channel, TcpChannel)
+    channel._write(encode_header(len(encoded), body_bytes) + encoded + bytes(sent_bytes))
+
+
+STRANGER = peer_id(9)
+
+
+@in_a_loop
+async def test_no_address_of_the_owners_choice_is_dialled(victim: Victim):
+    """A ticket for the neighbour that the owner signed itself names a port of the provider's own machine."""
+    with socket.create_server(("127.0.0.1", 0)) as trap:
+        trap.setblocking(False)
+        async with attacking(victim) as owner:
+            ticket = sign_ticket(
+                Ticket(
+                    job=JOB,
+                    peer=STRANGER,
+                    stage=1,
+                    plan_version=owner.version,
+                    role="stage",
+                    expires_at_s=time.time() + 600.0,
+                    addresses=(f"tcp://127.0.0.1:{trap.getsockname()[1]}",),
+                ),
+                owner.membership.credentials.identity.key,
+            )
+            owner.attempt += 1
+            neighbour = wire.Neighbour(stage=1, peer=STRANGER, ticket=ticket)
+            await owner.enlist((*owner.places()[:1], neighbour))
+            answer = await owner.attach(HONEST)
+            while isinstance(answer, wire.Status):
+                answer = await received(owner.control)
+            log.info("%s", answer)
+            assert isinstance(answer, wire.LinkLost | wire.StageFailed)
+        with pytest.raises(BlockingIOError):
+            trap.accept()
