@@ -109,15 +109,27 @@ class HostileOwner:
                 placement=self._placement(places),
             )
         )
-        answer = await received(self.control)
+        answer = await self.answer()
         assert isinstance(answer, wire.Enlisted), answer
 
-    async def attach(self, graph: Graph, stage: int = 0, last: int = 1, **options: Any) -> wire.Message:
-        """Give the victim a stage that is fed all inputs and sends all outputs to the stage `last`; its answer."""
+    async def answer(self) -> wire.Message:
+        """The next message of this round."""
+        while getattr(message := await received(self.control), "fence", self.fence) != self.fence:
+            pass
+        return message
+
+    async def attach(
+        self, graph: Graph, stage: int = 0, last: int = 1, *, later: tuple[str, ...] = (), **options: Any
+    ) -> wire.Message:
+        """Give the victim a stage that is fed all inputs but `later`, which come from the stage `last`, and sends all
+        outputs there; its answer."""
         encoded = schema.encode(graph)
         carried = {"graph": host_tensor("uint8", (len(encoded),), encoded)}
+        fed = tuple(name for name in graph.inputs if name not in later)
         boundary = Boundary(
-            stage=stage, receives=(Port(FEED, graph.inputs),), sends=(Port(last, tuple(graph.outputs)),)
+            stage=stage,
+            receives=(Port(FEED, fed), *((Port(last, later),) if later else ())),
+            sends=(Port(last, tuple(graph.outputs)),),
         )
         message = wire.Attach(
             fence=self.fence,
@@ -129,11 +141,11 @@ class HostileOwner:
             tensors=headers(carried),
         )
         await self.control.send(message, tuple(carried.values()))
-        return await received(self.control)
+        return await self.answer()
 
     async def resume(self, stage: int = 0) -> wire.Message:
         await self.control.send(wire.Resume(fence=self.fence, stage=stage, committed=0, source="initialise"))
-        return await received(self.control)
+        return await self.answer()
 
     def forward(self, values: Mapping[str, HostTensor], *, stage: int = 0, microbatch: int = 0) -> wire.Forward:
         return wire.Forward(

@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
+from fusionai.execution.links import dials
 from fusionai.ir.schema import Graph, Node, Ref, ValueSpec
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.transport.channels.tcp import TcpChannel
@@ -26,7 +27,7 @@ from fusionai.transport.interface import Channel
 from fusionai.transport.security.signed import Ticket, sign_ticket
 from fusionai.wire import messages as wire
 from fusionai.wire.frame import encode_header
-from harness.hostile_owner import JOB, HostileOwner, received
+from harness.hostile_owner import JOB, HostileOwner
 from harness.in_a_loop import in_a_loop
 from harness.live_pool import LivePool, Process, fusion
 from harness.memory_group import MemoryGroup, memory_group
@@ -137,6 +138,12 @@ async def an_honest_round_works(owner: HostileOwner) -> None:
     assert bytes(answer["y"].data) == np.ones((2, 3), np.float32).tobytes()
 
 
+async def results(feed: Channel) -> dict[str, HostTensor]:
+    while isinstance((envelope := await feed.receive()).message, wire.Ping):
+        pass
+    return dict(envelope.tensors)
+
+
 async def outcome(owner: HostileOwner, graph: Graph) -> wire.Message | dict[str, HostTensor]:
     """What the victim makes of a graph: its results, or why the stage failed."""
     answer = await owner.attach(graph)
@@ -149,12 +156,12 @@ async def outcome(owner: HostileOwner, graph: Graph) -> wire.Message | dict[str,
         return ready
     values = {name: tensor(*graph.values[name].shape) for name in graph.inputs}
     await feed.send(owner.forward(values), tuple(values.values()))
-    failed = asyncio.ensure_future(received(owner.control))
-    made = asyncio.ensure_future(feed.receive())
+    failed = asyncio.ensure_future(owner.answer())
+    made = asyncio.ensure_future(results(feed))
     done, _ = await asyncio.wait((failed, made), return_when=asyncio.FIRST_COMPLETED)
     failed.cancel()
     made.cancel()
-    return failed.result() if failed in done else dict(made.result().tensors)
+    return failed.result() if failed in done else made.result()
 
 
 CHANNELS = 4096
@@ -233,20 +240,23 @@ STAGES, PART = 4, 8 * MIB
 @in_a_loop
 async def test_tensors_for_later_work_at_many_stages_take_no_more_than_is_lent(victim: Victim):
     """Each stage would hold all that is lent, were the limit its own."""
-    rows = PART // 4 // 1024
-    waiting = graph_of("aten.relu.default", {"x": (rows, 1024)}, {"y": (rows, 1024)})
+    shape = (PART // 4 // 1024, 1024)
+    waiting = graph_of("aten.add.Tensor", {"x": shape, "z": shape}, {"y": shape})
     async with attacking(victim) as owner:
         places = owner.places(STAGES)
         await owner.enlist(places)
         for stage in range(STAGES):
-            answer = await owner.attach(waiting, stage, STAGES, microbatches=1000)
+            answer = await owner.attach(waiting, stage, STAGES, later=("z",), microbatches=1000)
             assert isinstance(answer, wire.Status), answer
         feed = await owner.dial("tensors")
-        part = {"x": tensor(rows, 1024)}
-        refused = asyncio.ensure_future(received(owner.control))
+        await owner.dial("state")
+        for stage in range(STAGES):
+            assert isinstance(answer := await owner.resume(stage), wire.Ready), answer
+        part = {"x": tensor(*shape)}
+        refused = asyncio.ensure_future(owner.answer())
         sent = 0
         while not refused.done() and sent < 4 * LENT_BYTES:
-            # No stage has a state, so that nothing is computed and everything waits.
+            # The other operand never comes, so that everything waits.
             for stage in range(STAGES):
                 message = owner.forward(part, stage=stage, microbatch=sent // (STAGES * PART))
                 await asyncio.wait(
@@ -258,6 +268,26 @@ async def test_tensors_for_later_work_at_many_stages_take_no_more_than_is_lent(v
         assert isinstance(answer, wire.StageFailed), answer
         log.info("after %d MiB: %s", sent // MIB, answer.reason)
         assert "more than it lends to all jobs together" in answer.reason
+
+
+@in_a_loop
+async def test_results_that_the_owner_does_not_read_take_no_more_than_is_lent(victim: Victim):
+    shape = (PART // 4 // 1024, 1024)
+    async with attacking(victim) as owner:
+        await owner.enlist()
+        assert isinstance(await owner.attach(graph_of("aten.relu.default", {"x": shape}, {"y": shape})), wire.Status)
+        feed = await owner.dial("tensors")
+        await owner.dial("state")
+        assert isinstance(await owner.resume(), wire.Ready)
+        told = asyncio.ensure_future(owner.answer())
+        part, sent = {"x": tensor(*shape)}, 0
+        while not told.done() and not feed.closed and sent < 4 * LENT_BYTES:
+            sending = asyncio.ensure_future(feed.send(owner.forward(part, microbatch=sent // PART), [*part.values()]))
+            await asyncio.wait((sending, told), return_when=asyncio.FIRST_COMPLETED)
+            sent += PART
+        answer = await told
+        log.info("after %d MiB: %s", sent // MIB, answer)
+        assert isinstance(answer, wire.LinkLost | wire.StageFailed)
 
 
 @in_a_loop
@@ -282,19 +312,18 @@ def unfinished(channel: Channel, message: wire.Message, body_bytes: int, sent_by
     channel._write(encode_header(len(encoded), body_bytes) + encoded + bytes(sent_bytes))
 
 
-STRANGER = peer_id(9)
-
-
 @in_a_loop
 async def test_no_address_of_the_owners_choice_is_dialled(victim: Victim):
     """A ticket for the neighbour that the owner signed itself names a port of the provider's own machine."""
     with socket.create_server(("127.0.0.1", 0)) as trap:
         trap.setblocking(False)
         async with attacking(victim) as owner:
+            # The lower of two ids dials.
+            stranger = next(one for one in map(peer_id, range(1, 32)) if dials(owner.victim, one, owner.peer))
             ticket = sign_ticket(
                 Ticket(
                     job=JOB,
-                    peer=STRANGER,
+                    peer=stranger,
                     stage=1,
                     plan_version=owner.version,
                     role="stage",
@@ -303,13 +332,13 @@ async def test_no_address_of_the_owners_choice_is_dialled(victim: Victim):
                 ),
                 owner.membership.credentials.identity.key,
             )
-            owner.attempt += 1
-            neighbour = wire.Neighbour(stage=1, peer=STRANGER, ticket=ticket)
+            neighbour = wire.Neighbour(stage=1, peer=stranger, ticket=ticket)
             await owner.enlist((*owner.places()[:1], neighbour))
             answer = await owner.attach(HONEST)
             while isinstance(answer, wire.Status):
-                answer = await received(owner.control)
+                answer = await owner.answer()
             log.info("%s", answer)
-            assert isinstance(answer, wire.LinkLost | wire.StageFailed)
+            assert isinstance(answer, wire.LinkLost)
+            assert answer.peer == stranger
         with pytest.raises(BlockingIOError):
             trap.accept()

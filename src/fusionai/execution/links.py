@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from fusionai.coordination.round.liveness import Silence
-from fusionai.primitives.errors import FusionError, RefusedError, TransportError
+from fusionai.execution.memory_budget import MemoryBudget
+from fusionai.primitives.errors import ExecutionError, FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope, Transport
@@ -40,7 +41,8 @@ FLUSH_TIMEOUT_S: Final = 5.0
 
 
 class Outbox:
-    """Sends messages in order. `post` never blocks; the poster's credit bounds the queue."""
+    """Sends messages in order. `post` never blocks; the poster's credit bounds the queue, and `Links` what its tensors
+    take."""
 
     def __init__(self, channel: Channel, on_lost: Callable[[str], None]) -> None:
         self.channel = channel
@@ -52,6 +54,8 @@ class Outbox:
         self._queue: asyncio.Queue[tuple[Message, Sequence[HostTensor]] | None] = asyncio.Queue()
         self._behind = 0
         """Messages posted and not yet sent; the next message must wait for them."""
+        self.nbytes = 0
+        """Bytes of their tensors."""
         self._task = asyncio.create_task(self._run(), name="outbox")
 
     @property
@@ -68,6 +72,7 @@ class Outbox:
                 if self.channel.send_at_once(message, tensors):  # without a turn of the event loop
                     return
         self._behind += 1
+        self.nbytes += sum(tensor.nbytes for tensor in tensors)
         self._queue.put_nowait((message, tensors))
 
     async def _run(self) -> None:
@@ -76,6 +81,7 @@ class Outbox:
                 try:
                     await self.channel.send(*item)
                     self._behind -= 1
+                    self.nbytes -= sum(tensor.nbytes for tensor in item[1])
                 except FusionError as error:
                     self._on_lost(str(error))
                     with suppress(TransportError):
@@ -263,19 +269,23 @@ class _Connected:
 
 class Links(_Connected):
     """Links to all other members. `on_message` gets every message except pings and pongs; `on_lost` is called once per
-    lost link."""
+    lost link. `memory`: what tensors that wait to be sent draw on; the link to a member that does not read is lost when
+    it is used up."""
 
     def __init__(
         self,
         transport: Transport,
         *,
+        memory: MemoryBudget,
         on_message: Callable[[PeerId, Envelope], Awaitable[None]],
         on_lost: Callable[[PeerId, str], None],
         now_s: Callable[[], float],
     ) -> None:
         super().__init__(transport, now_s)
+        self._memory = memory
         self._on_message = on_message
         self._on_lost = on_lost
+        memory.join(self)
         self._waiting: dict[PeerId, asyncio.Future[None]] = {}
         """Futures that are resolved when a link to the peer is up."""
         self._dialling: dict[PeerId, _Dialling] = {}
@@ -285,7 +295,18 @@ class Links(_Connected):
         connection = self._connections.get(peer)
         if connection is None or not connection.usable:
             raise TransportError(f"there is no link to peer {short(peer)}.")
+        if connection.nbytes:
+            try:
+                self._memory.require(sum(tensor.nbytes for tensor in tensors), "what waits for a peer to read it")
+            except ExecutionError as error:
+                connection.lost(str(error))
+                return
         connection.post(message, tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that wait to be sent."""
+        return sum(connection.nbytes for connection in self._connections.values() if not connection.ended)
 
     async def up(self, peer: PeerId) -> None:
         """Wait for a usable link. Raises `TransportError` after `LINK_TIMEOUT_S`."""

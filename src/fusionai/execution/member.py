@@ -67,7 +67,13 @@ class RoundMember(ABC):
         self._tasks: set[asyncio.Task[object]] = set()
         self._driver: Outbox | None = None
         self._closed = False
-        self._links = Links(host.transport, on_message=self._from_link, on_lost=self._link_lost, now_s=host.clock.now_s)
+        self._links = Links(
+            host.transport,
+            memory=host.memory,
+            on_message=self._from_link,
+            on_lost=self._link_lost,
+            now_s=host.clock.now_s,
+        )
 
     @property
     def driven(self) -> bool:

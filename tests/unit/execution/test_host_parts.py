@@ -15,6 +15,7 @@ from fusionai.execution import host as compute
 from fusionai.execution.connections import LocalChannel
 from fusionai.execution.host import ComputeThread
 from fusionai.execution.links import Links, Outbox, dials
+from fusionai.execution.memory_budget import MemoryBudget
 from fusionai.execution.tensors import CHUNK_BYTES, chunks
 from fusionai.primitives.errors import ChannelClosed, ExecutionError, TransportError, WireError
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -297,6 +298,7 @@ def test_a_link_whose_reader_has_a_bug_is_lost_and_can_be_dialled_again():
         listener = await network.transport(OTHER).listen(accept, host="there", port=0)  # pyright: ignore
         links = Links(
             network.transport(ME),
+            memory=MemoryBudget(None),
             on_message=broken,
             on_lost=lambda peer, reason: lost.append(reason),
             now_s=VirtualClock().now_s,

@@ -13,6 +13,7 @@ import pytest
 
 from fusionai.coordination.round.liveness import DEADLINE_S, PING_S, SHORTEST_S
 from fusionai.execution.links import Links, StateConnections
+from fusionai.execution.memory_budget import MemoryBudget
 from fusionai.execution.training.boundary import boundaries
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph
@@ -400,6 +401,7 @@ class Far:
 
         links = Links(
             self.network.transport(peer_id(0)),
+            memory=MemoryBudget(None),
             on_message=nothing,
             on_lost=lambda peer, reason: self.lost.append(reason),
             now_s=self.clock.now_s,
