@@ -11,6 +11,8 @@ import os
 
 import pytest
 
+from fusionai.ir.operators import OPERATORS
+from harness import operand_fuzz
 from harness.guarded_process import run_cases, unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
@@ -40,6 +42,20 @@ def test_operands_that_disagree_are_refused_or_harmless(backend: str, cases: int
 def test_a_rule_that_is_missing_is_noticed(rule: str) -> None:
     found = run_cases("torch", SEED, 0, 400, rule, broken_rule=rule)
     assert found.escapes, f"400 cases without the rule of {rule} did no harm: is the rule needed?"
+
+
+FOUND = [("jax", 702, "refused"), ("jax", 1604, "refused"), ("jax", 9329, "refused"), ("onnxruntime", 50_721, "ran")]
+"""Cases that once ended with an error of another kind."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "number", "outcome"), FOUND)
+def test_what_was_found_stays_mended(backend: str, number: int, outcome: str) -> None:
+    needs(backend)
+    opened = operand_fuzz.opened(backend)
+    missing = set(opened.unsupported(sorted(OPERATORS)))
+    case = operand_fuzz.case_number(number, 77, lambda one: one.op not in missing)
+    assert operand_fuzz.attempt(opened, case, trains=backend != "onnxruntime") == outcome
 
 
 @pytest.mark.long

@@ -141,7 +141,8 @@ def check_indices(graph: Graph, nodes: Sequence[Node], inputs: Mapping[str, Host
         if not isinstance(table, Ref) or not isinstance(indices, Ref) or indices.name not in inputs:
             continue
         dim = node.args[1] if node.op == "aten.index_select.default" else 0
-        size = graph.values[table.name].shape[dim] if isinstance(dim, int) else None
+        shape = graph.values[table.name].shape
+        size = shape[dim] if isinstance(dim, int) and -len(shape) <= dim < len(shape) else None
         given = inputs[indices.name]
         if not isinstance(size, int) or not given.nbytes or given.dtype not in ("int64", "int32"):
             continue

@@ -12,7 +12,8 @@ into a function and checks its memory beforehand, `backends.state` names slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fusionai.backends.binding import bind_symbols, check_indices, largest
+from fusionai.backends.binding import OPERATOR_FAILURES, bind_symbols, check_indices, first_line, largest
 from fusionai.backends.interface import NOTHING_BEGUN, Call, Entries, StageProgram, Tensors, check_gradient, key_of
 from fusionai.backends.jax.dtypes import DTYPES, Device, is_floating, to_host, to_jax
 from fusionai.backends.jax.tracing import JaxContext, Program, Value, footprint_bytes, program_of
@@ -222,12 +223,13 @@ class JaxStageProgram(StageProgram):
         dropout = DropoutKey(self._options.seed, call.step, call.microbatch)
         keys = {node: np.array(folds(dropout, node), np.uint32) for node in compiled.drops}
         trained, fixed = self._parameters()
-        if training:
-            (floats, pull), (rest, writes) = compiled.forward(trained, leaves, others, fixed, keys)
-            carrying = {name: (value.shape, value.dtype) for name, value in floats.items()}
-            self._contexts[key_of(call)] = _InFlight(pull, carrying)
-        else:
-            (floats, rest), writes = compiled.forward(trained, leaves, others, fixed, keys)
+        with _compiling():
+            if training:
+                (floats, pull), (rest, writes) = compiled.forward(trained, leaves, others, fixed, keys)
+                carrying = {name: (value.shape, value.dtype) for name, value in floats.items()}
+                self._contexts[key_of(call)] = _InFlight(pull, carrying)
+            else:
+                (floats, rest), writes = compiled.forward(trained, leaves, others, fixed, keys)
         self._rewrite(writes)
         return {name: to_host(value) for name, value in {**floats, **rest}.items()}
 
@@ -266,7 +268,8 @@ class JaxStageProgram(StageProgram):
             name: roots[name] if name in roots else jnp.zeros(shape, dtype)
             for name, (shape, dtype) in held.outputs.items()
         }
-        trained, leaves = _pulled(held.pull, all_roots)
+        with _compiling():
+            trained, leaves = _pulled(held.pull, all_roots)
         values = reached(self._graph, frozenset(self._graph.outputs[name] for name in roots))
         found = {name: leaf for name, leaf in leaves.items() if name in values}
         return found | {value: trained[key] for value, key in self._trained_values.items() if value in values}
@@ -374,6 +377,16 @@ class JaxStageProgram(StageProgram):
         flight_bytes = footprint_bytes(self._graph, program, symbols, self._grad_inputs, training=training)
         microbatches = max(1, self._options.in_flight) if training else 1
         self._require_room_in_flight(held_bytes + flight_bytes * microbatches, microbatches, limit_bytes)
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Name what JAX can't compile, such as the gradient of a pooling with dilation, which it finds when it first runs
+    what was traced."""
+    try:
+        yield
+    except OPERATOR_FAILURES as error:
+        raise ExecutionError(f"JAX can't run this stage: {first_line(error)}.") from error
 
 
 def traced_forward(graph: Graph, program: Program, sizes: Mapping[str, int], training: bool) -> Callable[..., Any]:
