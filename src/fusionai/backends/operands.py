@@ -98,6 +98,13 @@ def _linear_attention(query: Any, key: Any, value: Any, *, decay: Any, beta: Any
         expect(one is None or tuple(one.shape) == tuple(key.shape[:3]), f"sizes {list(key.shape[:3])}", one)
 
 
+def _adaptive_pool(_x: Any, sizes: int | Sequence[int], *_: Any, **__: Any) -> None:
+    """Results are limited even if the operand is empty: a graph with a matrix for each dimension exhausts memory."""
+    given = (sizes,) if isinstance(sizes, int) else sizes
+    largest = max((size for size in given if isinstance(size, int)), default=0)
+    expect(largest <= LARGEST_STRIDE, f"at most {LARGEST_STRIDE} places in each dimension", largest)
+
+
 def _expert_linear(x: Any, weight: Any, experts: Any, *, transposed: bool = False) -> None:
     expect(len(x.shape) == 2 and len(weight.shape) == 3, "rows of rank 2 and weights of rank 3", x, weight)
     expect(x.shape[1] == weight.shape[1 if transposed else 2], "rows as wide as the experts take", x, weight)
@@ -208,6 +215,13 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
         "aten.pad.default": _pad,
         "aten.diff.default": _diff,
         "aten.binary_cross_entropy.default": _binary_cross_entropy,
+        **{
+            f"aten.{name}.default": _adaptive_pool
+            for name in (
+                *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
+                *("adaptive_max_pool2d", "adaptive_max_pool3d"),
+            )
+        },
         **{
             f"aten.{name}": _convolution
             for name in (

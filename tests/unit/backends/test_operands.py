@@ -49,6 +49,13 @@ def test_a_cumulative_sum_of_exponentials_needs_floats() -> None:
     RULES["aten.logcumsumexp.default"](torch.zeros(3), 0)
 
 
+@pytest.mark.parametrize("sizes", [[2**31 - 1, 2], [1, 2**31], LARGEST_STRIDE + 1])
+def test_a_pooling_makes_a_limited_number_of_places(sizes: list[int] | int) -> None:
+    with pytest.raises(ExecutionError, match=f"at most {LARGEST_STRIDE} places in each dimension"):
+        RULES["aten.adaptive_avg_pool2d.default"](X, sizes)
+    RULES["aten.adaptive_avg_pool2d.default"](X, [3, LARGEST_STRIDE])
+
+
 def test_a_norm_of_no_elements_is_refused() -> None:
     with pytest.raises(ExecutionError, match="at least one element"):
         RULES["aten._weight_norm_interface.default"](torch.zeros(1, 0), torch.zeros(1, 0), 1)

@@ -395,7 +395,10 @@ class _Body:
         return made
 
     def scan(self, scanned: Mapping[str, Tensor], *, state_shape: Sequence[Size], after: str, result: str) -> Tensor:
-        """Run the body along the positions of `scanned`, from a state of zeros."""
+        """Run the body along the positions of `scanned`, from a state of zeros. Raises `ExecutionError` if there is
+        nothing to scan: ONNX Runtime would divide by zero."""
+        if any(size == 0 for sizes in (state_shape, *(one.shape for one in scanned.values())) for size in sizes):
+            raise ExecutionError("ONNX Runtime can't scan tensors without elements.")
         b = self._b
         dtype = b.out.dtype
         own = self._own | set(scanned)
