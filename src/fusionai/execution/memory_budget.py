@@ -24,7 +24,7 @@ from fusionai.backends.state import ProgramSize
 from fusionai.primitives.errors import ExecutionError
 
 
-class Sized(Protocol):
+class MeasuredProgram(Protocol):
     """A program that was loaded."""
 
     size: ProgramSize
@@ -46,7 +46,7 @@ class MemoryBudget:
         self.limit_bytes = limit_bytes
         self._host_limit_bytes = host_limit_bytes
         self._stores = WeakSet[Holding]()
-        self._in_use = WeakKeyDictionary[Sized, int | None]()
+        self._in_use = WeakKeyDictionary[MeasuredProgram, int | None]()
         """Program -> bytes beside it that are in use with it; None for a program that takes no part in its job yet."""
         self._loading = asyncio.Lock()
 
@@ -83,13 +83,13 @@ class MemoryBudget:
         async with self._loading:
             yield self.left_bytes
 
-    def add(self, program: Sized) -> None:
+    def add(self, program: MeasuredProgram) -> None:
         """Count a program as long as it lives. It takes no part in its job yet. Raises `ExecutionError` if it does not
         fit beside what came while it was loaded, and does not count it then."""
         self._check(program.size.kept_bytes, self.left_bytes, "a loaded stage")
         self._in_use[program] = None
 
-    def use(self, program: Sized, beside_bytes: int = 0) -> None:
+    def use(self, program: MeasuredProgram, beside_bytes: int = 0) -> None:
         """Count a program as taking part in its job, with `beside_bytes` of tensors. Raises `ExecutionError` if these
         or what it keeps while it runs do not fit."""
         needed_bytes = program.size.kept_bytes + program.size.in_use_bytes + beside_bytes
@@ -111,7 +111,7 @@ class MemoryBudget:
             hint="Lend more memory, or give this machine fewer or smaller stages.",
         )
 
-    def _reserved_bytes(self, program: Sized) -> int:
+    def _reserved_bytes(self, program: MeasuredProgram) -> int:
         if program not in self._in_use:
             return 0
         beside_bytes = self._in_use[program]
