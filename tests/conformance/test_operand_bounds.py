@@ -45,6 +45,7 @@ def test_a_rule_that_is_missing_is_noticed(rule: str) -> None:
 
 
 FOUND = [
+    ("torch", 65_733, "refused"),
     ("jax", 702, "refused"),
     ("jax", 1604, "refused"),
     ("jax", 9329, "refused"),

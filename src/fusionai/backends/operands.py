@@ -132,6 +132,8 @@ def _embedding_bag(
     expect(-1 <= padding < weight.shape[0], f"a padding index below {weight.shape[0]}, or -1", padding)
 
 
+MOST_PIECES: Final = 4096
+"""As many as a node of a graph may have results; chosen."""
 LARGEST_DIFFERENCE: Final = 64
 """How often differences may be taken. Chosen; each is an operator of its own."""
 LARGEST_STRIDE: Final = 1 << 16
@@ -169,6 +171,11 @@ def _diff(x: Any, n: int = 1, dim: int = -1, *_: Any, **__: Any) -> None:
     expect(len(x.shape) > 0 and -len(x.shape) <= dim < len(x.shape), "a dimension of the operand", dim, x)
     size = x.shape[dim]
     expect(0 <= n <= LARGEST_DIFFERENCE and (not isinstance(size, int) or n <= max(size, 1)), f"0 to {size} times", n)
+
+
+def _chunk(_x: Any, pieces: int, *_: Any, **__: Any) -> None:
+    """An operand without elements is cut into as many pieces as asked for, each of which takes memory."""
+    expect(not isinstance(pieces, int) or pieces <= MOST_PIECES, f"at most {MOST_PIECES} pieces", pieces)
 
 
 def _floating(x: Any, *_: Any, **__: Any) -> None:
@@ -214,6 +221,7 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
         "aten.logcumsumexp.default": _floating,
         "aten.pad.default": _pad,
         "aten.diff.default": _diff,
+        "aten.chunk.default": _chunk,
         "aten.binary_cross_entropy.default": _binary_cross_entropy,
         **{
             f"aten.{name}.default": _adaptive_pool

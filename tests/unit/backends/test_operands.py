@@ -56,6 +56,12 @@ def test_a_pooling_makes_a_limited_number_of_places(sizes: list[int] | int) -> N
     RULES["aten.adaptive_avg_pool2d.default"](X, [3, LARGEST_STRIDE])
 
 
+def test_a_tensor_is_cut_into_a_limited_number_of_pieces() -> None:
+    with pytest.raises(ExecutionError, match="at most 4096 pieces"):
+        RULES["aten.chunk.default"](torch.zeros(0, 2), 2**31 - 1)
+    RULES["aten.chunk.default"](torch.zeros(0, 2), 4096)
+
+
 def test_a_norm_of_no_elements_is_refused() -> None:
     with pytest.raises(ExecutionError, match="at least one element"):
         RULES["aten._weight_norm_interface.default"](torch.zeros(1, 0), torch.zeros(1, 0), 1)
