@@ -42,8 +42,12 @@ class HostileOwner:
     addresses: tuple[str, ...]
     trust: JobTrust
     tickets: Mapping[str, bytes]
+    stage_ticket: bytes
+    """Its own one for the stage that the plan leaves at its machine."""
     version: int
     control: Channel = field(init=False)
+    placement: bytes = b""
+    """The signed placement of the present round."""
     channels: list[Channel] = field(default_factory=list[Channel])
     attempt: int = 0
 
@@ -64,8 +68,11 @@ class HostileOwner:
             (member,) = await session.pool()
             victim = PeerId(member.view.peer)
             granted = await session.request(JOB, "an attack", _plan(victim, membership.peer), 1)
+            plan = msgspec.Raw(msgspec.msgpack.encode(granted.plan))
+            again = await session._ask(wire.JobRequest(job=JOB, title="an attack", plan=plan, steps=1), wire.JobGranted)
+            stage_ticket = next(one.ticket for one in again.tickets if one.peer == membership.peer)
             places = tuple(one for one in member.view.addresses if one.startswith("tcp://"))
-            owner = cls(membership, victim, places, trust, granted.tickets, granted.plan.version)
+            owner = cls(membership, victim, places, trust, granted.tickets, stage_ticket, granted.plan.version)
             owner.control = await owner.dial("control")
             try:
                 yield owner
@@ -73,13 +80,14 @@ class HostileOwner:
                 for channel in owner.channels:
                     channel.abort()
 
-    async def dial(self, stream: wire.Stream) -> Channel:
+    async def dial(self, stream: wire.Stream, *, as_stage: bool = False) -> Channel:
+        """With its ticket as the driver, or as the stage at its machine."""
         channel = await TcpTransport(self.membership.credentials).dial(
             self.addresses, expect=self.victim, stream=stream
         )
         self.channels.append(channel)
-        placement = self._placement(self.places())
-        ticket = self.tickets[self.peer]
+        placement = self.placement if as_stage else self._placement(self.places())
+        ticket = self.stage_ticket if as_stage else self.tickets[self.peer]
         await channel.send(wire.OpenJob(job=JOB, fence=self.fence, ticket=ticket, placement=placement))
         answer = await received(channel)
         assert isinstance(answer, wire.Done), answer
@@ -92,21 +100,28 @@ class HostileOwner:
         )
         return (*here, wire.Neighbour(stage=stages, peer=self.peer))
 
-    def _placement(self, places: Sequence[wire.Neighbour]) -> bytes:
-        return self.trust.seal.placement(JOB, self.fence, stages=((one.stage, one.peer) for one in places), standbys=())
+    def _placement(self, places: Sequence[wire.Neighbour], standbys: Sequence[int] = ()) -> bytes:
+        return self.trust.seal.placement(
+            JOB,
+            self.fence,
+            stages=((one.stage, one.peer) for one in places),
+            standbys=((stage, self.victim) for stage in standbys),
+        )
 
-    async def enlist(self, places: Sequence[wire.Neighbour] | None = None) -> None:
-        """Begin another round."""
+    async def enlist(self, places: Sequence[wire.Neighbour] | None = None, standbys: Sequence[int] = ()) -> None:
+        """Begin another round. The victim stands by for the stages `standbys`."""
         self.attempt += 1
         places = self.places() if places is None else places
+        self.placement = self._placement(places, standbys)
         await self.control.send(
             wire.Enlist(
                 fence=self.fence,
                 job=JOB,
                 neighbours=tuple(places),
-                partition="a cut",
+                standbys=tuple(standbys),
+                partition=f"cut {self.attempt}",
                 ticket=self.tickets[self.victim],
-                placement=self._placement(places),
+                placement=self.placement,
             )
         )
         answer = await self.answer()

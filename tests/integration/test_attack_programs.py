@@ -11,26 +11,30 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 
 from fusionai.execution.links import dials
 from fusionai.ir.schema import Graph, Node, Ref, ValueSpec
+from fusionai.primitives.errors import ChannelClosed
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.transport.channels.tcp import TcpChannel
 from fusionai.transport.enrolment import load_membership
-from fusionai.transport.interface import Channel
+from fusionai.transport.interface import Channel, Envelope
+from fusionai.transport.routes.tcp import TcpTransport
 from fusionai.transport.security.signed import Ticket, sign_ticket
 from fusionai.wire import messages as wire
-from fusionai.wire.frame import encode_header
+from fusionai.wire.frame import encode_header, headers
 from harness.hostile_owner import JOB, HostileOwner
 from harness.in_a_loop import in_a_loop
 from harness.live_pool import LivePool, Process, fusion
 from harness.memory_group import MemoryGroup, memory_group
+from harness.patience import CEILING_S
 from harness.pool import peer_id
 
 pytestmark = [
@@ -144,8 +148,8 @@ async def results(feed: Channel) -> dict[str, HostTensor]:
     return dict(envelope.tensors)
 
 
-async def outcome(owner: HostileOwner, graph: Graph) -> wire.Message | dict[str, HostTensor]:
-    """What the victim makes of a graph: its results, or why the stage failed."""
+async def outcome(owner: HostileOwner, graph: Graph, n: int = 1) -> wire.Message | dict[str, HostTensor]:
+    """What the victim makes of a graph: its results, or why the stage failed. `n`: the size of symbols."""
     answer = await owner.attach(graph)
     if not isinstance(answer, wire.Status):
         return answer
@@ -154,7 +158,8 @@ async def outcome(owner: HostileOwner, graph: Graph) -> wire.Message | dict[str,
     ready = await owner.resume()
     if not isinstance(ready, wire.Ready):
         return ready
-    values = {name: tensor(*graph.values[name].shape) for name in graph.inputs}
+    shapes = {name: graph.values[name].shape for name in graph.inputs}
+    values = {name: tensor(*(n if isinstance(dim, str) else dim for dim in shape)) for name, shape in shapes.items()}
     await feed.send(owner.forward(values), tuple(values.values()))
     failed = asyncio.ensure_future(owner.answer())
     made = asyncio.ensure_future(results(feed))
@@ -196,6 +201,47 @@ async def test_operands_that_disagree_reach_no_kernel(victim: Victim, name: str)
     async with attacking(victim) as owner:
         await owner.enlist()
         answer = await outcome(owner, DISAGREEING[name])
+        assert isinstance(answer, wire.StageFailed), "nothing came back"
+        assert "expected" in answer.reason
+        log.info("%s", answer.reason)
+
+
+ROWS, EACH = (4, CHANNELS), (CHANNELS,)
+STATISTICS = {"x": ROWS, **dict.fromkeys(("w", "b", "mean", "var"), EACH)}
+NORMS = {
+    "aten._native_batch_norm_legit_functional.default": (STATISTICS, ("m", "v", "new_mean", "new_var"), (True,)),
+    "aten._native_batch_norm_legit_no_training.default": (STATISTICS, ("m", "v"), ()),
+    "aten._native_batch_norm_legit.no_stats": ({"x": ROWS, "w": EACH, "b": EACH}, ("m", "v"), (True,)),
+}
+AGREEING = {
+    **{
+        op: graph_of(op, operands, {"y": ROWS, **dict.fromkeys(saved, EACH)}, *flags, 0.1, 1e-5)
+        for op, (operands, saved, flags) in NORMS.items()
+    },
+    "fusion.attention": graph_of(
+        "fusion.attention",
+        {"q": (1, 1, 4, 8), "k": (1, 1, CHANNELS, 8), "v": (1, 1, CHANNELS, 8)},
+        {"y": (1, 1, 4, 8)},
+        {"scale": 1.0, "causal": False},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "operand"), [(op, name) for op, graph in AGREEING.items() for name in graph.inputs if name not in "xqb"]
+)
+@in_a_loop
+async def test_operands_that_agree_at_their_largest_only_reach_no_kernel(victim: Victim, op: str, operand: str):
+    """The size of one operand is a symbol: the graph can be loaded, and is right for the largest size."""
+    graph = AGREEING[op]
+    shape = tuple("n" if size == CHANNELS else size for size in graph.values[operand].shape)
+    values = {**graph.values, operand: ValueSpec(shape, "float32")}
+    graph = msgspec.structs.replace(graph, symbols={"n": (1, CHANNELS)}, values=values)
+    async with attacking(victim) as owner:
+        await owner.enlist()
+        assert isinstance(answer := await outcome(owner, graph, CHANNELS), dict), answer
+        await owner.enlist()
+        answer = await outcome(owner, graph, 1)
         assert isinstance(answer, wire.StageFailed), "nothing came back"
         assert "expected" in answer.reason
         log.info("%s", answer.reason)
@@ -270,6 +316,50 @@ async def test_tensors_for_later_work_at_many_stages_take_no_more_than_is_lent(v
         assert "more than it lends to all jobs together" in answer.reason
 
 
+async def until_refused(owner: HostileOwner, first: int) -> str:
+    """Why the victim refused a snapshot of a stage from `first` on."""
+    while True:
+        answer = await owner.answer()
+        if isinstance(answer, wire.StageFailed) and answer.stage >= first:
+            return answer.reason
+
+
+@in_a_loop
+async def test_snapshots_of_many_stages_take_no_more_than_is_lent_beside_a_stage_that_holds_tensors(victim: Victim):
+    """Half of what is lent is held by a stage, and snapshots of four times what is lent follow."""
+    shape = (PART // 4 // 1024, 1024)
+    waiting = graph_of("aten.add.Tensor", {"x": shape, "z": shape}, {"y": shape})
+    async with attacking(victim) as owner:
+        watched = range(1, 1 + 2 * LENT_BYTES // PART)
+        own = tuple(wire.Neighbour(stage=stage, peer=owner.peer) for stage in watched)
+        await owner.enlist((*owner.places()[:1], *own), watched)
+        answer = await owner.attach(waiting, later=("z",), microbatches=1000)
+        assert isinstance(answer, wire.Status), answer
+        feed = await owner.dial("tensors")
+        await owner.dial("state")
+        assert isinstance(answer := await owner.resume(), wire.Ready), answer
+        part = {"x": tensor(*shape)}
+        for microbatch in range(LENT_BYTES // 2 // PART):
+            await feed.send(owner.forward(part, microbatch=microbatch), [*part.values()])
+        refused = asyncio.ensure_future(until_refused(owner, 1))
+        state = await owner.dial("state", as_stage=True)
+        sent = 0
+        for step, stage in ((step, stage) for step in (1, 2) for stage in watched):
+            message = wire.Snapshot(
+                fence=owner.fence, stage=stage, step=step, part=0, watermark=0, last=True, tensors=headers(part)
+            )
+            if state.closed or refused.done():
+                break
+            with suppress(ChannelClosed):  # the victim may end the connection instead
+                await state.send(message, tuple(part.values()))
+                sent += PART
+        if not state.closed:
+            await asyncio.wait((refused, asyncio.ensure_future(state.receive())), return_when=asyncio.FIRST_COMPLETED)
+        log.info("after %d MiB: %s", sent // MIB, refused.result() if refused.done() else "the connection was ended")
+        refused.cancel()
+        assert sent < 4 * LENT_BYTES, "it takes them all"
+
+
 @in_a_loop
 async def test_results_that_the_owner_does_not_read_take_no_more_than_is_lent(victim: Victim):
     shape = (PART // 4 // 1024, 1024)
@@ -312,9 +402,37 @@ def unfinished(channel: Channel, message: wire.Message, body_bytes: int, sent_by
     channel._write(encode_header(len(encoded), body_bytes) + encoded + bytes(sent_bytes))
 
 
+PROBES, PROBE_BYTES = 60, 4 * MIB
+
+
 @in_a_loop
-async def test_no_address_of_the_owners_choice_is_dialled(victim: Victim):
-    """A ticket for the neighbour that the owner signed itself names a port of the provider's own machine."""
+async def test_unfinished_probes_of_a_member_without_a_ticket_take_the_memory_of_a_few(victim: Victim):
+    """60 of 4 MiB each are more than is lent."""
+    transport = TcpTransport(load_membership(victim.pool.owner / "owner").credentials)
+    probe = wire.Probe(sequence=1, sent_at_s=0.0, tensors=(wire.TensorHeader("probe", "uint8", (PROBE_BYTES,)),))
+    async with attacking(victim) as owner:
+        channels: list[Channel] = []
+        ends: set[asyncio.Future[Envelope]] = set()
+        try:
+            for _ in range(PROBES):
+                channels.append(await transport.dial(owner.addresses, expect=owner.victim, stream="tensors"))
+                unfinished(channels[-1], probe, PROBE_BYTES, PROBE_BYTES - 1)
+            ends = {asyncio.ensure_future(channel.receive()) for channel in channels}
+            async with asyncio.timeout(CEILING_S):
+                while len(ends) > 8:
+                    done, ends = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                    assert all(isinstance(one.exception(), ChannelClosed) for one in done)
+            log.info("%d of %d connections with unfinished probes were ended", PROBES - len(ends), PROBES)
+        finally:
+            for channel in channels:
+                channel.abort()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+
+@pytest.mark.parametrize("signer", ["the owner", "nothing", "the broker, for another key"])
+@in_a_loop
+async def test_no_address_of_the_owners_choice_is_dialled(victim: Victim, signer: str):
+    """The ticket for the neighbour names a port of the provider's own machine, or is not the neighbour's."""
     with socket.create_server(("127.0.0.1", 0)) as trap:
         trap.setblocking(False)
         async with attacking(victim) as owner:
@@ -332,7 +450,8 @@ async def test_no_address_of_the_owners_choice_is_dialled(victim: Victim):
                 ),
                 owner.membership.credentials.identity.key,
             )
-            neighbour = wire.Neighbour(stage=1, peer=stranger, ticket=ticket)
+            shown = {"the owner": ticket, "nothing": b""}.get(signer, owner.tickets[owner.victim])
+            neighbour = wire.Neighbour(stage=1, peer=stranger, ticket=shown)
             await owner.enlist((*owner.places()[:1], neighbour))
             answer = await owner.attach(HONEST)
             while isinstance(answer, wire.Status):
