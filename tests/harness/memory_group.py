@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,12 @@ from typing import Final
 
 _VERSION_1: Final = Path("/sys/fs/cgroup/memory")
 _VERSION_2: Final = Path("/sys/fs/cgroup")
+_ENTER: Final = """
+import os, sys
+with open(sys.argv[1], "w") as procs:
+    procs.write(str(os.getpid()))
+os.execv(sys.executable, [sys.executable, "-m", "fusionai", *sys.argv[2:]])
+"""
 
 
 @dataclass(frozen=True)
@@ -34,9 +40,16 @@ class MemoryGroup:
         """Limit the group from now on; beyond it the kernel kills its processes."""
         (self.path / self.limit).write_text(str(nbytes))
 
-    def add(self, pids: Iterable[int]) -> None:
-        for pid in pids:
-            (self.path / "cgroup.procs").write_text(str(pid))
+    def begin(self) -> None:
+        """Count the peak from now on; version 2 keeps that of the group's whole life."""
+        with suppress(OSError):
+            (self.path / self.peak).write_text("0")
+
+    @property
+    def fusion(self) -> tuple[str, ...]:
+        """What Python is told in place of `-m fusionai`, so that the program and its children are in the group from
+        their first page on."""
+        return ("-c", _ENTER, str(self.path / "cgroup.procs"))
 
 
 @contextmanager
