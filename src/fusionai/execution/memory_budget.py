@@ -89,6 +89,11 @@ class MemoryBudget:
         self._check(program.size.kept_bytes, self.left_bytes, "a loaded stage")
         self._in_use[program] = None
 
+    def lacking_bytes(self, program: MeasuredProgram) -> int:
+        """Return what is missing for a program to take part in its job; 0 or less: nothing."""
+        more_bytes = program.size.kept_bytes + program.size.in_use_bytes - self._reserved_bytes(program)
+        return 0 if self.left_bytes is None else more_bytes - self.left_bytes
+
     def use(self, program: MeasuredProgram, beside_bytes: int = 0) -> None:
         """Count a program as taking part in its job, with `beside_bytes` of tensors. Raises `ExecutionError` if these
         or what it keeps while it runs do not fit."""

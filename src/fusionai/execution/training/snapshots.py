@@ -231,6 +231,16 @@ class MemberSnapshots:
         self.judged.clear()
         self.store.begin_round(partition)
 
+    def give_way(self, stage: int, lacking_bytes: int) -> None:
+        """Drop snapshots of other stages until this stage, which is to run here, has the memory that it lacks. The
+        driver hears of each: it must not count on them."""
+        for other in sorted({at.stage for at in self.store.held} - {stage}):
+            if lacking_bytes <= 0:
+                return
+            lacking_bytes -= self.store.nbytes_of(other)
+            self.store.drop(other)
+            self._on_refused(other, "out_of_memory", f"stage {stage}, which runs here, needs the snapshots' memory")
+
     # -------------------------------------------------------------------------------------------------------- taking
 
     async def serve(self, peer: PeerId, channel: Channel) -> None:

@@ -33,6 +33,7 @@ from fusionai.wire.messages import StageOptions
 
 if TYPE_CHECKING:
     from fusionai.execution.training.member import JobMember
+    from fusionai.execution.training.snapshots import MemberSnapshots
 
 
 class Stages:
@@ -72,7 +73,8 @@ class Stages:
             loaded = ahead[1]
             await self._host.compute.run(loaded.program.discard)  # a recheck may have been in progress
         else:
-            loaded = await load_stage(self._host, attach, tensors, places=places)
+            loaded = await load_stage(self._host, attach, tensors, places=places, kept=self._member.kept)
+        self._member.kept.give_way(attach.stage, self._host.memory.lacking_bytes(loaded.program))
         self._host.memory.use(loaded.program)
         return StageRuntime(
             job=self._job,
@@ -220,9 +222,11 @@ async def load_stage(
     tensors: Mapping[str, HostTensor],
     *,
     places: Mapping[int, PeerId],
+    kept: MemberSnapshots | None = None,
 ) -> LoadedStage:
     """Validate and load one stage in the compute thread, into the memory that is left. `places`: the peer of each of
-    the job's stages. It takes no part in the job yet. Raises `GraphError` for a graph or boundary that is not valid,
+    the job's stages. `kept`: snapshots of other stages that give way to this one. It takes no part in the job yet.
+    Raises `GraphError` for a graph or boundary that is not valid,
     `ExecutionError` for a stage that this machine can't run."""
     what = type(request).__name__.lower()
     graph_bytes = tensors.get("graph")
@@ -264,6 +268,10 @@ async def load_stage(
         return LoadedStage(graph, boundary, program)
 
     async with host.memory.loading() as left_bytes:
+        if left_bytes is not None and kept is not None:
+            left_bytes += kept.store.nbytes - kept.store.nbytes_of(request.stage)
         loaded, _ = await host.compute.run(lambda: load(left_bytes))
+        if kept is not None:
+            kept.give_way(request.stage, loaded.program.size.kept_bytes - (host.memory.left_bytes or 0))
         host.memory.add(loaded.program)
     return loaded

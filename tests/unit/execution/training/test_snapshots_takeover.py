@@ -18,7 +18,7 @@ from fusionai.backends.state import state_entries
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.program import TorchStageProgram
 from fusionai.execution.training.snapshots import FAILURES_TOLD
-from fusionai.primitives.tensors import HostTensor
+from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.standby.assignment import ARRIVING
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
@@ -581,5 +581,30 @@ def test_a_stage_that_moves_otherwise_is_forgotten_at_once(changes: dict[str, ob
         await run_step(running, 0, Course())
         await changed_places(stand, running, Fence(2, 1, 0), **changes)
         assert stand.member.stages == ()
+
+    with_stand(body)
+
+
+@pytest.mark.parametrize("here", [0, 7], ids=["the stage's own", "another stage's"])
+def test_a_stage_that_runs_here_gets_the_memory_of_other_stages_snapshots(here: int):
+    async def body(stand: Stand) -> None:
+        control, answer = await stand.open()
+        assert isinstance(answer, wire.Done)
+        await stand.enlisted(control)
+        store, memory = stand.member.kept.store, stand.member._host.memory
+        entries = {"model/x": host_tensor("uint8", (10_000,), bytes(10_000))}
+        snapshot = wire.Snapshot(
+            fence=FENCE, stage=here, step=0, part=0, last=True, watermark=0, tensors=headers(entries)
+        )
+        assert store.take(stand.peer, snapshot, entries)
+        memory.limit_bytes = store.nbytes + 100
+        message = await stand.attach_on(control)
+        assert isinstance(message, wire.StageFailed)
+        if here == 0:
+            assert (message.code, store.nbytes) == ("failed", 10_000), "it may be what the stage starts from"
+            return
+        assert (message.stage, message.code) == (7, "out_of_memory")
+        assert isinstance((await receive(control)).message, wire.Status)
+        assert store.nbytes == 0
 
     with_stand(body)
