@@ -133,7 +133,7 @@ def _embedding_bag(
 
 
 MOST_PIECES: Final = 4096
-"""As many as a node of a graph may have results; chosen."""
+"""Limit on the pieces of one tensor, which is that on the results of a node; chosen."""
 LARGEST_DIFFERENCE: Final = 64
 """How often differences may be taken. Chosen; each is an operator of its own."""
 LARGEST_STRIDE: Final = 1 << 16
