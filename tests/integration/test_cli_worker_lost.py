@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.live_pool import LivePool, Process, fusion, write_recipe, write_text
+from harness.live_pool import TINY, LivePool, Process, fusion, write_recipe, write_text
 
 pytestmark = pytest.mark.slow
 
@@ -48,9 +48,11 @@ def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def command(pool: LivePool, directory: Path) -> tuple[object, ...]:
     write_text(directory / "text.txt")
-    # A worker that recomputes returns freed memory, so that a limit on it is felt in the next step.
+    # A worker that recomputes returns freed memory, and its activations take more than a mebibyte each, which has a
+    # mapping of its own, so that a limit on it is felt in the next step.
     train = {"train__batch_size": 16, "train__clip_norm": 1.0, "train__recompute": "always"}
-    settings = {"job__steps": STEPS, **train, "placement": {"stages": 2}}
+    model = {"config": {**TINY, "intermediate_size": 2048}}
+    settings = {"job__steps": STEPS, "model": model, **train, "placement": {"stages": 2}}
     recipe = write_recipe(directory / "r.toml", **settings)
     return ("train", recipe, "--home", pool.owner, "--threads", 1, "--json", directory / "out.json")
 
