@@ -89,10 +89,17 @@ class MemoryBudget:
         self._check(program.size.kept_bytes, self.left_bytes, "a loaded stage")
         self._in_use[program] = None
 
+    @property
+    def is_one(self) -> bool:
+        """Whether stores take memory from programs, so that dropping what is stored makes room for a program."""
+        return self.limit_bytes is not None and self._host_limit_bytes is None
+
     def lacking_bytes(self, program: MeasuredProgram) -> int:
-        """Return what is missing for a program to take part in its job; 0 or less: nothing."""
-        more_bytes = program.size.kept_bytes + program.size.in_use_bytes - self._reserved_bytes(program)
-        return 0 if self.left_bytes is None else more_bytes - self.left_bytes
+        """Return what stores would have to give up for a program to take part in its job; 0 or less: nothing."""
+        left_bytes = self.left_bytes
+        if left_bytes is None or not self.is_one:
+            return 0
+        return program.size.kept_bytes + program.size.in_use_bytes - self._reserved_bytes(program) - left_bytes
 
     def use(self, program: MeasuredProgram, beside_bytes: int = 0) -> None:
         """Count a program as taking part in its job, with `beside_bytes` of tensors. Raises `ExecutionError` if these

@@ -98,3 +98,12 @@ def test_the_owners_own_machine_limits_no_program() -> None:
     assert memory.left_bytes is None
     with pytest.raises(ExecutionError, match="a snapshot"):
         memory.require(2**60, "a snapshot")
+
+
+def test_stores_give_way_only_where_that_makes_room() -> None:
+    """Not on a machine without a limit, nor for what a card lacks."""
+    program = Program(60, 50)
+    assert MemoryBudget(100).lacking_bytes(program) == 10
+    assert MemoryBudget(200).lacking_bytes(program) < 0
+    assert MemoryBudget(None).lacking_bytes(program) == 0
+    assert MemoryBudget(100, host_limit_bytes=1).lacking_bytes(program) == 0

@@ -72,9 +72,9 @@ class Stages:
         if ahead is not None and ahead[0] == identity:
             loaded = ahead[1]
             await self._host.compute.run(loaded.program.discard)  # a recheck may have been in progress
+            self._member.kept.give_way(attach.stage, self._host.memory.lacking_bytes(loaded.program))
         else:
             loaded = await load_stage(self._host, attach, tensors, places=places, kept=self._member.kept)
-        self._member.kept.give_way(attach.stage, self._host.memory.lacking_bytes(loaded.program))
         self._host.memory.use(loaded.program)
         return StageRuntime(
             job=self._job,
@@ -268,10 +268,10 @@ async def load_stage(
         return LoadedStage(graph, boundary, program)
 
     async with host.memory.loading() as left_bytes:
-        if left_bytes is not None and kept is not None:
+        if left_bytes is not None and kept is not None and host.memory.is_one:
             left_bytes += kept.store.nbytes - kept.store.nbytes_of(request.stage)
         loaded, _ = await host.compute.run(lambda: load(left_bytes))
         if kept is not None:
-            kept.give_way(request.stage, loaded.program.size.kept_bytes - (host.memory.left_bytes or 0))
+            kept.give_way(request.stage, host.memory.lacking_bytes(loaded.program))
         host.memory.add(loaded.program)
     return loaded

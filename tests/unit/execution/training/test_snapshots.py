@@ -289,3 +289,16 @@ def test_a_snapshot_whose_rest_is_not_here_is_refused():
         store.part(0, step=6, rest_of=2)
     assert not store.part(1, step=6, rest_of=2), "a gap"
     assert store.held == at((1, 4))
+
+
+def test_what_a_driver_never_lets_go_of_is_retained_up_to_what_is_lent():
+    one = rows()
+    memory = MemoryBudget(2 * one.nbytes)
+    retained = RetainedMessages(memory)
+    for step in (0, 1, 1):  # a step that runs again replaces what it sent
+        retained.keep(forward(step=step)[0], [one])
+    with pytest.raises(ExecutionError, match="what a stage sent and retains would make this machine hold"):
+        retained.keep(forward(step=2)[0], [one])
+    retained.drop_below(1)
+    retained.keep(forward(step=2)[0], [one])
+    assert memory.stores_bytes == retained.nbytes == 2 * one.nbytes

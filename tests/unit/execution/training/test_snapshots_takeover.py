@@ -585,8 +585,12 @@ def test_a_stage_that_moves_otherwise_is_forgotten_at_once(changes: dict[str, ob
     with_stand(body)
 
 
-@pytest.mark.parametrize("here", [0, 7], ids=["the stage's own", "another stage's"])
-def test_a_stage_that_runs_here_gets_the_memory_of_other_stages_snapshots(here: int):
+@pytest.mark.parametrize(
+    ("here", "limited"),
+    [(0, True), (7, True), (7, False)],
+    ids=["the stage's own", "another stage's", "without a limit"],
+)
+def test_a_stage_that_runs_here_gets_the_memory_of_other_stages_snapshots(here: int, limited: bool):
     async def body(stand: Stand) -> None:
         control, answer = await stand.open()
         assert isinstance(answer, wire.Done)
@@ -597,8 +601,12 @@ def test_a_stage_that_runs_here_gets_the_memory_of_other_stages_snapshots(here: 
             fence=FENCE, stage=here, step=0, part=0, last=True, watermark=0, tensors=headers(entries)
         )
         assert store.take(stand.peer, snapshot, entries)
-        memory.limit_bytes = store.nbytes + 100
+        memory.limit_bytes = store.nbytes + 100 if limited else None
         message = await stand.attach_on(control)
+        if not limited:
+            assert isinstance(message, wire.Status)
+            assert store.nbytes == 10_000
+            return
         assert isinstance(message, wire.StageFailed)
         if here == 0:
             assert (message.code, store.nbytes) == ("failed", 10_000), "it may be what the stage starts from"
