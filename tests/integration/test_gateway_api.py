@@ -182,6 +182,8 @@ def test_a_key_opens_everything_but_the_page_and_the_health(engine: ScriptedEngi
                 assert (await http.get(path)).status_code == 200, path
             good = {"authorization": "Bearer a-good-long-key-of-hers", "host": "pool.example"}
             assert (await http.get("/v1/models", headers=good)).status_code == 200
+            for key, status in (("a-good-long-key-of-hers", 200), ("another-key-of-nobody", 401)):
+                assert (await http.get("/v1/models", headers={"x-api-key": key})).status_code == status
             assert (await http.get("/openapi.json")).json()["security"] == [{"key": []}]
 
     asyncio.run(scenario())

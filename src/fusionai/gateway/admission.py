@@ -71,7 +71,7 @@ class AdmissionMiddleware:
             status = 499
             self._metrics.disconnected.inc()
         except ApiError as problem:
-            await error_response(problem)(scope, receive, send_named)
+            await error_response(problem, path)(scope, receive, send_named)
         finally:
             self._active -= counted
             self._metrics.active.set(self._active)
@@ -95,12 +95,14 @@ class AdmissionMiddleware:
         if ring is None:
             return _NOBODY
         scheme, _, key = headers.get("authorization", "").partition(" ")
+        if not scheme and (anthropic := headers.get("x-api-key")) is not None:
+            scheme, key = "bearer", anthropic
         holder = ring.holder(key.strip()) if scheme.lower() == "bearer" else None
         if holder is None:
             message = (
                 "The API key is not valid for this gateway."
                 if scheme
-                else "Expected the header `Authorization: Bearer KEY` with an API key of this gateway."
+                else "Expected the header `Authorization: Bearer KEY` or `x-api-key: KEY` with a key of this gateway."
             )
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return holder

@@ -30,7 +30,7 @@ from fusionai.gateway.context import GatewayContext, json_response
 from fusionai.gateway.errors import ApiError, ErrorAnswer, error_response
 from fusionai.gateway.metrics import CONTENT_TYPE, Metrics
 from fusionai.gateway.requests import ChatRequest, CompletionRequest, EmbeddingRequest
-from fusionai.gateway.streaming import EventStream, event
+from fusionai.gateway.streaming import AnswerStream, EventForm, event
 from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.serving.interface import Engine, EngineStatus
 from fusionai.serving.model_text import ModelText
@@ -192,9 +192,9 @@ class Gateway:
         self._context.close()
 
     async def _own_mistake(self, request: Request, problem: Exception) -> Response:
-        del request
         self.metrics.broken(problem)
-        return error_response(ApiError(500, "The gateway failed; its log says why.", code="internal_error"))
+        own = ApiError(500, "The gateway failed; its log says why.", code="internal_error")
+        return error_response(own, request.url.path)
 
 
 def make_app(config: GatewayConfig, engine: Engine, text: ModelText, clock: Clock | None = None) -> Gateway:
@@ -268,8 +268,14 @@ class StatusEndpoint:
             """There is no generation to cancel."""
 
         context = self._context
-        return EventStream(
-            self._changes(), context.config.limits, context.streams, on_slow=_ignore, on_gone=_ignore, on_end=nothing
+        return AnswerStream(
+            self._changes(),
+            EventForm(),
+            context.config.limits,
+            context.streams,
+            on_slow=_ignore,
+            on_gone=_ignore,
+            on_end=nothing,
         )
 
     async def health(self, request: Request) -> Response:
@@ -326,9 +332,8 @@ def _page(file: str, media: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def _api_error(request: Request, problem: Exception) -> Response:
-    del request
     assert isinstance(problem, ApiError)
-    return error_response(problem)
+    return error_response(problem, request.url.path)
 
 
 async def _http_error(request: Request, problem: Exception) -> Response:
@@ -344,4 +349,4 @@ async def _http_error(request: Request, problem: Exception) -> Response:
             answer = ApiError(405, message, code="method_not_allowed", headers=headers)
         case status:
             answer = ApiError(status, problem.detail, code="http_error")
-    return error_response(answer)
+    return error_response(answer, request.url.path)

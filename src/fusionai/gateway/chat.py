@@ -18,7 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fusionai.gateway import answers
-from fusionai.gateway.context import GatewayContext, Heading, numbered
+from fusionai.gateway.chunks import ChunkForm
+from fusionai.gateway.context import AnswerForm, GatewayContext, Heading, numbered
 from fusionai.gateway.errors import invalid
 from fusionai.gateway.generation import AnswerLogprob, Choice, Delta, PromptProcessed
 from fusionai.gateway.requests import (
@@ -45,9 +46,15 @@ class ChatEndpoint:
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer one request."""
-        body, heading = await self._context.opened(request, ChatRequest, "chatcmpl")
+        body = await self._context.read(request, ChatRequest)
+        heading = self._context.heading(request, body, "chatcmpl")
+        form = ChunkForm(heading, body.n or 1, _ChatForm(self._context.text, heading))
+        return await self.answer(request, body, form)
+
+    async def answer(self, request: Request, body: ChatRequest, form: AnswerForm) -> Response:
+        """Generate what a chat asks for, also a chat that came in another protocol, and answer in the given form."""
         choices = await while_connected(request, self._choices(request, body))
-        return await self._context.reply(request, heading, choices, _ChatForm(self._context.text, heading))
+        return await self._context.reply(request, choices, form, is_stream=bool(body.stream))
 
     async def _choices(self, request: Request, body: ChatRequest) -> list[Choice]:
         context, text = self._context, self._context.text
@@ -119,7 +126,7 @@ class ChatEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class _ChatForm:
-    """`context.AnswerForm` of chats."""
+    """`chunks.ChoiceForm` of chats."""
 
     text: ModelText
     heading: Heading

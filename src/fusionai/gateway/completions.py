@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fusionai.gateway import answers
+from fusionai.gateway.chunks import ChunkForm
 from fusionai.gateway.context import GatewayContext, Heading, json_response, numbered
 from fusionai.gateway.errors import as_api_error, invalid
 from fusionai.gateway.generation import AnswerLogprob, Choice, Delta, PromptProcessed
@@ -75,10 +76,11 @@ class CompletionEndpoint:
 
     async def text_completions(self, request: Request) -> Response:
         """Answer one request."""
-        body, heading = await self._context.opened(request, CompletionRequest, "cmpl")
+        body = await self._context.read(request, CompletionRequest)
+        heading = self._context.heading(request, body, "cmpl")
         choices, echoes = await while_connected(request, self._choices(request, body))
-        form = _CompletionForm(self._context.text, heading, echoes)
-        return await self._context.reply(request, heading, choices, form)
+        form = ChunkForm(heading, len(choices), _CompletionForm(self._context.text, heading, echoes))
+        return await self._context.reply(request, choices, form, is_stream=heading.is_stream)
 
     async def _choices(self, request: Request, body: CompletionRequest) -> tuple[list[Choice], list[_Echo | None]]:
         context, text = self._context, self._context.text
@@ -109,7 +111,7 @@ class CompletionEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class _CompletionForm:
-    """`context.AnswerForm` of completions. `echoes`: by index of the answer."""
+    """`chunks.ChoiceForm` of completions. `echoes`: by index of the answer."""
 
     text: ModelText
     heading: Heading

@@ -1,7 +1,7 @@
 """What all endpoints of a gateway share: a request's settings as parameters of its generations, and sending answers.
 
 Sampling options that a request leaves out come from the model's `generation_config.json`, otherwise from OpenAI's
-defaults. `app` creates the context for the endpoints in `chat` and `completions`, which only word the answers.
+defaults. `app` creates the context for the endpoints, which only word the answers.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fusionai.gateway.answers import RouteReport, Usage
+from fusionai.gateway.answers import RouteReport
 from fusionai.gateway.config import GatewayConfig
 from fusionai.gateway.errors import ApiError, as_api_error, invalid, nearest
-from fusionai.gateway.generation import ApiGeneration, Choice, Delta, PromptProcessed
+from fusionai.gateway.generation import AnswerUpdate, ApiGeneration, Choice, Delta
 from fusionai.gateway.metrics import Metrics
-from fusionai.gateway.requests import ChatRequest, CompletionRequest, Settings, read
-from fusionai.gateway.streaming import EventStream, Streams, comment, event, while_connected
+from fusionai.gateway.requests import OPENAI, ChatRequest, CompletionRequest, OtherFields, Settings, read
+from fusionai.gateway.streaming import AnswerStream, StreamForm, Streams, while_connected
 from fusionai.gateway.text_threads import TextThreads
 from fusionai.primitives.clock import Clock
 from fusionai.serving.constraint import ConstraintCompiler, Form
-from fusionai.serving.interface import Constraint, Engine, Generation, GenerationPaused, PromptRead, Sampling
+from fusionai.serving.interface import Constraint, Engine, Generation, Sampling
 from fusionai.serving.model_text import ModelText
 
-Body = TypeVar("Body", ChatRequest, CompletionRequest)
+Body = TypeVar("Body", bound=Struct)
 P = ParamSpec("P")
 Result = TypeVar("Result")
 _ROUTE_HEADER: Final = "x-fusion-route"
@@ -39,7 +39,7 @@ _SEEDS: Final = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Fields that every chunk of an answer has, and which optional parts the answer contains."""
+    """What names an answer, and which optional parts it contains."""
 
     answer_id: str
     created: int
@@ -54,25 +54,23 @@ class Heading:
         return generation.report() if self.with_route else UNSET
 
 
-class AnswerForm(Protocol):
-    """How an endpoint words the answers to one request. A choice is an entry of `choices` in a body or chunk."""
+class AnswerForm(StreamForm, Protocol):
+    """How an endpoint words the answer to one request. One object per request, because it may hold a stream's state."""
 
-    def first(self, index: int) -> Sequence[Struct]:
-        """Return the choices that begin a stream's answer `index`."""
+    def begin(self, generation: ApiGeneration) -> Iterable[bytes]:
+        """Return what a stream begins with."""
         ...
 
-    def parts(self, update: Delta | PromptProcessed) -> Sequence[Struct]:
-        """Return the choices for new content of a stream."""
+    def update(self, update: AnswerUpdate, generation: ApiGeneration) -> Iterable[bytes]:
+        """Return what a stream says of an update."""
         ...
 
-    def whole(self, answer: Delta, prompt: PromptRead | None) -> Struct:
-        """Return the choice for a complete answer. `prompt`: what was read of its prompt."""
+    def end(self, generation: ApiGeneration) -> Iterable[bytes]:
+        """Return what a stream ends with, after all its answers are complete."""
         ...
 
-    def body(
-        self, heading: Heading, choices: list[Any], usage: Usage | UnsetType | None, route: RouteReport | UnsetType
-    ) -> Struct:
-        """Return a complete body, or a chunk of a stream."""
+    def whole(self, answers: Sequence[Delta], generation: ApiGeneration) -> Struct:
+        """Return the body that has all answers, each of which is complete."""
         ...
 
 
@@ -106,14 +104,18 @@ class GatewayContext:
 
     # Every method below raises `ApiError` for a request that can't be served.
 
-    async def opened(self, request: Request, kind: type[Body], prefix: str) -> tuple[Body, Heading]:
-        """Return the request's checked body and the heading of its answer."""
+    async def read(self, request: Request, kind: type[Body], others: OtherFields = OPENAI) -> Body:
+        """Return the request's checked body, unless the engine can't serve it now. `others`: fields of its protocol
+        that `kind` lacks."""
         self.check_ready()
-        body = await read(request, kind, self.config.limits)
+        return await read(request, kind, self.config.limits, others)
+
+    def heading(self, request: Request, body: ChatRequest | CompletionRequest, prefix: str) -> Heading:
+        """Return the heading of the answer; its id begins with `prefix`."""
         adapter = self.adapter_of(body.model)
         if body.stream_options is not None and not body.stream:
             raise invalid("`stream_options` needs `stream: true`.", "stream_options")
-        heading = Heading(
+        return Heading(
             answer_id=f"{prefix}-{secrets.token_hex(12)}",
             created=int(self.clock.wall_s()),
             model=adapter or self.config.model,
@@ -122,7 +124,6 @@ class GatewayContext:
             with_route=_wants_route(request, body.fusion_route),
             with_logprobs=body.logprobs is not None and body.logprobs is not False,
         )
-        return body, heading
 
     def check_ready(self) -> None:
         """Check that the engine has been ready and has not stopped. While it recovers, requests wait instead."""
@@ -210,13 +211,16 @@ class GatewayContext:
                 )
             return await self._compiler.compile(form)
 
-    async def reply(self, request: Request, heading: Heading, choices: Sequence[Choice], form: AnswerForm) -> Response:
-        """Start the generations and answer: with chunks as they come, or with the whole answer once it is there."""
+    async def reply(
+        self, request: Request, choices: Sequence[Choice], form: AnswerForm, *, is_stream: bool
+    ) -> Response:
+        """Start the generations and answer: with a stream, or with the whole answer once it is there."""
         generation = ApiGeneration(self.engine, choices, self.metrics, self.clock.now_s)
         await generation.open()
-        if heading.is_stream:
-            return EventStream(
-                _chunks(generation, heading, len(choices), form),
+        if is_stream:
+            return AnswerStream(
+                _pieces(generation, form),
+                form,
                 self.config.limits,
                 self.streams,
                 on_slow=self.metrics.slow.inc,
@@ -224,24 +228,18 @@ class GatewayContext:
                 on_end=generation.close,
             )
         try:
-            whole = await while_connected(request, _whole(generation, heading, len(choices), form))
+            whole = await while_connected(request, _whole(generation, len(choices), form))
         finally:
             await generation.close()
         return json_response(whole)
 
 
-async def _whole(generation: ApiGeneration, heading: Heading, count: int, form: AnswerForm) -> Struct:
+async def _whole(generation: ApiGeneration, count: int, form: AnswerForm) -> Struct:
     deltas: list[list[Delta]] = [[] for _ in range(count)]
-    prompts: dict[int, PromptRead] = {}
     async for update in generation.updates():
-        match update:
-            case PromptProcessed(index=at):
-                prompts[at] = update.read
-            case Delta(index=at):
-                deltas[at].append(update)
-            case _:
-                pass
-    wholes = (
+        if isinstance(update, Delta):
+            deltas[update.index].append(update)
+    wholes = [
         Delta(
             at,
             "".join(part.text for part in parts),
@@ -250,34 +248,18 @@ async def _whole(generation: ApiGeneration, heading: Heading, count: int, form: 
             parts[-1].finish if parts else None,
         )
         for at, parts in enumerate(deltas)
-    )
-    choices = [form.whole(answer, prompts.get(answer.index)) for answer in wholes]
-    return form.body(heading, choices, generation.usage, heading.route(generation))
+    ]
+    return form.whole(wholes, generation)
 
 
-async def _chunks(
-    generation: ApiGeneration, heading: Heading, count: int, form: AnswerForm
-) -> AsyncGenerator[bytes, None]:
-    no_usage = None if heading.with_usage else UNSET
-
-    def chunk(*choices: Struct, route: RouteReport | UnsetType = UNSET) -> bytes:
-        return event(form.body(heading, list(choices), no_usage, route))
-
-    for index in range(count):
-        for choice in form.first(index):
-            yield chunk(choice)
+async def _pieces(generation: ApiGeneration, form: AnswerForm) -> AsyncGenerator[bytes, None]:
+    for piece in form.begin(generation):
+        yield piece
     async for update in generation.updates():
-        if isinstance(update, GenerationPaused):
-            yield comment(f"{update.state}: {update.detail}")
-            continue
-        count -= isinstance(update, Delta) and update.finish is not None
-        choices = form.parts(update)
-        for place, choice in enumerate(choices, 1):
-            is_end = not count and not heading.with_usage and place == len(choices)
-            yield chunk(choice, route=heading.route(generation) if is_end else UNSET)
-    if heading.with_usage:
-        yield event(form.body(heading, [], generation.usage, heading.route(generation)))
-    yield b"data: [DONE]\n\n"
+        for piece in form.update(update, generation):
+            yield piece
+    for piece in form.end(generation):
+        yield piece
 
 
 def numbered(shared: Generation, index: int, prompt: tuple[int, ...], room: int, **more: Any) -> Generation:

@@ -1,7 +1,8 @@
-"""Errors in the form that OpenAI's clients expect: `{"error": {message, type, param, code}}` with a status. Decides
-which failure gives which status.
+"""Errors in the form that the clients of each protocol expect, with a status. Decides which failure gives which status.
 
-Neighbours: every endpoint raises `ApiError`; `app` turns it and any other exception into an answer.
+The path of a request says which protocol it speaks: Anthropic's, Ollama's, or otherwise OpenAI's, whose form is
+`{"error": {message, type, param, code}}`. Neighbours: every endpoint raises `ApiError`; `app` turns it and any other
+exception into an answer.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import ceil
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 from starlette.responses import Response
@@ -32,9 +33,29 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
-    """Body of every unsuccessful answer."""
+    """Body of an unsuccessful answer in OpenAI's form."""
 
     error: ErrorBody
+
+
+class AnthropicErrorBody(msgspec.Struct, frozen=True):
+    """The failure, for people (`message`) and for programs (`type`)."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, frozen=True):
+    """Body of an unsuccessful answer in Anthropic's form."""
+
+    error: AnthropicErrorBody
+    type: Literal["error"] = "error"
+
+
+class OllamaError(msgspec.Struct, frozen=True):
+    """Body of an unsuccessful answer in Ollama's form."""
+
+    error: str
 
 
 class ApiError(Exception):
@@ -66,6 +87,16 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
@@ -95,14 +126,31 @@ def as_api_error() -> Iterator[None]:
         raise of_failure(problem) from problem
 
 
-def error_bytes(problem: ApiError) -> bytes:
-    """The error's body as JSON."""
-    return msgspec.json.encode(ErrorAnswer(problem.body))
+def openai_error(problem: ApiError) -> ErrorAnswer:
+    """The error's body in OpenAI's form."""
+    return ErrorAnswer(problem.body)
 
 
-def error_response(problem: ApiError) -> Response:
-    """The complete answer for an error."""
-    return Response(error_bytes(problem), problem.status, problem.headers, "application/json")
+def anthropic_error(problem: ApiError) -> AnthropicError:
+    """The error's body in Anthropic's form."""
+    kind = _ANTHROPIC_TYPES.get(problem.status, "invalid_request_error")
+    return AnthropicError(AnthropicErrorBody(kind, problem.body.message))
+
+
+def ollama_error(problem: ApiError) -> OllamaError:
+    """The error's body in Ollama's form."""
+    return OllamaError(problem.body.message)
+
+
+def error_response(problem: ApiError, path: str) -> Response:
+    """The complete answer for an error, in the form of the protocol that a request's `path` belongs to."""
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        body: msgspec.Struct = anthropic_error(problem)
+    elif path.startswith("/api/"):
+        body = ollama_error(problem)
+    else:
+        body = openai_error(problem)
+    return Response(msgspec.json.encode(body), problem.status, problem.headers, "application/json")
 
 
 def shown(name: str) -> str:

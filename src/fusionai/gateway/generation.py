@@ -237,6 +237,10 @@ class ApiGeneration:
         """The route up to now."""
         return self.route.report(self._now_s())
 
+    def prompt_read(self, index: int) -> PromptRead | None:
+        """Return what was read of the prompt of answer `index`, None if it has not been read yet."""
+        return self._reads.get(index)
+
     @property
     def usage(self) -> Usage:
         """Token counts up to now."""

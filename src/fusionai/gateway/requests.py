@@ -2,15 +2,17 @@
 
 Also reads and checks the body of a request.
 
-A field of OpenAI's API that this gateway does not support is refused by name, like every unknown name: no setting is
-ignored silently. Fields that have no effect are accepted (`HARMLESS`). `app` describes the structs
-in its OpenAPI document.
+A field of a protocol that this gateway does not support is refused by name, like every unknown name: no setting is
+ignored silently. Fields that have no effect are accepted (`OtherFields`). `app` describes the structs in its OpenAPI
+document.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -20,42 +22,46 @@ from starlette.requests import ClientDisconnect, Request
 from fusionai.gateway.config import RequestLimits
 from fusionai.gateway.errors import ApiError, invalid, nearest, shown
 
-HARMLESS: Final = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-    }
+
+@dataclass(frozen=True, slots=True)
+class OtherFields:
+    """Fields of a protocol's bodies that have no effect here, and that the structs therefore lack."""
+
+    harmless: frozenset[str]
+    """Accepted with any value: labels for bookkeeping, which change no answer elsewhere either."""
+    neutral: Mapping[str, tuple[object, ...]]
+    """Unsupported; accepted only with one of these values, which ask for the default behaviour."""
+    advice: Mapping[str, str]
+    """What to use instead of an unsupported field."""
+
+
+OPENAI: Final = OtherFields(
+    harmless=frozenset(
+        {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+    ),
+    neutral={
+        "service_tier": ("auto", "default", None),
+        "modalities": (["text"], None),
+        "best_of": (1, None),
+        "suffix": (None, ""),
+        "functions": (None,),
+        "function_call": (None,),
+        "audio": (None,),
+        "prediction": (None,),
+        "web_search_options": (None,),
+        "reasoning_effort": (None,),
+        "verbosity": (None,),
+        "moderation": (None,),
+    },
+    advice={
+        "functions": "Use `tools`.",
+        "function_call": "Use `tool_choice`.",
+        "suffix": "Models here can only continue a prompt.",
+        "best_of": "Use `n` and choose the best answer yourself.",
+        "modalities": "Answers are text only.",
+        "audio": "Answers are text only.",
+    },
 )
-"""Labels for OpenAI's own bookkeeping, which don't change any answer there either."""
-
-NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
-    "service_tier": ("auto", "default", None),
-    "modalities": (["text"], None),
-    "best_of": (1, None),
-    "suffix": (None, ""),
-    "functions": (None,),
-    "function_call": (None,),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "reasoning_effort": (None,),
-    "verbosity": (None,),
-    "moderation": (None,),
-}
-"""Fields of OpenAI's API that are unsupported here; accepted only with a value that asks for the default behaviour."""
-
-ADVICE: Final = {
-    "functions": "Use `tools`.",
-    "function_call": "Use `tool_choice`.",
-    "suffix": "Models here can only continue a prompt.",
-    "best_of": "Use `n` and choose the best answer yourself.",
-    "modalities": "Answers are text only.",
-    "audio": "Answers are text only.",
-}
 
 Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -271,21 +277,21 @@ _DRAINED: Final = 4
 _MISSING: Final = re.compile(r"Object missing required field `(?P<name>.*)`")
 
 
-async def read(request: Request, form: type[Form], limits: RequestLimits) -> Form:
+async def read(request: Request, form: type[Form], limits: RequestLimits, others: OtherFields = OPENAI) -> Form:
     """Decode the request's body as `form`. Raises `ApiError`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "Expected the header `Content-Type: application/json`.", code="unsupported_media_type")
-    return decode(await _body(request, limits), form)
+    return decode(await _body(request, limits), form, others)
 
 
-def decode(body: bytes, form: type[Form]) -> Form:
+def decode(body: bytes, form: type[Form], others: OtherFields = OPENAI) -> Form:
     """Decode a body as `form`. Raises `ApiError` with the wrong field."""
     known = [field.encode_name for field in msgspec.structs.fields(form)]
     try:
         given = msgspec.json.decode(body)
         if isinstance(given, dict):
-            given = _wanted(given, known)
+            given = _wanted(given, known, others)
         return msgspec.convert(given, form)
     except msgspec.ValidationError as problem:
         raise _explained(str(problem), known) from None
@@ -331,17 +337,17 @@ def _too_large(limits: RequestLimits) -> ApiError:
     return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
 
 
-def _wanted(given: dict[str, Any], known: list[str]) -> dict[str, Any]:
+def _wanted(given: dict[str, Any], known: list[str], others: OtherFields) -> dict[str, Any]:
     """Remove fields that ask for nothing. Raises `ApiError` for a field that asks for something unsupported."""
     wanted = dict(given)
     for name in given:
         if name in known:
             continue
-        if name in HARMLESS:
+        if name in others.harmless:
             del wanted[name]
-        elif name in NEUTRAL:
-            if given[name] not in NEUTRAL[name]:
-                advice = f" {ADVICE[name]}" if name in ADVICE else ""
+        elif name in others.neutral:
+            if given[name] not in others.neutral[name]:
+                advice = f" {others.advice[name]}" if name in others.advice else ""
                 raise invalid(f"`{name}` is not supported by this gateway.{advice}", name, "unsupported_parameter")
             del wanted[name]
     return wanted

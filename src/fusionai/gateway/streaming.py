@@ -1,7 +1,7 @@
-"""Streamed answers (server-sent events), and cancellation of work whose client has disconnected.
+"""Streamed answers (server-sent events, lines of JSON), and cancellation of work whose client has disconnected.
 
-Decides how much data waits for a client that does not read: past the limit its stream ends with an error event, and its
-request is cancelled, so that nothing else has to wait. `chat`, `completions` and `app` produce the events.
+Decides how much data waits for a client that does not read: past the limit its stream ends with an error, and its
+request is cancelled, so that nothing else has to wait. The endpoints produce the pieces, each in its protocol's form.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fusionai.gateway.config import RequestLimits
-from fusionai.gateway.errors import ApiError, error_bytes
+from fusionai.gateway.errors import ApiError, openai_error
 
 Answer = TypeVar("Answer")
 ABORT_EXTENSION: Final = "fusionai.abort"
@@ -26,9 +26,10 @@ _KEEP_ALIVE: Final = b": still here\n\n"
 _HEADERS: Final = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
 
 
-def event(value: object) -> bytes:
-    """Encode an event of a stream."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+def event(value: object, name: str | None = None) -> bytes:
+    """Encode an event of a stream; OpenAI's older streams have events without names."""
+    named = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return named + b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def comment(text: str) -> bytes:
@@ -81,14 +82,43 @@ class Streams:
         self._open.discard(outbox)
 
 
-class EventStream(Response):
-    """Sends `pieces` as they come; an `ApiError` raised by them becomes the last event."""
+class StreamForm(Protocol):
+    """What a stream sends that is not part of the answer, in its protocol's form."""
+
+    @property
+    def media_type(self) -> str:
+        """Value of the header `Content-Type`."""
+        ...
+
+    def keep_alive(self) -> bytes:
+        """Return what is sent while nothing happens."""
+        ...
+
+    def failed(self, problem: ApiError) -> bytes:
+        """Return what is sent last if the stream fails."""
+        ...
+
+
+class EventForm:
+    """`StreamForm` of server-sent events, with errors as OpenAI's clients expect them."""
 
     media_type = "text/event-stream"
+
+    def keep_alive(self) -> bytes:
+        return _KEEP_ALIVE
+
+    def failed(self, problem: ApiError) -> bytes:
+        return event(openai_error(problem))
+
+
+class AnswerStream(Response):
+    """Sends `pieces` as they come. An `ApiError` raised by them becomes the last piece, in the form that `form` gives
+    it."""
 
     def __init__(
         self,
         pieces: AsyncGenerator[bytes, None],
+        form: StreamForm,
         limits: RequestLimits,
         streams: Streams,
         *,
@@ -98,9 +128,10 @@ class EventStream(Response):
     ) -> None:
         """`on_end` is called once, however the stream ends, even if no piece was requested: as soon as no more pieces
         are wanted, which can be long before a client that does not read is disconnected."""
-        super().__init__(headers=_HEADERS, media_type=self.media_type)
+        super().__init__(headers=_HEADERS, media_type=form.media_type)
         del self.headers["content-length"]
         self._pieces = pieces
+        self._form = form
         self._limits = limits
         self._streams = streams
         self._on_slow = on_slow
@@ -109,7 +140,7 @@ class EventStream(Response):
         self._is_over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outbox = _Outbox(self._limits.unread_bytes)
+        outbox = _Outbox(self._limits.unread_bytes, self._form)
         self._streams.opened(outbox)
         pump = asyncio.create_task(self._pump(outbox))
         watch = asyncio.create_task(_left(receive))
@@ -153,7 +184,7 @@ class EventStream(Response):
         except ApiError as problem:
             outbox.fail(problem)
         except Exception:
-            # An error event, so that the client does not take the partial answer for a complete one.
+            # An error, so that the client does not take the partial answer for a complete one.
             outbox.fail(ApiError(500, "The gateway failed; its log says why.", code="internal_error"))
             raise
         finally:
@@ -164,8 +195,9 @@ class EventStream(Response):
 class _Outbox:
     """Pieces that the connection has not taken yet."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, form: StreamForm) -> None:
         self._limit_bytes = limit_bytes
+        self._form = form
         self._pieces: deque[bytes] = deque()
         self._bytes = 0
         self._news = asyncio.Event()
@@ -191,10 +223,10 @@ class _Outbox:
         self._news.set()
 
     def fail(self, problem: ApiError) -> None:
-        """Append the error as the last event."""
+        """Append the error as the last piece."""
         if not (self.is_failed or self.is_complete):
             self.is_failed = True
-            self._append(b"data: " + error_bytes(problem) + b"\n\n")
+            self._append(self._form.failed(problem))
 
     def leave(self) -> None:
         """Note that the client has disconnected."""
@@ -202,13 +234,13 @@ class _Outbox:
         self._news.set()
 
     async def take(self, patience_s: float) -> bytes | None:
-        """Return all waiting pieces, or a keep-alive comment after `patience_s`; None at the end of the stream."""
+        """Return all waiting pieces, or a piece to keep the connection alive after `patience_s`; None at the end."""
         if not (self._pieces or self.is_complete or self.is_failed or self.is_left):
             try:
                 async with asyncio.timeout(patience_s):
                     await self._news.wait()
             except TimeoutError:
-                return _KEEP_ALIVE
+                return self._form.keep_alive()
         self._news.clear()
         if self.is_left or not self._pieces:
             return None

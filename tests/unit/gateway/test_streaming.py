@@ -11,7 +11,7 @@ import pytest
 
 from fusionai.gateway.config import RequestLimits
 from fusionai.gateway.errors import ApiError
-from fusionai.gateway.streaming import ABORT_EXTENSION, EventStream, Streams, comment, event
+from fusionai.gateway.streaming import ABORT_EXTENSION, AnswerStream, EventForm, Streams, comment, event
 from harness.gateway_stand import until
 
 LIMITS = RequestLimits(unread_bytes=1000, stalled_s=0.05, keep_alive_s=0.02)
@@ -47,8 +47,9 @@ class Client:
         def abort() -> None:
             self.aborted += 1
 
-        stream = EventStream(
+        stream = AnswerStream(
             pieces,
+            EventForm(),
             limits,
             self.streams,
             on_slow=lambda: self.seen.append("slow"),
