@@ -6,6 +6,7 @@ Neighbours: `scripted_engine` and everything that needs texts without a model.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -26,8 +27,12 @@ Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>
 _TEXTS = ["You said: the weather in Paris is fine, the pool answers from many machines.", '{"name": "weather"}'] * 4
 
 
-def write_tiny_text(directory: Path) -> ModelText:
-    """Trains it, writes its files to `directory`, loads them as a model's would be."""
+MARKS = ("<tool_call>", "</tool_call>")
+
+
+def write_tiny_text(directory: Path, template: str = TEMPLATE, marks: Sequence[str] = MARKS) -> ModelText:
+    """Trains it, writes its files to `directory`, loads them as a model's would be. `marks`: further tokens, special
+    ones if they are written `<|...|>`."""
     engine = Tokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = decoders.ByteLevel()
@@ -38,9 +43,9 @@ def write_tiny_text(directory: Path) -> ModelText:
         show_progress=False,
     )
     engine.train_from_iterator(_TEXTS, trainer)
-    engine.add_tokens([AddedToken("<tool_call>"), AddedToken("</tool_call>")])
+    engine.add_tokens([AddedToken(mark, special=mark.startswith("<|")) for mark in marks])
     engine.save(str(directory / "tokenizer.json"))
-    config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}
+    config = {"chat_template": template, "eos_token": "<|im_end|>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     (directory / "config.json").write_text("{}", encoding="utf-8")
     return ModelText.load(directory)

@@ -15,7 +15,7 @@ from fusionai.gateway.config import GatewayConfig, KeyRing
 from fusionai.serving.interface import FaultNote
 from harness.gateway_stand import Stand, gateway_stand, until
 from harness.scripted_engine import ScriptedEngine
-from harness.tiny_text import write_tiny_text
+from harness.tiny_text import TEMPLATE, write_tiny_text
 
 playwright = pytest.importorskip("playwright.async_api")
 axe = pytest.importorskip("axe_playwright_python.async_playwright")
@@ -96,6 +96,24 @@ def test_an_answer_streams_and_its_way_is_shown(engine: ScriptedEngine):
             assert "after 620 ms" in await page.locator("#story li").inner_text()
             engine.state = "waiting"
             await page.locator("#state[data-state=waiting]").wait_for()
+
+    asyncio.run(scenario())
+
+
+def test_thinking_is_folded_above_the_answer(tmp_path: Path):
+    async def scenario() -> None:
+        text = write_tiny_text(tmp_path, TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"))
+        engine = ScriptedEngine(text, script=lambda prompt, generation: "Two and two.</think>Four.")
+        async with gateway_stand(engine) as stand, page_of(stand) as page:
+            await page.locator("#state[data-state=ready]").wait_for()
+            await page.locator(".idea").first.click()
+            await page.locator(".turn.assistant .facts").wait_for()
+            assert await page.locator(".turn.assistant > .words").inner_text() == "Four."
+            thought = page.locator(".thinking .words")
+            assert not await thought.is_visible()
+            await page.locator(".thinking summary").click()
+            assert await thought.inner_text() == "Two and two."
+            assert not await serious(page)
 
     asyncio.run(scenario())
 

@@ -19,6 +19,12 @@ class CachedDetail(Struct, frozen=True):
     cached_tokens: int = 0
 
 
+class ReasoningDetail(Struct, frozen=True):
+    """Number of the answer's tokens that are thinking."""
+
+    reasoning_tokens: int = 0
+
+
 class Usage(Struct, frozen=True):
     """Token counts of a request; a prompt counts once, even if it gets several answers."""
 
@@ -26,6 +32,8 @@ class Usage(Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedDetail
+    completion_tokens_details: ReasoningDetail | UnsetType = UNSET
+    """Left out if the model has no form for thinking."""
 
 
 class HopMean(Struct, frozen=True):
@@ -118,10 +126,12 @@ class ToolCallDelta(Struct, frozen=True):
 
 
 class AnswerMessage(Struct, frozen=True):
-    """The model's message."""
+    """The model's message. `reasoning_content`: its thinking, null if it did not think; left out if the model has no
+    form for thinking."""
 
     content: str | None
     tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
     refusal: None = None
     role: Literal["assistant"] = "assistant"
 
@@ -157,6 +167,7 @@ class MessageDelta(Struct, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True):

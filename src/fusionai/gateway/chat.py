@@ -76,6 +76,7 @@ class ChatEndpoint:
             raise invalid("`top_logprobs` needs `logprobs: true`.", "top_logprobs")
         shared, stops = context.generation(request, body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        thinks = text.reasoning_form is not None
         choices: list[Choice] = []
         for index in range(count):
             constraint = None if form is None else await context.constraint(form)
@@ -84,7 +85,10 @@ class ChatEndpoint:
                     index=index,
                     prompt=0,
                     generation=numbered(shared, index, prompt, room, logprobs=logprobs, constraint=constraint),
-                    decoder=text.decoder(stops=(*stops, *text.stops), tools=bool(tools)),
+                    decoder=text.decoder(
+                        stops=() if thinks else (*stops, *text.stops), tools=bool(tools), reasoning=thinks
+                    ),
+                    reasoning=text.reasoning_reader(prompt, stops=(*stops, *text.stops)),
                     tools=ToolReader(text.tool_form, tools) if tools and text.tool_form is not None else None,
                     one_call=body.parallel_tool_calls is False,
                     keeps=None if room else 0,
@@ -143,6 +147,9 @@ class _ChatForm:
         if update.text or logprobs is not None:
             text = answers.MessageDelta(content=update.text)
             choices.insert(0, answers.ChatChunkChoice(update.index, text, logprobs=logprobs))
+        if update.reasoning:
+            thought = answers.MessageDelta(reasoning_content=update.reasoning)
+            choices.insert(0, answers.ChatChunkChoice(update.index, thought))
         if update.finish is not None:
             choices.append(answers.ChatChunkChoice(update.index, answers.MessageDelta(), update.finish))
         return choices
@@ -153,7 +160,11 @@ class _ChatForm:
             answers.ToolCallAnswer(call.call_id, answers.FunctionCall(call.name, call.arguments))
             for call in calls_of(answer.calls)
         ]
-        message = answers.AnswerMessage((answer.text or None) if calls else answer.text, calls or UNSET)
+        message = answers.AnswerMessage(
+            (answer.text or None) if calls else answer.text,
+            calls or UNSET,
+            UNSET if self.text.reasoning_form is None else answer.reasoning or None,
+        )
         logprobs = self._logprobs(answer.logprobs) if self.heading.with_logprobs else None
         return answers.ChatChoice(answer.index, message, answer.finish or "stop", logprobs)
 

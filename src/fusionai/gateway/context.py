@@ -246,6 +246,7 @@ async def _whole(generation: ApiGeneration, count: int, form: AnswerForm) -> Str
             tuple(call for part in parts for call in part.calls),
             tuple(one for part in parts for one in part.logprobs),
             parts[-1].finish if parts else None,
+            "".join(part.reasoning for part in parts),
         )
         for at, parts in enumerate(deltas)
     ]

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from fusionai.gateway.answers import CachedDetail, FinishWord, HopMean, RouteReport, Usage, Wait
+from msgspec import UNSET
+
+from fusionai.gateway.answers import CachedDetail, FinishWord, HopMean, ReasoningDetail, RouteReport, Usage, Wait
 from fusionai.gateway.errors import ApiError, of_failure
 from fusionai.gateway.metrics import Metrics
 from fusionai.primitives.errors import FusionError
@@ -28,6 +30,7 @@ from fusionai.serving.interface import (
     TokenLogprob,
     TokenStream,
 )
+from fusionai.serving.reasoning import ReasoningReader, Separated
 from fusionai.serving.text import Decoder, TokenText
 from fusionai.serving.tool_reading import Read, ToolReader
 from fusionai.serving.tools import CallPiece
@@ -50,11 +53,13 @@ class Delta:
     calls: tuple[CallPiece, ...] = ()
     logprobs: tuple[AnswerLogprob, ...] = ()
     finish: FinishWord | None = None
+    reasoning: str = ""
+    """The model's thinking, which comes before the text."""
 
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to send to the client."""
-        return not (self.text or self.calls or self.logprobs or self.finish)
+        return not (self.text or self.reasoning or self.calls or self.logprobs or self.finish)
 
 
 @dataclass(slots=True)
@@ -66,10 +71,12 @@ class Choice:
     prompt: int
     generation: Generation
     decoder: Decoder
+    reasoning: ReasoningReader | None = None
     tools: ToolReader | None = None
     one_call: bool = False
     keeps: int | None = None
     tokens: int = 0
+    reasoning_tokens: int = 0
     is_over: bool = False
 
     def token(self, emitted: Emitted) -> Delta:
@@ -78,21 +85,32 @@ class Choice:
         if self.keeps is not None and self.tokens > self.keeps:
             self.tokens = self.keeps
             return Delta(self.index)
+        was_thinking = self._is_thinking
         piece = self.decoder.add(emitted.token)
+        delta = self._delta(piece, "stop" if piece.stop is not None else None)
+        if was_thinking or self._is_thinking:
+            self.reasoning_tokens += 1
+            return delta
         logprobs = (AnswerLogprob(emitted.logprob, piece.offset),) if emitted.logprob is not None else ()
-        return self._delta(piece, logprobs, "stop" if piece.stop is not None else None)
+        return replace(delta, logprobs=logprobs)
 
     def end(self, reason: Literal["stop", "length"]) -> Delta:
         """End the answer; returns text that was held back."""
-        return self._delta(self.decoder.finish(), (), reason)
+        return self._delta(self.decoder.finish(), reason)
 
-    def _delta(
-        self, piece: TokenText, logprobs: tuple[AnswerLogprob, ...], finish: Literal["stop", "length"] | None
-    ) -> Delta:
+    @property
+    def _is_thinking(self) -> bool:
+        return self.reasoning is not None and self.reasoning.is_thinking
+
+    def _delta(self, piece: TokenText, finish: Literal["stop", "length"] | None) -> Delta:
+        parts = Separated("", piece.text)
+        if self.reasoning is not None:
+            parts = self.reasoning.feed(piece.text, final=finish is not None)
+            finish = finish if parts.stop is None else "stop"
         if self.tools is None:
             self.is_over = finish is not None
-            return Delta(self.index, piece.text, (), logprobs, finish)
-        read = self.tools.feed(piece.text)
+            return Delta(self.index, parts.text, finish=finish, reasoning=parts.reasoning)
+        read = self.tools.feed(parts.text)
         if finish is not None:
             rest = self.tools.finish()
             read = Read(read.text + rest.text, read.pieces + rest.pieces)
@@ -102,7 +120,8 @@ class Choice:
             finish = "stop" if self.tools.whole else finish
         self.is_over = finish is not None
         called = self.tools.calls and finish == "stop"
-        return Delta(self.index, read.text, pieces, logprobs, "tool_calls" if called else finish)
+        word = "tool_calls" if called else finish
+        return Delta(self.index, read.text, pieces, finish=word, reasoning=parts.reasoning)
 
 
 @dataclass(slots=True)
@@ -249,7 +268,15 @@ class ApiGeneration:
         reads = [self._reads.get(choice.index) for choice in prompts.values()]
         cached = sum(read.cached_tokens for read in reads if read is not None)
         completion_tokens = sum(choice.tokens for choice in self._choices)
-        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, CachedDetail(cached))
+        thinks = any(choice.reasoning is not None for choice in self._choices)
+        thought = sum(choice.reasoning_tokens for choice in self._choices)
+        return Usage(
+            prompt_tokens,
+            completion_tokens,
+            prompt_tokens + completion_tokens,
+            CachedDetail(cached),
+            ReasoningDetail(thought) if thinks else UNSET,
+        )
 
     async def _read(self, choice: Choice, stream: TokenStream) -> None:
         try:

@@ -1,6 +1,7 @@
 """Turns requests into tokens and tokens into answers, for one model. Decides which of the model's files define what.
 
-Neighbours: the gateway and the terminal chat use it; `text`, `corpus.templates`, `tools` and `constraint` do the work.
+Neighbours: the gateway and the terminal chat use it; `text`, `corpus.templates`, `tools`, `reasoning` and
+`constraint` do the work.
 """
 
 from __future__ import annotations
@@ -8,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fusionai.corpus.conversations import for_template
 from fusionai.corpus.templates import PLAIN_STOPS, ChatTemplate, chat_templates
 from fusionai.primitives.errors import ModelError
 from fusionai.serving.interface import Sampling
+from fusionai.serving.reasoning import ReasoningForm, ReasoningReader, reasoning_form
 from fusionai.serving.text import Decoder, Tokenizer, read_json
 from fusionai.serving.tools import ToolForm, tool_form
+
+_PROMPT_END_TOKENS: Final = 16
+"""Number of the prompt's last tokens in which the opening mark of thinking is looked for (chosen)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +33,8 @@ class ModelText:
     tool_template: ChatTemplate
     tool_form: ToolForm | None
     """None: the model knows no tools, or calls them in an unknown form."""
+    reasoning_form: ReasoningForm | None
+    """None: the model does not think before it answers, or marks its thinking in an unknown form."""
     stop_tokens: frozenset[int]
     sampling: Sampling
 
@@ -43,6 +50,7 @@ class ModelText:
             template=template,
             tool_template=tool_template,
             tool_form=None if tool_template.is_plain else tool_form(tool_template.source),
+            reasoning_form=None if template.is_plain else reasoning_form(template.source),
             stop_tokens=_stop_tokens(tokenizer, generation, config),
             sampling=_advised(generation),
         )
@@ -80,14 +88,30 @@ class ModelText:
         """The prompt for a text to be continued."""
         return tuple(self.tokenizer.encode(text, framed=True))
 
+    def reasoning_reader(self, prompt: Sequence[int], *, stops: Sequence[str] = ()) -> ReasoningReader | None:
+        """Reader that separates thinking from the answer to this prompt; None if the model has no form for it.
+        `stops`: stop strings of the answer, which the decoder must not get too."""
+        form = self.reasoning_form
+        if form is None:
+            return None
+        end = self.tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], special=True).rstrip()
+        return ReasoningReader(form, is_opened=end.endswith(form.value[0]), stops=stops)
+
     def decoder(
-        self, *, stops: Sequence[str] = (), after: Sequence[int] = (), tools: bool = False, special: bool = False
+        self,
+        *,
+        stops: Sequence[str] = (),
+        after: Sequence[int] = (),
+        tools: bool = False,
+        reasoning: bool = False,
+        special: bool = False,
     ) -> Decoder:
-        """Decoder for one answer. `tools`: keep the marks that announce a tool call in the text; `special`: keep all
-        special tokens."""
+        """Decoder for one answer. `tools`, `reasoning`: keep the marks of tool calls or of thinking in the text;
+        `special`: keep all special tokens."""
         shown = self.tokenizer.special_ids if special else frozenset[int]()
-        if tools and self.tool_form is not None:
-            shown |= {self.tokenizer.added[mark] for mark in self.tool_form.marks if mark in self.tokenizer.added}
+        forms = (self.tool_form if tools else None, self.reasoning_form if reasoning else None)
+        marks = [mark for form in forms if form is not None for mark in form.marks]
+        shown |= {self.tokenizer.added[mark] for mark in marks if mark in self.tokenizer.added}
         return Decoder(self.tokenizer, stops=stops, after=after, shown=shown)
 
     def _is_special(self, token: int) -> bool:

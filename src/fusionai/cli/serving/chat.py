@@ -22,6 +22,7 @@ import msgspec
 from fusionai.cli import console
 from fusionai.cli.options import ServingOptions, home_option, number_option, path_option, serving_options
 from fusionai.cli.serving.chat_client import (
+    AnswerPart,
     AnswerPiece,
     AnswerRoute,
     ApiRefusal,
@@ -30,6 +31,7 @@ from fusionai.cli.serving.chat_client import (
     Message,
     Note,
     ServerStatus,
+    ThinkingPiece,
 )
 from fusionai.primitives.errors import FusionError, TransportError, UsageError
 from fusionai.primitives.units import format_bytes, format_seconds
@@ -162,16 +164,15 @@ class ChatHistory:
     def _ask(self, text: str) -> None:
         asked = [*self.messages, Message("user", text)]
         written: list[str] = []
-        began_s, first_s, pieces = time.monotonic(), None, 0
+        began_s, first_s, thinks = time.monotonic(), None, False
         try:
             for part in self._answer(asked):
                 match part:
-                    case AnswerPiece(text=piece):
+                    case AnswerPiece(text=piece) | ThinkingPiece(text=piece):
                         first_s = time.monotonic() if first_s is None else first_s
-                        pieces += 1
-                        written.append(piece)
-                        click.echo(_shown(piece), nl=False)
-                        sys.stdout.flush()
+                        if isinstance(part, AnswerPiece):
+                            written.append(piece)
+                        thinks = _print(part, thinks=thinks)
                     case Note(text=note):
                         console.note(f"[{note}]")
                     case ChatAnswer() as answer:
@@ -194,7 +195,7 @@ class ChatHistory:
         if written:
             self.messages = [*asked, Message("assistant", "".join(written))]
 
-    def _answer(self, asked: list[Message]) -> Iterator[AnswerPiece | Note | ChatAnswer]:
+    def _answer(self, asked: list[Message]) -> Iterator[AnswerPart]:
         try:
             yield from self._parts(asked, self.max_tokens or ANSWER_TOKENS)
         except ApiRefusal as refusal:
@@ -202,7 +203,7 @@ class ChatHistory:
                 raise
             yield from self._parts(asked, None)
 
-    def _parts(self, asked: list[Message], max_tokens: int | None) -> Iterator[AnswerPiece | Note | ChatAnswer]:
+    def _parts(self, asked: list[Message], max_tokens: int | None) -> Iterator[AnswerPart]:
         return self.client.answer(asked, max_tokens=max_tokens, temperature=self.temperature, seed=self.seed)
 
     def _measure(self, answer: ChatAnswer, took_s: float, first_s: float | None, began_s: float) -> None:
@@ -274,6 +275,19 @@ def _line(prompt: str) -> str | None:
         if prompt:
             click.echo()
         return None
+
+
+def _print(part: AnswerPiece | ThinkingPiece, *, thinks: bool) -> bool:
+    """Print thinking dimmed on standard error, the answer on standard output, and an empty line between the two.
+    `thinks`: the previous part was thinking. Returns whether this part is."""
+    if isinstance(part, ThinkingPiece):
+        click.echo(click.style(_shown(part.text), dim=True), nl=False, err=True)
+        return True
+    if thinks:
+        click.echo("\n", err=True)
+    click.echo(_shown(part.text), nl=False)
+    sys.stdout.flush()
+    return False
 
 
 def _shown(text: str) -> str:

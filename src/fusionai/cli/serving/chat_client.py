@@ -88,6 +88,12 @@ class AnswerPiece(msgspec.Struct, frozen=True):
     text: str
 
 
+class ThinkingPiece(msgspec.Struct, frozen=True):
+    """The next piece of the thinking before the answer."""
+
+    text: str
+
+
 class Note(msgspec.Struct, frozen=True):
     """A note that the stream is interrupted, with the reason, or has resumed."""
 
@@ -102,8 +108,12 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     route: AnswerRoute | None
 
 
+AnswerPart = AnswerPiece | ThinkingPiece | Note | ChatAnswer
+
+
 class _Delta(msgspec.Struct, frozen=True):
     content: str | None = None
+    reasoning_content: str | None = None
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -172,7 +182,7 @@ class ChatClient:
 
     def answer(
         self, messages: Sequence[Message], *, max_tokens: int | None, temperature: float | None, seed: int | None
-    ) -> Iterator[AnswerPiece | Note | ChatAnswer]:
+    ) -> Iterator[AnswerPart]:
         """Yield the answer as it arrives. `max_tokens` None: as many as fit. If the iteration is left early, the
         connection is closed, which cancels the answer."""
         body: dict[str, object] = {
@@ -197,6 +207,8 @@ class ChatClient:
                 if chunk.error is not None:
                     raise ApiRefusal(chunk.error.message or "the gateway failed.")
                 for choice in chunk.choices:
+                    if choice.delta.reasoning_content:
+                        yield ThinkingPiece(choice.delta.reasoning_content)
                     if choice.delta.content:
                         yield AnswerPiece(choice.delta.content)
                     finish = choice.finish_reason or finish

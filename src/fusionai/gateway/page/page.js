@@ -104,6 +104,14 @@ function turn(role, text) {
   return { row, words };
 }
 
+// Puts the model's thinking above its answer, folded; returns the element for its text.
+function thinkingAbove(words) {
+  const fold = element("details", "thinking"), thought = element("div", "words");
+  fold.append(element("summary", "", "Thinking"), thought);
+  words.before(fold);
+  return thought;
+}
+
 // Shows text as it is, and text between code fences as code.
 function setWords(target, text) {
   const parts = text.split(/^```[^\n]*\n?/m);
@@ -137,7 +145,7 @@ async function ask(text) {
   log.setAttribute("aria-busy", "true");
   send.textContent = "Stop";
   send.classList.add("stop");
-  let said = "", usage = null, fusion = null, failure = "";
+  let thought = null, said = "", usage = null, fusion = null, failure = "";
   try {
     const answer = await fetch("v1/chat/completions", {
       method: "POST", headers: headers(), body: JSON.stringify(requestBody()), signal: running.signal,
@@ -155,11 +163,11 @@ async function ask(text) {
       if (chunk.error) throw new Error(chunk.error.message);
       usage = chunk.usage ?? usage;
       fusion = chunk.fusion ?? fusion;
-      const fresh = chunk.choices[0]?.delta?.content;
-      if (fresh) {
+      const { content: fresh, reasoning_content: thinking } = chunk.choices[0]?.delta ?? {};
+      if (fresh || thinking) {
         const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
-        said += fresh;
-        setWords(words, said);
+        if (thinking) (thought ??= thinkingAbove(words)).append(thinking);
+        if (fresh) setWords(words, said += fresh);
         if (isAtEnd) log.scrollTop = log.scrollHeight;
       }
     }

@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 from fusionai.cli.main import main
-from fusionai.cli.serving.chat_client import AnswerPiece, ApiRefusal, ChatAnswer, ChatClient, Message, Note
+from fusionai.cli.serving.chat_client import (
+    AnswerPart,
+    AnswerPiece,
+    ApiRefusal,
+    ChatAnswer,
+    ChatClient,
+    Message,
+    Note,
+    ThinkingPiece,
+)
 from fusionai.primitives.errors import TransportError
 
 ROUTE = {
@@ -113,7 +122,7 @@ def gateway() -> Iterator[Gateway]:
     server.server_close()
 
 
-def parts(client: ChatClient) -> list[AnswerPiece | Note | ChatAnswer]:
+def parts(client: ChatClient) -> list[AnswerPart]:
     return list(client.answer([Message("user", "hi")], max_tokens=5, temperature=0.0, seed=7))
 
 
@@ -130,6 +139,23 @@ def test_an_answer_comes_in_pieces_with_its_route(gateway: Gateway) -> None:
     assert gateway.keys == ["Bearer secret"]
     assert gateway.asked[0]["fusion_route"] is True
     assert (gateway.asked[0]["temperature"], gateway.asked[0]["seed"]) == (0.0, 7)
+
+
+def test_thinking_is_apart_from_the_answer(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    thought = 'data: {"choices": [{"index": 0, "delta": {"reasoning_content": "Hm, \\u001b"}}]}'
+    gateway.lines = [thought, chunk("Hello"), *ending()]
+    with ChatClient(gateway.address, None) as client:
+        assert parts(client)[:2] == [ThinkingPiece("Hm, \x1b"), AnswerPiece("Hello")]
+    said = iter(["hi", "again", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    assert main(["chat", "--url", gateway.address]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "Hello\nHello\n"
+    assert shown.err == "Hm, \N{REPLACEMENT CHARACTER}\n\n" * 2
+    # Thinking is no part of the conversation.
+    assert gateway.asked[2]["messages"][1] == {"role": "assistant", "content": "Hello"}
 
 
 def test_what_the_gateway_refuses_is_said_in_its_words(gateway: Gateway) -> None:
