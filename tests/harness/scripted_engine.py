@@ -188,7 +188,8 @@ class _Stream:
         """Whatever ends soonest: what closes before what opens."""
         constraint, tokens = self._generation.constraint, []
         assert constraint is not None
-        liked = [self._engine.text.tokenizer.id_of(sign) for sign in ('"', "}", "]", "1", ":", ",", "a")]
+        signs = ("</think>", "<|end|>", '"', "}", "]", "1", ":", ",", "a")
+        liked = [self._engine.text.tokenizer.id_of(sign) for sign in signs]
         for _ in range(self._generation.max_tokens):
             words = np.asarray(constraint.allowed()).view(np.uint32)
             allowed = [int(at) for at in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]

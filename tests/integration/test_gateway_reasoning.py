@@ -18,6 +18,7 @@ from harness.tiny_text import MARKS, TEMPLATE, write_tiny_text
 CHAT = "/v1/chat/completions"
 THINKING = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>")
+CHANNELS = TEMPLATE.replace("tool_call", "|channel|").replace("...", "<|message|>")
 ASKED = {"temperature": 0, "max_tokens": 200}
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -85,13 +86,72 @@ def test_a_call_after_the_thinking(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_messages_in_channels(tmp_path: Path) -> None:
-    template = TEMPLATE.replace("tool_call", "|channel|").replace("...", "<|message|>")
     said = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Four."
 
     async def scenario() -> None:
-        async with gateway_stand(engine(tmp_path, said, template, HARMONY_MARKS)) as stand:
+        async with gateway_stand(engine(tmp_path, said, CHANNELS, HARMONY_MARKS)) as stand:
             message = (await whole(stand))["choices"][0]["message"]
             assert (message["reasoning_content"], message["content"]) == ("Hm.", "Four.")
+
+    asyncio.run(scenario())
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+OFF = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+SWITCHED = TEMPLATE.replace("assistant\n{% endif %}", f"assistant\n{OFF}{{% endif %}}")
+
+
+@pytest.mark.parametrize("template", [THINKING, SWITCHED])
+def test_an_enforced_form_comes_after_the_thinking(tmp_path: Path, template: str) -> None:
+    async def scenario() -> None:
+        marks = (*MARKS, "<think>", "</think>")
+        async with gateway_stand(engine(tmp_path, "", template, marks)) as stand:
+            usage = (answer := await whole(stand, response_format=FORMAT))["usage"]
+            assert json.loads(answer["choices"][0]["message"]["content"]) == {"a": 1}
+            # The script chooses the closing mark as soon as it is allowed.
+            thought = usage["completion_tokens_details"]["reasoning_tokens"]
+            assert thought == (1 if template is THINKING else 0)
+            answer = await whole(stand, tools=[TOOL], tool_choice="required")
+            assert answer["choices"][0]["finish_reason"] == "tool_calls"
+            if template is SWITCHED:
+                await whole(stand, response_format=FORMAT, reasoning_effort="none")
+                prompt = stand.engine.text.tokenizer.decode(stand.engine.given[-1].prompt, special=True)
+                assert prompt.endswith("<think>\n\n</think>\n\n")
+
+    asyncio.run(scenario())
+
+
+def test_an_enforced_form_behind_messages_in_channels(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with gateway_stand(engine(tmp_path, "", CHANNELS, HARMONY_MARKS)) as stand:
+            answer = await whole(stand, response_format=FORMAT)
+            assert json.loads(answer["choices"][0]["message"]["content"]) == {"a": 1}
+            assert answer["choices"][0]["message"]["reasoning_content"] is None
+
+    asyncio.run(scenario())
+
+
+async def refusal(stand: Stand, **fields: Any) -> tuple[str, str]:
+    async with httpx.AsyncClient(base_url=stand.url, timeout=CEILING_S, trust_env=False) as http:
+        answer = await http.post(CHAT, json=chat(**ASKED | fields))
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]["param"], answer.json()["error"]["message"]
+
+
+def test_what_can_not_be_thought(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with gateway_stand(engine(tmp_path, "a</think>b")) as stand:
+            param, message = await refusal(stand, reasoning_effort="none")
+            assert param == "reasoning_effort"
+            assert "can't turn thinking off" in message
+            # The tokenizer has no tokens for these marks.
+            _, message = await refusal(stand, response_format=FORMAT)
+            assert "several tokens" in message
+        async with gateway_stand(engine(tmp_path, "a", SWITCHED)) as stand:
+            _, message = await refusal(stand, reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
+            assert "leave one out" in message
+            await whole(stand, reasoning_effort="low", chat_template_kwargs={"enable_thinking": True})
 
     asyncio.run(scenario())
 

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any, Final
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
@@ -64,6 +64,8 @@ class ChatTemplate:
         says = _GENERATION.search(source) is not None
         self._signed = self._compiled(_environment(now, _SignedGeneration)) if says else None
         """The same template with signs around the content of `{% generation %}`."""
+        self.reads = frozenset(meta.find_undeclared_variables(_environment(now, _Generation).parse(source)))
+        """Names of the variables that it reads, such as `messages` and `enable_thinking`."""
 
     def _compiled(self, environment: ImmutableSandboxedEnvironment) -> jinja2.Template:
         try:

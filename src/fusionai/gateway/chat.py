@@ -20,7 +20,7 @@ from starlette.responses import Response
 from fusionai.gateway import answers
 from fusionai.gateway.chunks import ChunkForm
 from fusionai.gateway.context import AnswerForm, GatewayContext, Heading, numbered
-from fusionai.gateway.errors import invalid
+from fusionai.gateway.errors import as_api_error, invalid
 from fusionai.gateway.generation import AnswerLogprob, Choice, Delta, PromptProcessed
 from fusionai.gateway.requests import (
     ChatRequest,
@@ -30,6 +30,7 @@ from fusionai.gateway.requests import (
     plain,
 )
 from fusionai.gateway.streaming import while_connected
+from fusionai.primitives.errors import UsageError
 from fusionai.serving.constraint import Form, JsonObject, JsonSchema, is_deeper
 from fusionai.serving.interface import PromptRead
 from fusionai.serving.model_text import ModelText
@@ -67,7 +68,9 @@ class ChatEndpoint:
         _check_depth(body, context.config.limits.template_depth)
         await context.check_length(_texts((messages, offered, body.chat_template_kwargs)), "messages")
         form = await context.off_loop(self._form, body, tools)
-        prompt = await context.off_loop(text.chat_tokens, messages, tools=offered, variables=body.chat_template_kwargs)
+        prompt = await context.off_loop(
+            text.chat_tokens, messages, tools=offered, variables=self._variables(body, tools)
+        )
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise invalid("Give `max_completion_tokens` or the older `max_tokens`, not both.", "max_tokens")
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -77,9 +80,11 @@ class ChatEndpoint:
         shared, stops = context.generation(request, body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         thinks = text.reasoning_form is not None
+        with as_api_error():
+            free = None if form is None else text.free_thinking(prompt, to_call=bool(tools))
         choices: list[Choice] = []
         for index in range(count):
-            constraint = None if form is None else await context.constraint(form)
+            constraint = None if form is None else await context.constraint(form, free)
             choices.append(
                 Choice(
                     index=index,
@@ -95,6 +100,24 @@ class ChatEndpoint:
                 )
             )
         return choices
+
+    def _variables(self, body: ChatRequest, tools: list[ToolDefinition]) -> dict[str, Any]:
+        """Variables for the template: the request's own, and those of `reasoning_effort`."""
+        given = body.chat_template_kwargs or {}
+        if body.reasoning_effort is None:
+            return given
+        try:
+            variables = self._context.text.effort_variables(body.reasoning_effort, with_tools=bool(tools))
+        except UsageError as problem:
+            raise invalid(f"`reasoning_effort`: {problem}", "reasoning_effort", "unsupported_parameter") from None
+        other = next((name for name, value in variables.items() if given.get(name, value) != value), None)
+        if other is not None:
+            raise invalid(
+                f"`reasoning_effort` sets the template's `{other}` to {json.dumps(variables[other])}, and "
+                f"`chat_template_kwargs` to {json.dumps(given[other])}: leave one out.",
+                "reasoning_effort",
+            )
+        return {**given, **variables}
 
     def _form(self, body: ChatRequest, tools: list[ToolDefinition]) -> Form | None:
         """The constraint for the answer's form, None if there is none."""

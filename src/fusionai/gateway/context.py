@@ -25,7 +25,7 @@ from fusionai.gateway.requests import OPENAI, ChatRequest, CompletionRequest, Ot
 from fusionai.gateway.streaming import AnswerStream, StreamForm, Streams, while_connected
 from fusionai.gateway.text_threads import TextThreads
 from fusionai.primitives.clock import Clock
-from fusionai.serving.constraint import ConstraintCompiler, Form
+from fusionai.serving.constraint import ConstraintCompiler, Form, FreeThinking, ThinkingFirst
 from fusionai.serving.interface import Constraint, Engine, Generation, Sampling
 from fusionai.serving.model_text import ModelText
 
@@ -202,14 +202,15 @@ class GatewayContext:
         )
         return shared, stops
 
-    async def constraint(self, form: Form) -> Constraint:
-        """Compile a constraint."""
+    async def constraint(self, form: Form, thinking: FreeThinking | None = None) -> Constraint:
+        """Compile a constraint. `thinking`: what comes before the text that it applies to."""
         with as_api_error():
             if self._compiler is None:
                 self._compiler = ConstraintCompiler(
                     self.text.tokenizer, vocabulary=self.engine.vocabulary, stop_tokens=self.stop_tokens
                 )
-            return await self._compiler.compile(form)
+            compiled = await self._compiler.compile(form)
+        return compiled if thinking is None else ThinkingFirst(compiled, thinking, vocabulary=self.engine.vocabulary)
 
     async def reply(
         self, request: Request, choices: Sequence[Choice], form: AnswerForm, *, is_stream: bool

@@ -49,7 +49,7 @@ OPENAI: Final = OtherFields(
         "audio": (None,),
         "prediction": (None,),
         "web_search_options": (None,),
-        "reasoning_effort": (None,),
+        "reasoning_effort": ("none", None),
         "verbosity": (None,),
         "moderation": (None,),
     },
@@ -238,6 +238,8 @@ class ChatRequest(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """How much the model thinks, if its chat template has a setting for it; "none" turns thinking off."""
 
 
 class CompletionRequest(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,9 +13,10 @@ from typing import Any, Final
 
 from fusionai.corpus.conversations import for_template
 from fusionai.corpus.templates import PLAIN_STOPS, ChatTemplate, chat_templates
-from fusionai.primitives.errors import ModelError
+from fusionai.primitives.errors import ModelError, UsageError
+from fusionai.serving.constraint import FreeThinking
 from fusionai.serving.interface import Sampling
-from fusionai.serving.reasoning import ReasoningForm, ReasoningReader, reasoning_form
+from fusionai.serving.reasoning import ReasoningForm, ReasoningReader, effort_variables, reasoning_form
 from fusionai.serving.text import Decoder, Tokenizer, read_json
 from fusionai.serving.tools import ToolForm, tool_form
 
@@ -94,8 +95,49 @@ class ModelText:
         form = self.reasoning_form
         if form is None:
             return None
-        end = self.tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], special=True).rstrip()
-        return ReasoningReader(form, is_opened=end.endswith(form.value[0]), stops=stops)
+        return ReasoningReader(form, is_opened=self._end_of(prompt).endswith(form.value[0]), stops=stops)
+
+    def free_thinking(self, prompt: Sequence[int], *, to_call: bool) -> FreeThinking | None:
+        """The thinking that comes before a constrained answer to this prompt; None if the model does not think here.
+        `to_call`: the answer is a tool call. Raises `UsageError` if the marks of thinking are not single tokens."""
+        form, ids, end = self.reasoning_form, self.tokenizer.added, self._end_of(prompt)
+        if form is None or end.endswith(form.value[1]):
+            return None
+        opener, closer = ids.get(form.marks[0]), ids.get(form.marks[-1])
+        if opener is None or closer is None:
+            raise UsageError(
+                "this model writes the marks of its thinking in several tokens, so an enforced form can't begin behind "
+                "them.",
+                hint='Turn thinking off with `reasoning_effort: "none"`, or ask for the form in words only.',
+            )
+        if form is ReasoningForm.HARMONY:
+            next_message = "<|start|>assistant" + ("" if to_call else "<|channel|>final<|message|>")
+            return FreeThinking(
+                lead=tuple(self.tokenizer.encode("<|channel|>analysis<|message|>", framed=False)),
+                closer=closer,
+                between=tuple(self.tokenizer.encode(next_message, framed=False)),
+            )
+        return FreeThinking(
+            closer=closer,
+            opener=None if end.endswith(form.value[0]) else opener,
+            gap=self._line_breaks,
+        )
+
+    def effort_variables(self, effort: str, *, with_tools: bool) -> dict[str, Any]:
+        """Template variables for a level of thinking. Raises `UsageError` if the template can't set it."""
+        return effort_variables(self.tool_template if with_tools else self.template, effort)
+
+    @property
+    def _line_breaks(self) -> frozenset[int]:
+        """Tokens of one or two line breaks."""
+        return frozenset(
+            tokens[0]
+            for text in ("\n", "\n\n")
+            if len(tokens := self.tokenizer.encode_inside(text)) == 1 and self.tokenizer.token_text(tokens[0]) == text
+        )
+
+    def _end_of(self, prompt: Sequence[int]) -> str:
+        return self.tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], special=True).rstrip()
 
     def decoder(
         self,

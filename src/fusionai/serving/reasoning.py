@@ -13,8 +13,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
+from fusionai.corpus.templates import ChatTemplate
+from fusionai.primitives.errors import UsageError
 from fusionai.serving.text import StopScanner, overlap
 
 
@@ -51,6 +53,34 @@ def reasoning_form(template: str) -> ReasoningForm | None:
     # Some templates only have the closing mark, to remove earlier thinking.
     tagged = (form for form in ReasoningForm if form is not ReasoningForm.HARMONY)
     return next((form for form in tagged if form.value[0] in template or form.value[1] in template), None)
+
+
+_SWITCHES: Final = ("enable_thinking", "thinking")
+"""Variables with which templates turn thinking on and off."""
+_LEVELS: Final = ("low", "medium", "high")
+"""Levels of `reasoning_effort` that every template with this variable is taken to know."""
+
+
+def effort_variables(template: ChatTemplate, effort: str) -> dict[str, Any]:
+    """Variables for the template that set how much the model thinks: the level `effort`, "none" for not at all. A
+    template that can only turn thinking on and off gets on for every other level. Raises `UsageError` if the template
+    can't do what is asked."""
+    has_level = "reasoning_effort" in template.reads
+    levels = [*_LEVELS, *(one for one in ("none", "minimal", "xhigh", "max") if _is_quoted(one, template.source))]
+    variables: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in template.reads}
+    if has_level and effort in levels:
+        variables["reasoning_effort"] = effort
+    elif has_level and effort != "none":
+        raise UsageError(f"this model's chat template knows the levels {', '.join(levels)}, not {effort!r}.")
+    if not variables and effort == "none" and reasoning_form(template.source) is not None:
+        raise UsageError("this model's chat template can't turn thinking off.")
+    if not variables and effort != "none":
+        raise UsageError("this model's chat template has no setting for how much the model thinks.")
+    return variables
+
+
+def _is_quoted(word: str, source: str) -> bool:
+    return f"'{word}'" in source or f'"{word}"' in source
 
 
 @dataclass(frozen=True, slots=True)

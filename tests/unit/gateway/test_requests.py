@@ -52,7 +52,7 @@ def test_what_asks_for_nothing_is_taken(harmless: dict[str, object]):
         ({"service_tier": "priority"}, "service_tier", "unsupported_parameter"),
         ({"functions": []}, "functions", "unsupported_parameter"),
         ({"best_of": 4}, "best_of", "unsupported_parameter"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
+        ({"reasoning_effort": "most"}, "reasoning_effort", "invalid_value"),
         ({"temprature": 1}, "temprature", "unknown_parameter"),
         ({"temperature": "hot"}, "temperature", "invalid_type"),
         ({"temperature": 3}, "temperature", "invalid_type"),

@@ -21,11 +21,13 @@ from fusionai.serving.constraint import (
     ConstraintError,
     ConstraintLimits,
     Form,
+    FreeThinking,
     JsonObject,
     JsonSchema,
     Pattern,
+    ThinkingFirst,
 )
-from fusionai.serving.interface import EngineBusy, Sampling
+from fusionai.serving.interface import Constraint, EngineBusy, Sampling
 from fusionai.serving.sampling import TokenHistory, choose
 from fusionai.serving.text import Tokenizer
 from fusionai.serving.tool_grammar import call_grammar
@@ -70,6 +72,63 @@ def tokenizer(kind: str) -> Tokenizer:
 def compiler(kind: str = "byte_level") -> ConstraintCompiler:
     model = tokenizer(kind)
     return ConstraintCompiler(model, vocabulary=model.vocabulary + PADDING, stop_tokens=frozenset({0, 1}))
+
+
+def chosen(constraint: Constraint, wanted: str | int) -> None:
+    """Accept tokens that the constraint allows."""
+    tokens = [wanted] if isinstance(wanted, int) else tokenizer("byte_level").encode(wanted, framed=False)
+    for token in tokens:
+        assert token in allowed(constraint), wanted
+        constraint.accept(token)
+
+
+def allowed(constraint: Constraint) -> set[int]:
+    words = np.frombuffer(constraint.allowed(), np.uint8)
+    return set(np.flatnonzero(np.unpackbits(words, bitorder="little")).tolist())
+
+
+def test_thinking_is_free_before_the_form() -> None:
+    model = tokenizer("byte_level")
+    width = model.vocabulary + PADDING
+    opener, closer, line = *(model.added[mark] for mark in ("<tool_call>", "</tool_call>")), model.id_of("Ċ")
+    assert line is not None
+    plain = FreeThinking(opener=opener, closer=closer, gap=frozenset({line}))
+
+    def fresh(thinking: FreeThinking) -> ThinkingFirst:
+        return ThinkingFirst(compiler().compile_now(JsonObject()), thinking, vocabulary=width)
+
+    constraint = fresh(plain)
+    assert opener in allowed(constraint)
+    chosen(constraint, opener)
+    # Everything but the end of the answer.
+    assert allowed(constraint) >= set(range(width)) - {0, 1}
+    assert not allowed(constraint) & {0, 1}
+    chosen(constraint, "quick } foxes")
+    assert not constraint.finished
+    chosen(constraint, closer)
+    assert line in allowed(constraint)
+    chosen(constraint, "\n{")
+    assert opener not in allowed(constraint)
+    assert line in allowed(constraint)
+    chosen(constraint, "}")
+    assert constraint.finished
+    # Without thinking, and without a line break.
+    constraint = fresh(plain)
+    chosen(constraint, "{}")
+    assert constraint.finished
+    constraint = fresh(FreeThinking(closer=closer))
+    chosen(constraint, "a")
+    chosen(constraint, closer)
+    assert line not in allowed(constraint)
+    # Tokens between the thinking and the text.
+    constraint = fresh(FreeThinking(lead=(5, 6), closer=closer, between=(7, 8)))
+    for token in (5, 6):
+        assert allowed(constraint) == {token}
+        constraint.accept(token)
+    chosen(constraint, closer)
+    assert allowed(constraint) == {7}
+    with pytest.raises(ExecutionError, match="not allowed"):
+        constraint.accept(8)
 
 
 def drawn(form: Form, seed: int, kind: str = "byte_level", most: int = 400, *, special: bool = False) -> str | None:

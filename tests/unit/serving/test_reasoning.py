@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.serving.reasoning import ReasoningForm, ReasoningReader, reasoning_form
+from fusionai.corpus.templates import ChatTemplate
+from fusionai.primitives.errors import UsageError
+from fusionai.serving.reasoning import ReasoningForm, ReasoningReader, effort_variables, reasoning_form
 from harness.examples import examples
 
 Form = ReasoningForm
@@ -141,6 +143,38 @@ def test_when_a_model_thinks() -> None:
     assert not reader.is_thinking
     reader.feed(ANALYSIS)
     assert reader.is_thinking
+
+
+LEVELS = "{% macro system() %}{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}"
+LEVELS += "{{ reasoning_effort }}{% endmacro %}{{ system() }}<|channel|>analysis<|message|>"
+SWITCH = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+DEEPSEEK = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{% if thinking %}<think>{% endif %}"
+NAMED = "{% if reasoning_effort in ['none', 'high'] %}[THINK]{% endif %}"
+ALWAYS = "<think>{% for m in messages %}{% set thinking = m.thinking %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "wanted"),
+    [
+        (LEVELS, "low", {"reasoning_effort": "low"}),
+        (LEVELS, "xhigh", "knows the levels low, medium, high, not 'xhigh'"),
+        (LEVELS, "none", "can't turn thinking off"),
+        (SWITCH, "none", {"enable_thinking": False}),
+        (SWITCH, "minimal", {"enable_thinking": True}),
+        (DEEPSEEK, "high", {"thinking": True}),
+        (NAMED, "none", {"reasoning_effort": "none"}),
+        (ALWAYS, "none", "can't turn thinking off"),
+        (ALWAYS, "high", "no setting"),
+        ("plain", "none", {}),
+        ("plain", "high", "no setting"),
+    ],
+)
+def test_how_much_a_model_thinks(template: str, effort: str, wanted: dict[str, object] | str) -> None:
+    if isinstance(wanted, dict):
+        assert effort_variables(ChatTemplate(template), effort) == wanted
+        return
+    with pytest.raises(UsageError, match=wanted):
+        effort_variables(ChatTemplate(template), effort)
 
 
 @pytest.mark.parametrize(
