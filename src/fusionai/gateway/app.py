@@ -30,6 +30,9 @@ from fusionai.gateway.context import GatewayContext, json_response
 from fusionai.gateway.errors import ApiError, ErrorAnswer, error_response
 from fusionai.gateway.metrics import CONTENT_TYPE, Metrics
 from fusionai.gateway.requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from fusionai.gateway.response_bodies import DeletedResponse, ResponseObject
+from fusionai.gateway.response_requests import ResponsesRequest
+from fusionai.gateway.responses import ResponsesEndpoint
 from fusionai.gateway.streaming import AnswerStream, EventForm, event
 from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.serving.interface import Engine, EngineStatus
@@ -53,8 +56,11 @@ _FORMS: Final = (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    ResponsesRequest,
     ChatCompletion,
     Completion,
+    ResponseObject,
+    DeletedResponse,
     EmbeddingList,
     ModelList,
     ModelCard,
@@ -204,8 +210,13 @@ def make_app(config: GatewayConfig, engine: Engine, text: ModelText, clock: Cloc
 
 def _routes(context: GatewayContext, metrics: Metrics) -> list[BaseRoute]:
     models, status = ModelEndpoint(context), StatusEndpoint(context, metrics)
+    chat = ChatEndpoint(context)
+    responses = ResponsesEndpoint(context, chat)
     return [
-        Route("/v1/chat/completions", ChatEndpoint(context).chat_completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
+        Route("/v1/responses", responses.responses, methods=["POST"]),
+        Route("/v1/responses/{response_id}", responses.response),
+        Route("/v1/responses/{response_id}", responses.deleted_response, methods=["DELETE"]),
         Route("/v1/completions", CompletionEndpoint(context).text_completions, methods=["POST"]),
         Route("/v1/embeddings", EmbeddingEndpoint(context).text_embeddings, methods=["POST"]),
         Route("/v1/models", models.models),

@@ -34,6 +34,7 @@ from fusionai.primitives.errors import UsageError
 from fusionai.serving.constraint import Form, JsonObject, JsonSchema, is_deeper
 from fusionai.serving.interface import PromptRead
 from fusionai.serving.model_text import ModelText
+from fusionai.serving.text import Tokenizer
 from fusionai.serving.tool_grammar import call_grammar
 from fusionai.serving.tool_reading import ToolReader
 from fusionai.serving.tools import CallPiece, ToolDefinition, calls_of
@@ -48,16 +49,17 @@ class ChatEndpoint:
     async def chat_completions(self, request: Request) -> Response:
         """Answer one request."""
         body = await self._context.read(request, ChatRequest)
-        heading = self._context.heading(request, body, "chatcmpl")
+        heading = self._context.heading(request, body, "chatcmpl-")
         form = ChunkForm(heading, body.n or 1, _ChatForm(self._context.text, heading))
         return await self.answer(request, body, form)
 
     async def answer(self, request: Request, body: ChatRequest, form: AnswerForm) -> Response:
         """Generate what a chat asks for, also a chat that came in another protocol, and answer in the given form."""
-        choices = await while_connected(request, self._choices(request, body))
+        choices = await while_connected(request, self.choices(request, body))
         return await self._context.reply(request, choices, form, is_stream=bool(body.stream))
 
-    async def _choices(self, request: Request, body: ChatRequest) -> list[Choice]:
+    async def choices(self, request: Request, body: ChatRequest) -> list[Choice]:
+        """Return what is to be generated for a chat. Raises `ApiError`, above all for a prompt that is too long."""
         context, text = self._context, self._context.text
         count = context.check_count(body.n or 1, 1)
         tools = _tools(body)
@@ -204,20 +206,22 @@ class _ChatForm:
         return answers.ChatCompletion(heading.answer_id, heading.created, heading.model, choices, usage, fusion=route)
 
     def _logprobs(self, logprobs: Sequence[AnswerLogprob]) -> answers.ChatLogprobs:
-        tokenizer = self.text.tokenizer
+        return answers.ChatLogprobs(token_logprobs(self.text.tokenizer, logprobs))
 
-        def named(token: int, value: float) -> tuple[str, float, list[int]]:
-            return tokenizer.token_text(token), value, list(tokenizer.token_bytes(token))
 
-        return answers.ChatLogprobs(
-            [
-                answers.TokenLogprobs(
-                    *named(one.logprob.token, one.logprob.logprob),
-                    [answers.TopLogprob(*named(token, value)) for token, value in one.logprob.top],
-                )
-                for one in logprobs
-            ]
+def token_logprobs(tokenizer: Tokenizer, logprobs: Sequence[AnswerLogprob]) -> list[answers.TokenLogprobs]:
+    """Return log-probabilities with the tokens' texts."""
+
+    def named(token: int, value: float) -> tuple[str, float, list[int]]:
+        return tokenizer.token_text(token), value, list(tokenizer.token_bytes(token))
+
+    return [
+        answers.TokenLogprobs(
+            *named(one.logprob.token, one.logprob.logprob),
+            [answers.TopLogprob(*named(token, value)) for token, value in one.logprob.top],
         )
+        for one in logprobs
+    ]
 
 
 def _call_deltas(pieces: Sequence[CallPiece]) -> Iterator[answers.ToolCallDelta]:

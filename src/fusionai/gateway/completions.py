@@ -77,7 +77,7 @@ class CompletionEndpoint:
     async def text_completions(self, request: Request) -> Response:
         """Answer one request."""
         body = await self._context.read(request, CompletionRequest)
-        heading = self._context.heading(request, body, "cmpl")
+        heading = self._context.heading(request, body, "cmpl-")
         choices, echoes = await while_connected(request, self._choices(request, body))
         form = ChunkForm(heading, len(choices), _CompletionForm(self._context.text, heading, echoes))
         return await self._context.reply(request, choices, form, is_stream=heading.is_stream)

@@ -110,6 +110,10 @@ class RequestLimits:
     """A client that accepts no data for this time while data waits for it is disconnected."""
     keep_alive_s: float = 10.0
     """Time between comments on a stream with no other events."""
+    stored_responses: int = 1024
+    """Responses of one API key that are kept in memory; each further one displaces the oldest."""
+    stored_bytes: int = 64 * 2**20
+    """Size of these responses with their conversations, as JSON (chosen: 600 conversations of 25,000 tokens)."""
     deadline_s: float | None = None
     """Deadline of a generation, unless the request sets an earlier one; None: no deadline."""
     drain_s: float = 5.0

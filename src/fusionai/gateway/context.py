@@ -116,7 +116,7 @@ class GatewayContext:
         if body.stream_options is not None and not body.stream:
             raise invalid("`stream_options` needs `stream: true`.", "stream_options")
         return Heading(
-            answer_id=f"{prefix}-{secrets.token_hex(12)}",
+            answer_id=prefix + secrets.token_hex(12),
             created=int(self.clock.wall_s()),
             model=adapter or self.config.model,
             is_stream=bool(body.stream),

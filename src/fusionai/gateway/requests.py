@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -32,7 +32,10 @@ class OtherFields:
     neutral: Mapping[str, tuple[object, ...]]
     """Unsupported; accepted only with one of these values, which ask for the default behaviour."""
     advice: Mapping[str, str]
-    """What to use instead of an unsupported field."""
+    """What to use instead of an unsupported field, or of an invalid value of a field. `items[].type` is the field of
+    all items of a list."""
+    untagged: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Lists whose items may leave out their `type`, and the type that they then have."""
 
 
 OPENAI: Final = OtherFields(
@@ -76,14 +79,11 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] | None = None
 
 
-class Settings(Struct, frozen=True, kw_only=True):
-    """Fields that chat and completions share. null means the same as leaving the field out."""
+class Options(Struct, frozen=True, kw_only=True):
+    """Fields of all requests that generate text. null means the same as leaving the field out."""
 
     model: Annotated[str, Meta(max_length=512)]
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stop: Word | Annotated[list[Word], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
@@ -101,6 +101,14 @@ class Settings(Struct, frozen=True, kw_only=True):
     """The generation ends with an error after this many seconds."""
     fusion_route: bool | None = None
     """Report which machines computed the answer and how long each took."""
+
+
+class Settings(Options, frozen=True, kw_only=True):
+    """Fields that chat and completions share."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
 
 
 class TextPart(Struct, frozen=True, tag_field="type", tag="text"):
@@ -276,6 +284,7 @@ _UNKNOWN: Final = re.compile(r"Object contains unknown field `(?P<name>.*)`", re
 _LONGEST_REASON: Final = 400
 _DRAINED: Final = 4
 """A body up to this many times the limit is read to its end, without keeping it, before it is refused."""
+_INDEX: Final = re.compile(r"\[\d+\]")
 _MISSING: Final = re.compile(r"Object missing required field `(?P<name>.*)`")
 
 
@@ -289,14 +298,14 @@ async def read(request: Request, form: type[Form], limits: RequestLimits, others
 
 def decode(body: bytes, form: type[Form], others: OtherFields = OPENAI) -> Form:
     """Decode a body as `form`. Raises `ApiError` with the wrong field."""
-    known = [field.encode_name for field in msgspec.structs.fields(form)]
+    known = [each.encode_name for each in msgspec.structs.fields(form)]
     try:
         given = msgspec.json.decode(body)
         if isinstance(given, dict):
             given = _wanted(given, known, others)
         return msgspec.convert(given, form)
     except msgspec.ValidationError as problem:
-        raise _explained(str(problem), known) from None
+        raise _explained(str(problem), known, others) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise invalid(f"The body is not valid JSON: {problem}", code="invalid_json") from None
     except RecursionError:
@@ -340,7 +349,8 @@ def _too_large(limits: RequestLimits) -> ApiError:
 
 
 def _wanted(given: dict[str, Any], known: list[str], others: OtherFields) -> dict[str, Any]:
-    """Remove fields that ask for nothing. Raises `ApiError` for a field that asks for something unsupported."""
+    """Remove fields that ask for nothing, and complete items without a type. Raises `ApiError` for a field that asks
+    for something unsupported."""
     wanted = dict(given)
     for name in given:
         if name in known:
@@ -352,10 +362,13 @@ def _wanted(given: dict[str, Any], known: list[str], others: OtherFields) -> dic
                 advice = f" {others.advice[name]}" if name in others.advice else ""
                 raise invalid(f"`{name}` is not supported by this gateway.{advice}", name, "unsupported_parameter")
             del wanted[name]
+    for name, tag in others.untagged.items():
+        if isinstance(items := wanted.get(name), list):
+            wanted[name] = [{"type": tag, **item} if isinstance(item, dict) else item for item in items]
     return wanted
 
 
-def _explained(problem: str, known: list[str]) -> ApiError:
+def _explained(problem: str, known: list[str], others: OtherFields) -> ApiError:
     found = _WHERE.match(problem)
     what, path = (found["what"], found["path"] or "") if found else (problem, "")
     unknown, missing = _UNKNOWN.match(what), _MISSING.match(what)
@@ -367,8 +380,9 @@ def _explained(problem: str, known: list[str]) -> ApiError:
         name = shown(f"{path}.{missing['name']}" if path else missing["name"])
         return invalid(f"Missing required parameter: `{name}`.", name, "missing_required_parameter")
     where = f"`{shown(path)}`: " if path else ""
+    advice = others.advice.get(_INDEX.sub("[]", path), "")
     return invalid(
-        f"{where}{what[:_LONGEST_REASON]}.",
+        f"{where}{what[:_LONGEST_REASON]}.{advice and f' {advice}'}",
         shown(path) or None,
         "invalid_type" if what.startswith("Expected") else "invalid_value",
     )

@@ -1,0 +1,156 @@
+"""Answers OpenAI's Responses API: `POST /v1/responses`, and `GET` and `DELETE` of stored responses.
+
+A request becomes a chat, which `chat` generates; `response_form` words the answer, `response_store` keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from msgspec import structs
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fusionai.gateway.chat import ChatEndpoint
+from fusionai.gateway.context import GatewayContext, Heading, json_response
+from fusionai.gateway.errors import ApiError, invalid
+from fusionai.gateway.requests import ChatRequest, TextFormat
+from fusionai.gateway.response_bodies import DeletedResponse, ResponseObject
+from fusionai.gateway.response_form import ResponseForm, ResponseOutput, new_id
+from fusionai.gateway.response_input import chat_of, shortened, wants_logprobs
+from fusionai.gateway.response_requests import (
+    OTHER_FIELDS,
+    InputItem,
+    InputMessage,
+    ItemReference,
+    ReasoningConfig,
+    ResponsesRequest,
+    TextConfig,
+)
+from fusionai.gateway.response_store import ResponseStore
+from fusionai.gateway.streaming import while_connected
+
+_ANSWER_SHARE: Final = 4
+"""Part of the context that `truncation: auto` keeps free for an answer without `max_output_tokens`: one in this many
+(chosen)."""
+_PARAMS: Final = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Names of a chat's fields in the Responses API."""
+
+
+class ResponsesEndpoint:
+    """Answers responses."""
+
+    def __init__(self, context: GatewayContext, chat: ChatEndpoint) -> None:
+        self._context = context
+        self._chat = chat
+        self._store = ResponseStore(context.config.limits)
+
+    async def responses(self, request: Request) -> Response:
+        """Answer one request."""
+        context, store = self._context, self._store
+        body = await context.read(request, ResponsesRequest, OTHER_FIELDS)
+        if body.stream_options is not None and not body.stream:
+            raise invalid("`stream_options` needs `stream: true`.", "stream_options")
+        scope = request.state.holder.scope
+        previous = None if body.previous_response_id is None else store.previous(scope, body.previous_response_id)
+        fresh = self._resolved(body.input, scope)
+        items = [*(() if previous is None else previous.conversation()), *fresh]
+        try:
+            chat = await while_connected(request, self._fitting(request, body, items))
+            heading = context.heading(request, chat, "resp_")
+
+            def keep(response: ResponseObject) -> None:
+                if response.store:
+                    store.add(scope, response, fresh, previous)
+
+            form = ResponseForm(
+                self._draft(body, heading),
+                heading,
+                ResponseOutput(
+                    context.text.tokenizer,
+                    with_logprobs=wants_logprobs(body),
+                    with_sealed="reasoning.encrypted_content" in (body.include or ()),
+                ),
+                now_s=context.clock.wall_s,
+                keep=keep,
+            )
+            return await self._chat.answer(request, chat, form)
+        except ApiError as problem:
+            problem.body = structs.replace(problem.body, param=_PARAMS.get(problem.body.param or "", problem.body.param))
+            raise
+
+    async def response(self, request: Request) -> Response:
+        """Return a stored response."""
+        turn = self._store.turn(request.state.holder.scope, request.path_params["response_id"])
+        if request.query_params.get("stream", "false") != "false":
+            raise invalid("A stored response can't be streamed again: leave `stream` out.", "stream")
+        return Response(turn.body, media_type="application/json")
+
+    async def deleted_response(self, request: Request) -> Response:
+        """Forget a stored response."""
+        response_id = request.path_params["response_id"]
+        self._store.drop(request.state.holder.scope, response_id)
+        return json_response(DeletedResponse(response_id))
+
+    def _resolved(self, given: str | list[InputItem], scope: str) -> list[InputItem]:
+        """Return the input as items, with stored items in the place of references."""
+        if isinstance(given, str):
+            return [InputMessage("user", given)]
+        return [
+            self._store.item(scope, item.id, f"input[{at}].id") if isinstance(item, ItemReference) else item
+            for at, item in enumerate(given)
+        ]
+
+    async def _fitting(self, request: Request, body: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
+        """Return the chat for the conversation. With `truncation: auto`, the oldest turns are left out as far as prompt
+        and answer would not fit into the context."""
+        chat = chat_of(body, items)
+        if body.truncation != "auto" or await self._fits(request, chat):
+            return chat
+        chats = [chat_of(body, rest) for rest in shortened(items)]
+        low, high = 0, len(chats)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if await self._fits(request, chats[middle]) else (middle + 1, high)
+        return chats[low] if low < len(chats) else chats[-1] if chats else chat
+
+    async def _fits(self, request: Request, chat: ChatRequest) -> bool:
+        room = chat.max_completion_tokens or max(self._context.engine.context_tokens // _ANSWER_SHARE, 1)
+        try:
+            await self._chat.choices(request, structs.replace(chat, max_completion_tokens=room))
+        except ApiError as problem:
+            if problem.body.code != "context_length_exceeded":
+                raise
+            return False
+        return True
+
+    def _draft(self, body: ResponsesRequest, heading: Heading) -> ResponseObject:
+        """Return the response before anything is generated: the request's settings and what applies otherwise."""
+        advised = self._context.text.sampling
+        text, reasoning = body.text or TextConfig(), body.reasoning or ReasoningConfig()
+        return ResponseObject(
+            id=heading.answer_id,
+            created_at=heading.created,
+            model=heading.model,
+            instructions=body.instructions,
+            previous_response_id=body.previous_response_id,
+            store=body.store is not False,
+            tools=body.tools or [],
+            tool_choice=body.tool_choice or "auto",
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            text=TextConfig(text.format or TextFormat(), text.verbosity or "medium"),
+            reasoning=reasoning,
+            max_output_tokens=body.max_output_tokens,
+            temperature=advised.temperature if body.temperature is None else body.temperature,
+            top_p=advised.top_p if body.top_p is None else body.top_p,
+            top_logprobs=body.top_logprobs or 0,
+            truncation=body.truncation or "disabled",
+            metadata=body.metadata or {},
+        )
