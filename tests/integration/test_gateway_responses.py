@@ -1,4 +1,4 @@
-"""OpenAI's Responses API over HTTP: the openai package unmodified, whole and streamed, tools, schemas, conversations."""
+"""OpenAI's Responses API over HTTP: the openai package unmodified. Streams, tools, schemas, conversations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusionai.gateway.config import GatewayConfig, KeyRing, RequestLimits
 from harness.gateway_stand import Stand, gateway_stand, until
 from harness.patience import CEILING_S
 from harness.scripted_engine import ScriptedEngine
-from harness.tiny_text import write_tiny_text
+from harness.tiny_text import TEMPLATE, write_tiny_text
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +36,13 @@ WEATHER: Any = {
     },
 }
 TIME: Any = {"type": "function", "name": "time", "parameters": {"type": "object", "properties": {}}}
+
+
+THINKING = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}").replace(
+    "{{ message['content'] }}",
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message['content'] }}{% if message.tool_calls %} (calls){% endif %}",
+)
 
 
 class Age(BaseModel):
@@ -185,6 +192,46 @@ def _without_ids(item: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in item.items() if name not in ("id", "call_id")}
 
 
+def test_reasoning_is_an_item_of_its_own(tmp_path: Path):
+    call = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+    engine = ScriptedEngine(
+        write_tiny_text(tmp_path, THINKING), script=lambda prompt, _: f"Hm. Yes.\n</think>\n\n{call}"
+    )
+
+    async def scenario() -> None:
+        async with gateway_stand(engine) as stand, client(stand) as api:
+            events = [event async for event in raw_events(stand, asked(tools=[TIME]))]
+            kinds = [event["type"].removeprefix("response.") for event in events]
+            in_order = [kind for at, kind in enumerate(kinds) if not at or kind != kinds[at - 1]]
+            assert in_order[2:8] == [
+                *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
+                *("content_part.done", "output_item.done"),
+            ]
+            # The blank lines between thinking and call are no message.
+            assert [item["type"] for item in events[-1]["response"]["output"]] == ["reasoning", "function_call"]
+            made = await api.responses.create(
+                **asked(tools=[TIME]), include=["reasoning.encrypted_content"], store=False
+            )
+            thought, called = made.output
+            assert (thought.content[0].text, thought.summary) == ("Hm. Yes.", [])
+            assert made.usage.output_tokens_details.reasoning_tokens > 0
+            # Sent back as it came, or in the opaque form alone, as some programs do.
+            result: Any = {"type": "function_call_output", "call_id": called.call_id, "output": "noon"}
+            opaque: Any = {
+                "type": "reasoning",
+                "id": "r",
+                "summary": [],
+                "encrypted_content": thought.encrypted_content,
+            }
+            for reasoning in (thought, opaque):
+                await api.responses.create(**asked(input=[{"role": "user", "content": "?"}, reasoning, called, result]))
+                assert "assistant\n<think>Hm. Yes.</think> (calls)<|im_end|>" in prompt_of(engine)
+            cut = await api.responses.create(**asked(max_output_tokens=2))
+            assert [(item.type, item.status) for item in cut.output] == [("reasoning", "incomplete")]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("is_stored", [True, False])
 def test_tools_in_a_loop(engine: ScriptedEngine, is_stored: bool):
     engine.script = asks_for_weather
@@ -260,9 +307,7 @@ def test_answers_of_a_schema(engine: ScriptedEngine):
 
 def test_conversations_are_continued_read_and_deleted(engine: ScriptedEngine, tmp_path: Path):
     (tmp_path / "keys").write_text("alice = a-good-long-key-of-hers\nbob = a-good-long-key-of-his\n")
-    config = GatewayConfig(
-        "tiny", keys=KeyRing.load(tmp_path / "keys"), limits=RequestLimits(stored_responses=3)
-    )
+    config = GatewayConfig("tiny", keys=KeyRing.load(tmp_path / "keys"), limits=RequestLimits(stored_responses=3))
 
     async def scenario() -> None:
         async with gateway_stand(engine, config) as stand, client(stand, "a-good-long-key-of-hers") as api:

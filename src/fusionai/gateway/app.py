@@ -71,7 +71,7 @@ _ERRORS: Final = {
     "400": "The request is invalid; `param` names the field.",
     "401": "The API key is missing or invalid.",
     "403": "Without API keys, the gateway only serves this machine.",
-    "404": "No such model.",
+    "404": "No such model or response.",
     "408": "The body arrived too slowly.",
     "413": "The body is too large.",
     "415": "The `Content-Type` is not `application/json`.",
@@ -100,13 +100,17 @@ def description(version: str, *, has_keys: bool) -> dict[str, Any]:
             "/v1/embeddings": {
                 "post": _post("embeddings", "Compute vectors of texts.", EmbeddingRequest, EmbeddingList)
             },
+            "/v1/responses": {"post": _post("responses", "Continue a conversation.", ResponsesRequest, ResponseObject)},
+            "/v1/responses/{response_id}": {
+                "get": _get("response", "A stored response.", ResponseObject, (*_GET_ERRORS, "404")),
+                "delete": _get("deleteResponse", "Forget a stored response.", DeletedResponse, (*_GET_ERRORS, "404")),
+                "parameters": [_path_parameter("response_id")],
+            },
             "/v1/models": {"get": _get("models", "Models served here.", ModelList)},
             "/v1/models/{model}": {
                 "get": {
                     **_get("model", "One of the models.", ModelCard, (*_GET_ERRORS, "404")),
-                    "parameters": [
-                        {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-                    ],
+                    "parameters": [_path_parameter("model")],
                 }
             },
             "/fusion/status": {"get": _get("status", "The pool's state.", StatusReport)},
@@ -120,6 +124,10 @@ def description(version: str, *, has_keys: bool) -> dict[str, Any]:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
     return document
+
+
+def _path_parameter(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
 def _post(name: str, summary: str, form: type[msgspec.Struct], answer: type[msgspec.Struct]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from fusionai.serving.tools import CallPiece
 Event = tuple[str, dict[str, Any]]
 """An event's type without `response.`, and its fields, without the number."""
 
+
 def new_id(prefix: str) -> str:
     """Make an id of a response or an item."""
     return f"{prefix}_{secrets.token_hex(16)}"

@@ -92,9 +92,7 @@ class ResponseStore:
         self._limits = limits
         self._shelves: dict[str, _Shelf] = {}
 
-    def add(
-        self, scope: str, response: ResponseObject, inputs: list[InputItem], previous: StoredTurn | None
-    ) -> None:
+    def add(self, scope: str, response: ResponseObject, inputs: list[InputItem], previous: StoredTurn | None) -> None:
         """Store a response, and drop the key's oldest ones that are beyond the limits."""
         shelf = self._shelves.setdefault(scope, _Shelf())
         item_ids = tuple(item.id for item in response.output)

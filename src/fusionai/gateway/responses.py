@@ -17,7 +17,7 @@ from fusionai.gateway.context import GatewayContext, Heading, json_response
 from fusionai.gateway.errors import ApiError, invalid
 from fusionai.gateway.requests import ChatRequest, TextFormat
 from fusionai.gateway.response_bodies import DeletedResponse, ResponseObject
-from fusionai.gateway.response_form import ResponseForm, ResponseOutput, new_id
+from fusionai.gateway.response_form import ResponseForm, ResponseOutput
 from fusionai.gateway.response_input import chat_of, shortened, wants_logprobs
 from fusionai.gateway.response_requests import (
     OTHER_FIELDS,
@@ -83,7 +83,8 @@ class ResponsesEndpoint:
             )
             return await self._chat.answer(request, chat, form)
         except ApiError as problem:
-            problem.body = structs.replace(problem.body, param=_PARAMS.get(problem.body.param or "", problem.body.param))
+            param = problem.body.param
+            problem.body = structs.replace(problem.body, param=_PARAMS.get(param or "", param))
             raise
 
     async def response(self, request: Request) -> Response:
