@@ -59,7 +59,7 @@ class ChatEndpoint:
         return await self._context.reply(request, choices, form, is_stream=bool(body.stream))
 
     async def choices(self, request: Request, body: ChatRequest) -> list[Choice]:
-        """Return what is to be generated for a chat. Raises `ApiError`, above all for a prompt that is too long."""
+        """Return the generations that a chat asks for. Raises `ApiError`, also for a prompt that is too long."""
         context, text = self._context, self._context.text
         count = context.check_count(body.n or 1, 1)
         tools = _tools(body)

@@ -1,4 +1,4 @@
-"""The answer of the Responses API: output items, and the events in which a stream tells how they come about.
+"""The answer of the Responses API: output items, and the events of a stream that builds them.
 
 An answer is a row of items: reasoning, messages and function calls, each of which is complete before the next begins.
 `ResponseForm` is how `context` sends such an answer; `response_bodies` has the items, `responses` the endpoint.
