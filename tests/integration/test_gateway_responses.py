@@ -383,6 +383,7 @@ def test_truncation_drops_the_oldest_turns(engine: ScriptedEngine):
         ({"tool_choice": "required"}, "tool_choice", "needs `tools`"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "low"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "detailed"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "reasoning_effort"),
         ({"input": []}, "input", "at least one item"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},

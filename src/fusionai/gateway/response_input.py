@@ -58,6 +58,7 @@ def chat_of(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
     )
 
 

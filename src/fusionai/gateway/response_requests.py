@@ -133,7 +133,7 @@ class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How much the model reasons before it answers. The reasoning itself is returned, so that no summary is made."""
 
-    effort: None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto"] | None = None
     generate_summary: Literal["auto"] | None = None
     """OpenAI's older name of `summary`."""
@@ -216,7 +216,6 @@ OTHER_FIELDS: Final = OtherFields(
         "input[].content[].type": "Models here read text only: `input_text`, `output_text` or `refusal`.",
         "input[].output[].type": "Models here read text only: `input_text`.",
         "text.verbosity": "Models here have no such setting; ask for it in `instructions`.",
-        "reasoning.effort": "Models here have no such setting.",
         "reasoning.summary": "The reasoning itself is returned; only `auto` is accepted.",
     },
     untagged={"input": "message"},

@@ -43,12 +43,12 @@ def messages(items: list[Any], **body: Any) -> list[dict[str, Any]]:
 
 
 def test_a_text_is_a_message_of_the_user():
-    request = chat(input="hi", instructions="be brief", max_output_tokens=5, top_k=3, stream=True)
+    request = chat(input="hi", instructions="be brief", max_output_tokens=5, top_k=3, reasoning={"effort": "low"})
     assert [plain(message) for message in request.messages] == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "hi"},
     ]
-    assert (request.max_completion_tokens, request.top_k, request.stream, request.logprobs) == (5, 3, True, False)
+    assert (request.max_completion_tokens, request.top_k, request.reasoning_effort) == (5, 3, "low")
 
 
 def test_items_of_one_answer_are_one_message():
