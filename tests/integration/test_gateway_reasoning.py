@@ -18,7 +18,7 @@ from harness.tiny_text import MARKS, TEMPLATE, write_tiny_text
 CHAT = "/v1/chat/completions"
 THINKING = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>")
-CHANNELS = TEMPLATE.replace("tool_call", "|channel|").replace("...", "<|message|>")
+CHANNELS = TEMPLATE.replace("tool_call", "|channel|").replace("...", "<|message|> functions.")
 ASKED = {"temperature": 0, "max_tokens": 200}
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -80,6 +80,28 @@ def test_a_call_after_the_thinking(tmp_path: Path) -> None:
             assert choice["message"]["content"] is None
             assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["f"]
             assert choice["finish_reason"] == "tool_calls"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_calls_in_channels(tmp_path: Path) -> None:
+    said = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    said += '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}'
+
+    async def scenario() -> None:
+        async with gateway_stand(engine(tmp_path, said, CHANNELS, HARMONY_MARKS)) as stand:
+            choice = (await whole(stand, tools=[TOOL]))["choices"][0]
+            assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Hm.", "I look.")
+            (call,) = choice["message"]["tool_calls"]
+            assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+            choices = await deltas(stand, tools=[TOOL])
+            calls = [one for choice in choices for one in choice["delta"].get("tool_calls") or ()]
+            assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
+            assert choices[-1]["finish_reason"] == "tool_calls"
+            enforced = (await whole(stand, tools=[TOOL], tool_choice="required"))["choices"][0]["message"]
+            assert [call["function"]["name"] for call in enforced["tool_calls"]] == ["f"]
+            assert enforced["content"] is None
 
     asyncio.run(scenario())
 

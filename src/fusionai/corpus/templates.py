@@ -25,6 +25,8 @@ _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _OPEN, _CLOSE = "\U000f0000", "\U000f0001"
 _ANSWER, _ANSWERED = "\U000f0002", "\U000f0003"
 _SIGNS: Final = re.compile(f"[{_OPEN}{_CLOSE}{_ANSWER}{_ANSWERED}]")
+_JOINED_ARGUMENTS: Final = re.compile(r"\+\s*[\w.\[\]'\"]*\barguments\b['\"]?\]?\s*(?:\+|-?\}\}|\))")
+"""A template that joins a call's arguments to other text, as DeepSeek's do, needs them as text."""
 _GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\b")
 MAX_RENDERED_CHARACTERS: Final = 16_777_216
 
@@ -60,6 +62,7 @@ class ChatTemplate:
         self.source = source
         self.is_plain = is_plain
         self._variables = dict(variables or {})
+        self._joins_arguments = _JOINED_ARGUMENTS.search(source) is not None
         self._template = self._compiled(_environment(now, _Generation))
         says = _GENERATION.search(source) is not None
         self._signed = self._compiled(_environment(now, _SignedGeneration)) if says else None
@@ -92,6 +95,8 @@ class ChatTemplate:
         can't replace the conversation. `signed`: with signs around answers, if the template marks them. Raises
         `ConversationError` with the template's message."""
         chat = [_with_reasoning(message) for message in _plain_data(messages)]
+        if self._joins_arguments:
+            chat = [_with_text_arguments(message) for message in chat]
         if self.is_plain:
             chat = [{**message, "content": _text_of(message.get("content"))} for message in chat]
         given = {
@@ -343,6 +348,20 @@ def _marked(value: Any, mark: re.Pattern[str] | None) -> Any:
             return [_marked(inner, mark) for inner in value]
         case _:
             return value
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_text(call) for call in calls]}
+
+
+def _with_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def _with_reasoning(message: Any) -> dict[str, Any]:

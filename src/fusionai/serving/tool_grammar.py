@@ -8,15 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from fusionai.serving.constraint import WHITESPACE, ConstraintError, ConstraintLimits, Grammar, is_deeper
 from fusionai.serving.text import Tokenizer
-from fusionai.serving.tool_bodies import is_key, schema_of, types_of
+from fusionai.serving.tool_tags import TAG_FORMS, TagForm, is_key, schema_of, types_of
 from fusionai.serving.tools import ToolDefinition, ToolForm
-
-_TEXT_RULE: Final = "text[lazy]: /(.|\\n)*\\n<\\/parameter>\\n/"
-"""Anything up to the first closing tag on a line of its own."""
 
 
 def call_grammar(
@@ -36,30 +33,62 @@ def call_grammar(
             raise ConstraintError(f"tool {tool.name[:50]!r}: a name may only have letters, digits, '_', '.' and '-'.")
         if is_deeper(tool.parameters, (limits or ConstraintLimits()).depth):
             raise ConstraintError(f"tool {tool.name}: the schema is nested too deeply.")
-    opener, *others = (_mark(mark, tokenizer) for mark in form.marks)
-    rules: list[str] = []
-    match form:
-        case ToolForm.HERMES:
-            rules.append(f'call: {opener} "\\n" body "\\n" {others[0]}')
-            rules.append('start: call ("\\n" call)*' if several else "start: call")
-            rules.extend(_bodies(tools, "arguments"))
-        case ToolForm.QWEN_XML:
-            rules.append(f'call: {opener} "\\n" body "\\n" {others[0]}')
-            rules.append('start: call ("\\n" call)*' if several else "start: call")
-            rules.extend(_functions(tools))
-        case ToolForm.LLAMA:
-            rules.append('start: body ("; " body)*' if several else "start: body")
-            rules.extend(_bodies(tools, "parameters"))
-        case ToolForm.MISTRAL:
-            inside = 'body (", " body)*' if several else "body"
-            rules.append(f'start: {opener} " "? "[" {inside} "]"')
-            rules.extend(_bodies(tools, "arguments"))
-        case ToolForm.MISTRAL_ARGS:
-            rules.append("start: call+" if several else "start: call")
-            calls = [f'{opener} "{tool.name}" {others[0]} args{n}' for n, tool in enumerate(tools)]
-            rules.append("call: " + " | ".join(calls))
-            rules.extend(f"args{n}: %json {_schema(tool.parameters)}" for n, tool in enumerate(tools))
+    rules = _rules(form, tools, [_mark(mark, tokenizer) for mark in form.marks], several=several)
     return Grammar("\n".join(rules) + "\n")
+
+
+def _rules(form: ToolForm, tools: Sequence[ToolDefinition], marks: Sequence[str], *, several: bool) -> list[str]:
+    opener, *others = marks
+    match form:
+        case ToolForm.HERMES | ToolForm.QWEN_XML:
+            calls = _bodies(tools, "arguments") if form is ToolForm.HERMES else _functions(tools, TAG_FORMS[form])
+            return [_repeated("call", "\n", several), f'call: {opener} "\\n" body "\\n" {others[0]}', *calls]
+        case ToolForm.GLM:
+            return [_repeated("call", "\n", several), f"call: {opener} body", *_functions(tools, TAG_FORMS[form])]
+        case ToolForm.MINIMAX:
+            inside = _repeated("body", "\n", several).removeprefix("start: ")
+            return [f'start: {opener} "\\n" {inside} "\\n" {others[0]}', *_functions(tools, TAG_FORMS[form])]
+        case ToolForm.LLAMA:
+            return [_repeated("body", "; ", several), *_bodies(tools, "parameters")]
+        case ToolForm.MISTRAL:
+            inside = _repeated("body", ", ", several).removeprefix("start: ")
+            return [f'start: {opener} " "? "[" {inside} "]"', *_bodies(tools, "arguments")]
+        case ToolForm.MISTRAL_ARGS:
+            heads = [f'{opener} "{tool.name}" {others[0]}' for tool in tools]
+            return [_repeated("call", "", several), *_headed(tools, heads)]
+        case ToolForm.HARMONY:
+            constrain, message = others
+            heads = [f'{opener} "commentary to=functions.{tool.name} " {constrain} "json" {message}' for tool in tools]
+            # A call ends the answer, so there is only one.
+            return ["start: call", *_headed(tools, heads)]
+        case ToolForm.DEEPSEEK_V3 | ToolForm.DEEPSEEK_V31 | ToolForm.KIMI:
+            begin, separator, end, closer = others
+            inside = _repeated("call", "", several).removeprefix("start: ")
+            heads = [f"{begin} {_named(form, tool.name, separator)}" for tool in tools]
+            end = f'"\\n```" {end}' if form is ToolForm.DEEPSEEK_V3 else end
+            return [f"start: {opener} {inside} {closer}", *_headed(tools, heads, end)]
+
+
+def _repeated(rule: str, between: str, several: bool) -> str:
+    """The start rule for one `rule`, or for several with a text between them."""
+    return f"start: {rule} ({json.dumps(between)} {rule})*" if several else f"start: {rule}"
+
+
+def _named(form: ToolForm, name: str, separator: str) -> str:
+    match form:
+        case ToolForm.DEEPSEEK_V3:
+            return f'"function" {separator} "{name}\\n```json\\n"'
+        case ToolForm.KIMI:
+            return f'"functions.{name}:" /[0-9]{{1,4}}/ {separator}'
+        case _:
+            return f'"{name}" {separator}'
+
+
+def _headed(tools: Sequence[ToolDefinition], heads: Sequence[str], end: str = "") -> list[str]:
+    """Rules for calls of a head, the arguments and an end."""
+    calls = [f"{head} args{n} {end}".rstrip() for n, head in enumerate(heads)]
+    arguments = [f"args{n}: %json {_schema(tool.parameters)}" for n, tool in enumerate(tools)]
+    return ["call: " + " | ".join(calls), *arguments]
 
 
 def _bodies(tools: Sequence[ToolDefinition], arguments: str) -> list[str]:
@@ -80,10 +109,11 @@ def _bodies(tools: Sequence[ToolDefinition], arguments: str) -> list[str]:
     return rules
 
 
-def _functions(tools: Sequence[ToolDefinition]) -> list[str]:
-    """Rules for calls that `tool_bodies` can read. A string ends with the first closing tag; of its schema only `enum`
+def _functions(tools: Sequence[ToolDefinition], tags: TagForm) -> list[str]:
+    """Rules for calls that `tool_tags` can read. A string ends with the first closing tag; of its schema only `enum`
     and `const` are enforced."""
-    rules = ["body: " + " | ".join(f"body{n}" for n in range(len(tools))), _TEXT_RULE]
+    ending = re.escape(tags.written_end).replace("\\\n", "\\n").replace("/", "\\/")
+    rules = ["body: " + " | ".join(f"body{n}" for n in range(len(tools))), f"text[lazy]: /(.|\\n)*{ending}/"]
     for number, tool in enumerate(tools):
         parameters = tool.parameters or {}
         properties = {key: schema_of(tool, key) for key in parameters.get("properties", {})}
@@ -91,22 +121,22 @@ def _functions(tools: Sequence[ToolDefinition]) -> list[str]:
         properties |= {key: {} for key in required if key not in properties}
         parts: list[str] = []
         for place, (key, schema) in enumerate(properties.items()):
-            if not is_key(key):
+            if not is_key(tags, key):
                 raise ConstraintError(
                     f"tool {tool.name}: this model's tool calls can't express the parameter name {key[:50]!r}."
                 )
             value = f"value{number}_{place}"
-            rules.append(f"{value}: {_written_value(schema, parameters)}")
-            written = f"{json.dumps(f'<parameter={key}>' + chr(10))} {value}"
+            rules.append(f"{value}: {_written_value(schema, parameters, tags)}")
+            written = f"{json.dumps(tags.written_key.format(key))} {value}"
             parts.append(written if key in required else f"({written})?")
-        head = json.dumps(f"<function={tool.name}>\n")
-        rules.append(f'body{number}: {" ".join([head, *parts])} "</function>"')
+        head = json.dumps(tags.written_head.format(tool.name))
+        rules.append(f"body{number}: {' '.join([head, *parts, json.dumps(tags.call_end)])}")
     return rules
 
 
-def _written_value(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+def _written_value(schema: Mapping[str, Any], whole: Mapping[str, Any], tags: TagForm) -> str:
     """Rule for a value with its closing tag and line end."""
-    end = json.dumps("\n</parameter>\n")
+    end = json.dumps(tags.written_end)
     types = types_of(schema)
     if "string" not in types:
         definitions = {keyword: whole[keyword] for keyword in ("$defs", "definitions") if keyword in whole}

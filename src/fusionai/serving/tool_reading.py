@@ -1,7 +1,8 @@
 """Finds tool calls in a model's answer while it streams. Decides what is a call and what is text; no text is lost.
 
 A call is passed on piece by piece as soon as its name is known and its arguments have begun. Neighbours: `tools` has
-the forms, `tool_bodies` reads what follows an announcement, the gateway builds its answers from the result.
+the forms, `tool_bodies`, `tool_sections` and `tool_tags` read what follows an announcement, the gateway builds its
+answers from the result.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusionai.serving.text import overlap
-from fusionai.serving.tool_bodies import FUNCTION, JsonBody, XmlBody
+from fusionai.serving.tool_bodies import JsonBody
+from fusionai.serving.tool_sections import SECTIONS, SectionBody
+from fusionai.serving.tool_tags import TAG_FORMS, TagBody
 from fusionai.serving.tools import Body, CallPiece, CallState, Given, ToolDefinition, ToolForm
 
 
@@ -29,7 +32,7 @@ class ToolReader:
         """`tools`: the tools offered to the model; their schemas give the types of arguments where a form has none."""
         self._form = form
         self._tools = {tool.name: tool for tool in tools}
-        self._openers = (form.marks[0], FUNCTION) if form is ToolForm.QWEN_XML else (form.marks[0],)
+        self._openers = form.openers
         self._waiting = ""
         self._body: Body | None = None
         self._may_begin = True
@@ -83,8 +86,10 @@ class ToolReader:
         return Read("".join(text), tuple(pieces))
 
     def _new_body(self) -> Body:
-        if self._form is ToolForm.QWEN_XML:
-            return XmlBody(self._form, self._tools)
+        if self._form in TAG_FORMS:
+            return TagBody(self._form, self._tools)
+        if self._form in SECTIONS:
+            return SectionBody(self._form)
         return JsonBody(self._form)
 
     def _counted(self, given: Given) -> list[CallPiece]:
@@ -110,8 +115,7 @@ class ToolReader:
             found = [(at, opener) for opener in self._openers if (at := rest.find(opener)) >= 0]
             if found:
                 at, opener = min(found)
-                # A function's tag without an announcement is itself part of the call.
-                return rest[:at], 0 if opener == FUNCTION else len(opener)
+                return rest[:at], len(opener) if opener == self._openers[0] else 0
             held = 0 if final else max(overlap(rest, opener) for opener in self._openers)
             return rest[: len(rest) - held], None
         begun = rest.lstrip()

@@ -1,7 +1,8 @@
 """Tool calls: what a tool is, and in which form a model writes its calls, as its chat template shows.
 
-Neighbours: `templates` offers tools to the model, `tool_reading` finds calls in its answer, `tool_grammar` forces it to
-call one, the gateway sends the calls.
+Also has what the readers of all forms share. Neighbours: `templates` offers tools to the model, `tool_reading` finds
+calls in its answer, `tool_bodies`, `tool_sections` and `tool_tags` read them, `tool_grammar` forces a model to call a
+tool, the gateway sends the calls.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, Protocol
@@ -27,6 +28,12 @@ class ToolForm(Enum):
     `LLAMA`: the whole answer is `{"name", "parameters"}`; several calls are separated by `;`.
     `MISTRAL`: `[TOOL_CALLS]` and a list of `{"name", "arguments"}`.
     `MISTRAL_ARGS`: `[TOOL_CALLS]name[ARGS]{...}`.
+    `HARMONY`: `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}` (gpt-oss).
+    `DEEPSEEK_V3`: a section of calls, `function<｜tool▁sep｜>name` with the arguments in a block of code.
+    `DEEPSEEK_V31`: a section of calls, `name<｜tool▁sep｜>{...}`.
+    `KIMI`: a section of calls, `functions.name:0<|tool_call_argument_begin|>{...}`.
+    `GLM`: `<tool_call>name`, then `<arg_key>x</arg_key><arg_value>value</arg_value>` for each argument.
+    `MINIMAX`: `<minimax:tool_call>`, then `<invoke name="name"><parameter name="x">value</parameter></invoke>`.
     """
 
     HERMES = "<tool_call>"
@@ -34,6 +41,27 @@ class ToolForm(Enum):
     LLAMA = "<|python_tag|>"
     MISTRAL = "[TOOL_CALLS]"
     MISTRAL_ARGS = "[TOOL_CALLS][ARGS]"
+    HARMONY = "<|channel|>commentary to="
+    DEEPSEEK_V3 = "<｜tool▁calls▁begin｜>```json"
+    DEEPSEEK_V31 = "<｜tool▁calls▁begin｜>"
+    KIMI = "<|tool_calls_section_begin|>"
+    GLM = "<tool_call><arg_key>"
+    MINIMAX = "<minimax:tool_call>"
+
+    @property
+    def openers(self) -> tuple[str, ...]:
+        """Texts that announce a call: the first one stands before it, the others are part of it."""
+        match self:
+            case ToolForm.QWEN_XML:
+                return ("<tool_call>", "<function=")
+            case ToolForm.MINIMAX:
+                return ("<minimax:tool_call>", "<invoke name=")
+            case ToolForm.HARMONY:
+                return (self.value,)
+            case ToolForm.DEEPSEEK_V3 | ToolForm.DEEPSEEK_V31 | ToolForm.KIMI:
+                return self.marks[:2]
+            case _:
+                return self.marks[:1]
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -47,6 +75,18 @@ class ToolForm(Enum):
                 return ("[TOOL_CALLS]",)
             case ToolForm.MISTRAL_ARGS:
                 return ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+            case ToolForm.HARMONY:
+                return ("<|channel|>", "<|constrain|>", "<|message|>")
+            case ToolForm.DEEPSEEK_V3 | ToolForm.DEEPSEEK_V31:
+                names = ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+                return tuple(f"<｜tool▁{name}｜>" for name in names)
+            case ToolForm.KIMI:
+                names = ("calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end")
+                return tuple(f"<|tool_{name}|>" for name in names)
+            case ToolForm.GLM:
+                return ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+            case ToolForm.MINIMAX:
+                return ("<minimax:tool_call>", "</minimax:tool_call>")
 
     def new_id(self) -> str:
         """Make an id for a call to which the model gave none."""
@@ -60,11 +100,18 @@ def tool_form(template: str) -> ToolForm | None:
         return None
     if "[TOOL_CALLS]" in template:
         return ToolForm.MISTRAL_ARGS if "[ARGS]" in template else ToolForm.MISTRAL
-    # Two forms share this mark.
+    if "<｜tool▁calls▁begin｜>" in template:
+        return ToolForm.DEEPSEEK_V3 if "```json" in template else ToolForm.DEEPSEEK_V31
+    for form in (ToolForm.KIMI, ToolForm.MINIMAX):
+        if form.value in template:
+            return form
+    if "<|channel|>" in template and "functions" in template:
+        return ToolForm.HARMONY
+    # Three forms share this mark.
     if "<tool_call>" in template and "<function=" in template:
         return ToolForm.QWEN_XML if "<parameter=" in template else None
     if "<tool_call>" in template:
-        return ToolForm.HERMES
+        return ToolForm.GLM if "<arg_key>" in template else ToolForm.HERMES
     if "<|python_tag|>" in template or re.search(r'"parameters\\?"', template):
         return ToolForm.LLAMA
     return None
@@ -127,6 +174,51 @@ class Given:
     rest: str
     pieces: tuple[CallPiece, ...] = ()
     whole: int = 0
+
+
+Part = str | re.Pattern[str]
+"""A piece of a call's head: a mark as it is, or letters that match a pattern. A pattern's named groups are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A head that was read: the groups of its patterns, and the number of its characters."""
+
+    groups: Mapping[str, str]
+    length: int
+
+
+def follow(parts: Sequence[Part], text: str, *, final: bool = False) -> Followed | CallState:
+    """Match `parts` one after the other at the start of `text`. Returns `MORE` if the text ends too early to tell,
+    `TEXT` if it does not match. If `final`, no text follows, and the outcome is never `MORE`."""
+    groups: dict[str, str] = {}
+    at = 0
+    for part in parts:
+        rest = text[at:]
+        if isinstance(part, str):
+            if not rest.startswith(part):
+                return CallState.MORE if part.startswith(rest) and not final else CallState.TEXT
+            at += len(part)
+            continue
+        found = part.match(rest)
+        if found is None:
+            return CallState.TEXT if rest.strip() or final else CallState.MORE
+        at += found.end()
+        if at == len(text) and not final:
+            return CallState.MORE  # more letters of the same kind may follow
+        groups |= found.groupdict()
+    return Followed(groups, at)
+
+
+def without_mark(rest: str, mark: str, *, final: bool) -> str | None:
+    """Remove a mark, and whitespace before it, from the start of `rest`, if it is there. Returns None if the text ends
+    too early to tell; if `final`, the mark's beginning is removed then."""
+    bare = rest.lstrip()
+    if bare.startswith(mark):
+        return bare[len(mark) :]
+    if not mark.startswith(bare):
+        return rest
+    return "" if final else None
 
 
 class Body(Protocol):

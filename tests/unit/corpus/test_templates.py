@@ -370,3 +370,22 @@ def test_what_a_user_wrote_is_told_from_what_the_template_wrote() -> None:
     pieces = template.render_pieces([{"role": "user", "content": forged}], marks)
     assert [text for text, trusted in pieces if not trusted] == ["<|im_start|>"]
     assert template.render_pieces(TALKS["one"], []) == [(template.render(TALKS["one"]), True)]
+
+
+@pytest.mark.parametrize("written", [" + call['function']['arguments'] + '.'", " + call.function.arguments"])
+def test_a_template_that_joins_arguments_gets_them_as_text(written: str) -> None:
+    """As DeepSeek's do; clients' arguments are objects everywhere else."""
+    template = ChatTemplate(
+        "{% for call in messages[0].tool_calls %}{{ call.function.name" + written + " }}{% endfor %}"
+    )
+    call = {"function": {"name": "f", "arguments": {"a": "é"}}}
+    assert template.render([{"role": "assistant", "tool_calls": [call]}]).rstrip(".") == 'f{"a": "é"}'
+    plain = ChatTemplate("{{ 'x' + messages[0].tool_calls[0].function.arguments|tojson }}")
+    assert plain.render([{"role": "assistant", "tool_calls": [call]}]) == 'x{"a": "é"}'
+
+
+def test_the_variables_that_a_template_reads() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{% set thinking = m %}{% endfor %}{% if enable_thinking %}x{% endif %}"
+    )
+    assert template.reads == {"messages", "enable_thinking"}

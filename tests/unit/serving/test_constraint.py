@@ -28,6 +28,7 @@ from fusionai.serving.constraint import (
     ThinkingFirst,
 )
 from fusionai.serving.interface import Constraint, EngineBusy, Sampling
+from fusionai.serving.reasoning import ReasoningForm, ReasoningReader
 from fusionai.serving.sampling import TokenHistory, choose
 from fusionai.serving.text import Tokenizer
 from fusionai.serving.tool_grammar import call_grammar
@@ -35,6 +36,7 @@ from fusionai.serving.tool_reading import ToolReader
 from fusionai.serving.tools import ToolDefinition, ToolForm, calls_of
 
 TEXTS = ['{"name": "fox", "city": "Zürich"}', "quick brown foxes", "[1, 2, 30, 4.5, true, false, null]"] * 3
+SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|tool_call_begin|>", "<｜tool▁sep｜>")
 PADDING = 13
 """A model's logits are often wider than its tokenizer's vocabulary."""
 
@@ -64,7 +66,7 @@ def tokenizer(kind: str) -> Tokenizer:
     engine.train_from_iterator(TEXTS, trainer)
     marks = ["<tool_call>", "</tool_call>"]
     engine.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
-    engine.add_special_tokens([AddedToken(mark, special=True) for mark in ("[TOOL_CALLS]", "[ARGS]")])
+    engine.add_special_tokens([AddedToken(mark, special=True) for mark in SPECIAL])
     return Tokenizer(engine.to_str(), {}, kind)
 
 
@@ -352,6 +354,8 @@ def test_a_wanted_call_is_one(form: ToolForm, several: bool, seed: int) -> None:
     grammar = call_grammar(form, TOOLS, tokenizer("byte_level"), several=several)
     text = drawn(grammar, seed, most=3000, special=True)
     assert text is not None
+    if form is ToolForm.HARMONY:
+        text = ReasoningReader(ReasoningForm.HARMONY).feed(text, final=True).text
     reader = ToolReader(form, TOOLS)
     read, rest = reader.feed(text), reader.finish()
     calls = calls_of((*read.pieces, *rest.pieces))
@@ -378,23 +382,35 @@ WRITE = ToolDefinition(
 HEAD = "<tool_call>\n<function=write>\n"
 TEXT = "<parameter=text>\nif a < b:\n    </p>\n</parameter>\n"
 FLAG = "<parameter=flag>\ntrue\n</parameter>\n"
+GLM = "<tool_call>write\n<arg_key>text</arg_key>\n<arg_value>if a < b:\n    </p></arg_value>\n"
+GLM_FLAG = "<arg_key>flag</arg_key>\n<arg_value>true</arg_value>\n"
+MINIMAX = '<minimax:tool_call>\n<invoke name="write">\n<parameter name="text">if a < b:\n</parameter>\n'
+MINIMAX_FLAG = '<parameter name="flag">true</parameter>\n'
+MINIMAX_TAIL = "</invoke>\n</minimax:tool_call>"
 TAIL = "</function>\n</tool_call>"
 
 
 @pytest.mark.parametrize(
-    ("said", "fits"),
+    ("form", "said", "fits"),
     [
-        (HEAD + TEXT + TAIL, True),
-        (HEAD + TEXT + FLAG + TAIL, True),
-        (HEAD + FLAG + TAIL, False),
-        (HEAD + TEXT + FLAG.replace("true", "maybe") + TAIL, False),
-        (HEAD + TEXT + FLAG.replace("flag", "flags") + TAIL, False),
-        (HEAD.replace("write", "read") + TEXT + TAIL, False),
+        (ToolForm.QWEN_XML, HEAD + TEXT + TAIL, True),
+        (ToolForm.QWEN_XML, HEAD + TEXT + FLAG + TAIL, True),
+        (ToolForm.QWEN_XML, HEAD + FLAG + TAIL, False),
+        (ToolForm.QWEN_XML, HEAD + TEXT + FLAG.replace("true", "maybe") + TAIL, False),
+        (ToolForm.QWEN_XML, HEAD + TEXT + FLAG.replace("flag", "flags") + TAIL, False),
+        (ToolForm.QWEN_XML, HEAD.replace("write", "read") + TEXT + TAIL, False),
+        (ToolForm.GLM, GLM + "</tool_call>", True),
+        (ToolForm.GLM, GLM + GLM_FLAG + "</tool_call>", True),
+        (ToolForm.GLM, GLM + GLM_FLAG.replace("true", "maybe") + "</tool_call>", False),
+        (ToolForm.GLM, "<tool_call>write\n" + GLM_FLAG + "</tool_call>", False),
+        (ToolForm.MINIMAX, MINIMAX + MINIMAX_TAIL, True),
+        (ToolForm.MINIMAX, MINIMAX + MINIMAX_FLAG + MINIMAX_TAIL, True),
+        (ToolForm.MINIMAX, MINIMAX + MINIMAX_FLAG.replace("flag", "flags") + MINIMAX_TAIL, False),
     ],
 )
-def test_texts_in_tags_are_free_and_other_values_are_of_their_schema(said: str, fits: bool) -> None:
+def test_texts_in_tags_are_free_and_other_values_are_of_their_schema(form: ToolForm, said: str, fits: bool) -> None:
     model = tokenizer("byte_level")
-    constraint = compiler().compile_now(call_grammar(ToolForm.QWEN_XML, [WRITE], model))
+    constraint = compiler().compile_now(call_grammar(form, [WRITE], model))
 
     def goes_through() -> bool:
         for token in model.encode(said, framed=False):

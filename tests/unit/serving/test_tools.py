@@ -80,6 +80,63 @@ XML_CODE = (
 )
 CODE = {"s": "if a < b:\n    x = '</para'\n", "b": True, "o": {"k": [1]}, "l": [1, 2], "m": "ten", "new": "5"}
 
+DS_F = 'function<｜tool▁sep｜>f\n```json\n{"a": 1, "s": "</tool_call> ] ; } é"}\n```<｜tool▁call▁end｜>'
+DS_G = "function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜>"
+DS_BEGIN, DS_CALL, DS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>"
+V31_F = 'f<｜tool▁sep｜>{"a": 1, "s": "</tool_call> ] ; } é"}<｜tool▁call▁end｜>'
+V31_G = "g<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_F = (
+    '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1, "s": "</tool_call> ] ; } é"}<|tool_call_end|>'
+)
+KIMI_G = "<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+GLM_F = (
+    "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
+    "<arg_key>s</arg_key>\n<arg_value></tool_call> ] ; } é</arg_value>\n</tool_call>"
+)
+GLM_G = "<tool_call>g</tool_call>"
+GLM_CODE = (
+    "<tool_call>f<arg_key>s</arg_key><arg_value>if a < b:\n    x = '</para'\n</arg_value>"
+    '<arg_key>b</arg_key><arg_value>true</arg_value><arg_key>o</arg_key><arg_value>{"k": [1]}</arg_value></tool_call>'
+)
+MINIMAX_F = (
+    '<invoke name="f">\n<parameter name="a">1</parameter>\n'
+    '<parameter name="s"></tool_call> ] ; } é</parameter>\n</invoke>\n'
+)
+MINIMAX_G = '<invoke name="g">\n</invoke>\n'
+MINIMAX_BEGIN, MINIMAX_END = "<minimax:tool_call>\n", "</minimax:tool_call>"
+HARMONY_F = '<|channel|>commentary to=functions.f<|message|>{"a": 1, "s": "</tool_call> ] ; } é"}'
+
+NAMED_ANSWERS: list[tuple[ToolForm, str, Told | None]] = [
+    (ToolForm.DEEPSEEK_V3, f"{DS_BEGIN}{DS_CALL}{DS_F}\n{DS_CALL}{DS_G}{DS_END}", ("", [F, G])),
+    (ToolForm.DEEPSEEK_V3, f"I look.\n{DS_BEGIN}{DS_CALL}{DS_F}", ("I look.\n", [F])),
+    (ToolForm.DEEPSEEK_V3, f"{DS_CALL}{DS_G} and", ("and", [G])),
+    (ToolForm.DEEPSEEK_V3, f"{DS_BEGIN}{DS_CALL}function<｜tool▁sep｜>f\n```json", None),
+    (ToolForm.DEEPSEEK_V3, f'{DS_BEGIN}{DS_CALL}function<｜tool▁sep｜>f\n```json\n{{"a"', ("", [("f", '{"a"')])),
+    (ToolForm.DEEPSEEK_V3, f"{DS_BEGIN}nothing", None),
+    (ToolForm.DEEPSEEK_V31, f"{DS_BEGIN}{DS_CALL}{V31_F}{DS_CALL}{V31_G}{DS_END} x", ("x", [F, G])),
+    (ToolForm.DEEPSEEK_V31, f"{DS_BEGIN}{DS_CALL}{V31_F.removesuffix('end｜>')}", ("", [F])),
+    (ToolForm.DEEPSEEK_V31, f"{DS_BEGIN}{DS_CALL}{V31_F}{DS_END[:9]}", ("", [F])),
+    (ToolForm.DEEPSEEK_V31, "a <｜User｜> <｜tool▁c", None),
+    (ToolForm.KIMI, f"{KIMI_BEGIN}{KIMI_F}{KIMI_G}{KIMI_END}", ("", [F, G])),
+    (ToolForm.KIMI, f"Well. {KIMI_BEGIN}{KIMI_F}", ("Well. ", [F])),
+    (ToolForm.KIMI, f"{KIMI_BEGIN}<|tool_call_begin|> f <|tool_call_argument_begin|> {{}}", ("", [("f", {})])),
+    (ToolForm.KIMI, f"{KIMI_BEGIN}<|tool_call_begin|>what is<|tool_call_argument_begin|>", None),
+    (ToolForm.GLM, f"{GLM_F}\n{GLM_G}", ("", [F, G])),
+    (ToolForm.GLM, f"So.\n{GLM_CODE}", ("So.\n", [("f", {"s": CODE["s"], "b": True, "o": {"k": [1]}})])),
+    (ToolForm.GLM, GLM_F.removesuffix("\n</tool_call>"), ("", [F])),
+    (ToolForm.GLM, "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>half", ("", [("f", '{"s": "half')])),
+    (ToolForm.GLM, "<tool_call>two words</tool_call>", None),
+    (ToolForm.GLM, '<tool_call>{"name": "f"}</tool_call>', None),
+    (ToolForm.MINIMAX, f"{MINIMAX_BEGIN}{MINIMAX_F}{MINIMAX_G}{MINIMAX_END}", ("", [F, G])),
+    (ToolForm.MINIMAX, f"So.\n{MINIMAX_BEGIN}{MINIMAX_G}", ("So.\n", [G])),
+    (ToolForm.MINIMAX, f"{MINIMAX_F} and", ("and", [F])),
+    (ToolForm.MINIMAX, f"{MINIMAX_BEGIN}<invoke f>", None),
+    (ToolForm.HARMONY, HARMONY_F, ("", [F])),
+    (ToolForm.HARMONY, f"I look.{HARMONY_F}\n{HARMONY_F}", ("I look.", [F, F])),
+    (ToolForm.HARMONY, "<|channel|>commentary to=browser.open<|message|>[1]", None),
+    (ToolForm.HARMONY, "<|channel|>comment", None),
+]
 ANSWERS: list[tuple[ToolForm, str, Told]] = [
     (ToolForm.HERMES, HERMES_F, ("", [F])),
     (ToolForm.HERMES, f"Let me see.\n{HERMES_F}\n{HERMES_G}\n", ("Let me see.\n", [F, G])),
@@ -145,6 +202,9 @@ ANSWERS: list[tuple[ToolForm, str, Told]] = [
 ]
 
 
+ANSWERS += [(form, answer, (answer, []) if told is None else told) for form, answer, told in NAMED_ANSWERS]
+
+
 @pytest.mark.parametrize(("form", "answer", "told"), ANSWERS)
 def test_answers_in_every_form(form: ToolForm, answer: str, told: Told) -> None:
     assert read(form, answer) == told
@@ -187,6 +247,19 @@ def test_how_an_answer_is_cut_makes_no_difference(case: tuple[ToolForm, str, Tol
                 "<parameter=a>",
                 "</parameter>",
                 "<fun",
+                *(
+                    mark
+                    for form in (ToolForm.DEEPSEEK_V3, ToolForm.KIMI, ToolForm.GLM, ToolForm.MINIMAX)
+                    for mark in form.marks
+                ),
+                "functions.f:0",
+                "```json",
+                "```",
+                '<invoke name="f">',
+                '<parameter name="a">',
+                "</invoke>",
+                "<|channel|>commentary to=",
+                "<|message|>",
             ]
         ),
         max_size=12,
@@ -246,6 +319,10 @@ def test_ids_are_as_the_form_wants_them() -> None:
     reader = ToolReader(ToolForm.MISTRAL_ARGS)
     calls = calls_of((*reader.feed(ARGS_FG).pieces, *reader.finish().pieces))
     assert calls[1].call_id == "123456789"
+    kimi = ToolReader(ToolForm.KIMI)
+    calls = calls_of((*kimi.feed(KIMI_BEGIN + KIMI_F + KIMI_G).pieces, *kimi.finish().pieces))
+    # The template of the next turn shows these ids to the model.
+    assert [call.call_id for call in calls] == ["functions.f:0", "functions.g:1"]
 
 
 @pytest.mark.parametrize(
@@ -258,6 +335,13 @@ def test_ids_are_as_the_form_wants_them() -> None:
         ("{{ tools }}<|python_tag|>", ToolForm.LLAMA),
         ("{{ tools }}[TOOL_CALLS] [", ToolForm.MISTRAL),
         ("{{ tools }}[TOOL_CALLS]f[ARGS]", ToolForm.MISTRAL_ARGS),
+        ("{{ tools }}<tool_call>{name}\n<arg_key>", ToolForm.GLM),
+        ("{{ tools }}<minimax:tool_call><invoke", ToolForm.MINIMAX),
+        ("{{ tools }}<|tool_calls_section_begin|>", ToolForm.KIMI),
+        ("{{ tools }}<｜tool▁calls▁begin｜>", ToolForm.DEEPSEEK_V31),
+        ("{{ tools }}<｜tool▁calls▁begin｜>```json", ToolForm.DEEPSEEK_V3),
+        ("{{ message.tool_calls }}<｜tool▁calls▁begin｜>", None),
+        ("{{ tools }}functions.<|channel|>commentary", ToolForm.HARMONY),
         ("{{ messages }}<tool_call>", None),
         ("{{ tools }}", None),
     ],
