@@ -58,7 +58,8 @@ class AdmissionMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                # Anthropic's clients read the name without the x.
+                MutableHeaders(scope=message).update({"x-request-id": request_id, "request-id": request_id})
             await send(message)
 
         counted = path.startswith(_COUNTED)

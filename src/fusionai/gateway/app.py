@@ -27,7 +27,9 @@ from fusionai.gateway.chat import ChatEndpoint
 from fusionai.gateway.completions import CompletionEndpoint, EmbeddingEndpoint
 from fusionai.gateway.config import GatewayConfig
 from fusionai.gateway.context import GatewayContext, json_response
-from fusionai.gateway.errors import ApiError, ErrorAnswer, error_response
+from fusionai.gateway.errors import AnthropicError, ApiError, ErrorAnswer, error_response
+from fusionai.gateway.message_bodies import MessageAnswer, MessageRequest, TokenCount, TokenCountRequest
+from fusionai.gateway.messages import MessagesEndpoint
 from fusionai.gateway.metrics import CONTENT_TYPE, Metrics
 from fusionai.gateway.requests import ChatRequest, CompletionRequest, EmbeddingRequest
 from fusionai.gateway.response_bodies import DeletedResponse, ResponseObject
@@ -66,6 +68,11 @@ _FORMS: Final = (
     ModelCard,
     StatusReport,
     ErrorAnswer,
+    MessageRequest,
+    MessageAnswer,
+    TokenCountRequest,
+    TokenCount,
+    AnthropicError,
 )
 _ERRORS: Final = {
     "400": "The request is invalid; `param` names the field.",
@@ -92,7 +99,7 @@ def description(version: str, *, has_keys: bool) -> dict[str, Any]:
         "info": {
             "title": "FusionAI",
             "version": version,
-            "description": "OpenAI-compatible inference over a pool of peers.",
+            "description": "Inference over a pool of peers, by OpenAI's and Anthropic's APIs.",
         },
         "paths": {
             "/v1/chat/completions": {"post": _post("chat", "Continue a conversation.", ChatRequest, ChatCompletion)},
@@ -105,6 +112,12 @@ def description(version: str, *, has_keys: bool) -> dict[str, Any]:
                 "get": _get("response", "A stored response.", ResponseObject, (*_GET_ERRORS, "404")),
                 "delete": _get("deleteResponse", "Forget a stored response.", DeletedResponse, (*_GET_ERRORS, "404")),
                 "parameters": [_path_parameter("response_id")],
+            },
+            "/v1/messages": {
+                "post": _post("messages", "Continue a conversation.", MessageRequest, MessageAnswer, AnthropicError)
+            },
+            "/v1/messages/count_tokens": {
+                "post": _post("count_tokens", "Count a prompt's tokens.", TokenCountRequest, TokenCount, AnthropicError)
             },
             "/v1/models": {"get": _get("models", "Models served here.", ModelList)},
             "/v1/models/{model}": {
@@ -130,19 +143,29 @@ def _path_parameter(name: str) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
-def _post(name: str, summary: str, form: type[msgspec.Struct], answer: type[msgspec.Struct]) -> dict[str, Any]:
-    operation = _get(name, summary, answer, tuple(_ERRORS))
-    if form is not EmbeddingRequest:
+def _post(
+    name: str,
+    summary: str,
+    form: type[msgspec.Struct],
+    answer: type[msgspec.Struct],
+    failure: type[msgspec.Struct] = ErrorAnswer,
+) -> dict[str, Any]:
+    operation = _get(name, summary, answer, tuple(_ERRORS), failure)
+    if "stream" in form.__struct_fields__:
         operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _reference(form)}}}
     return operation
 
 
 def _get(
-    name: str, summary: str, answer: type[msgspec.Struct], errors: tuple[str, ...] = _GET_ERRORS
+    name: str,
+    summary: str,
+    answer: type[msgspec.Struct],
+    errors: tuple[str, ...] = _GET_ERRORS,
+    failure: type[msgspec.Struct] = ErrorAnswer,
 ) -> dict[str, Any]:
     failures = {
-        status: {"description": _ERRORS[status], "content": {"application/json": {"schema": _reference(ErrorAnswer)}}}
+        status: {"description": _ERRORS[status], "content": {"application/json": {"schema": _reference(failure)}}}
         for status in errors
     }
     success = {"description": summary, "content": {"application/json": {"schema": _reference(answer)}}}
@@ -219,12 +242,15 @@ def make_app(config: GatewayConfig, engine: Engine, text: ModelText, clock: Cloc
 def _routes(context: GatewayContext, metrics: Metrics) -> list[BaseRoute]:
     models, status = ModelEndpoint(context), StatusEndpoint(context, metrics)
     chat = ChatEndpoint(context)
+    messages = MessagesEndpoint(context, chat)
     responses = ResponsesEndpoint(context, chat)
     return [
         Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
         Route("/v1/responses", responses.responses, methods=["POST"]),
         Route("/v1/responses/{response_id}", responses.response),
         Route("/v1/responses/{response_id}", responses.deleted_response, methods=["DELETE"]),
+        Route("/v1/messages", messages.messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
         Route("/v1/completions", CompletionEndpoint(context).text_completions, methods=["POST"]),
         Route("/v1/embeddings", EmbeddingEndpoint(context).text_embeddings, methods=["POST"]),
         Route("/v1/models", models.models),

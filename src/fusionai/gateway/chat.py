@@ -53,15 +53,17 @@ class ChatEndpoint:
         form = ChunkForm(heading, body.n or 1, _ChatForm(self._context.text, heading))
         return await self.answer(request, body, form)
 
-    async def answer(self, request: Request, body: ChatRequest, form: AnswerForm) -> Response:
-        """Generate what a chat asks for, also a chat that came in another protocol, and answer in the given form."""
-        choices = await while_connected(request, self.choices(request, body))
+    async def answer(
+        self, request: Request, body: ChatRequest, form: AnswerForm, *, at_most: int | None = None
+    ) -> Response:
+        """Generate what a chat asks for, also a chat that came in another protocol, and answer in the given form.
+        `at_most`: limit of tokens of an answer that may be less if the context ends before."""
+        choices = await while_connected(request, self.choices(request, body, at_most))
         return await self._context.reply(request, choices, form, is_stream=bool(body.stream))
 
-    async def choices(self, request: Request, body: ChatRequest) -> list[Choice]:
-        """Return the generations that a chat asks for. Raises `ApiError`, also for a prompt that is too long."""
+    async def prompt(self, body: ChatRequest) -> tuple[int, ...]:
+        """Return the tokens of a chat's prompt. Raises `ApiError`."""
         context, text = self._context, self._context.text
-        count = context.check_count(body.n or 1, 1)
         tools = _tools(body)
         if tools and text.tool_form is None:
             raise invalid("This model's chat template does not support tools.", "tools", "unsupported_parameter")
@@ -69,14 +71,19 @@ class ChatEndpoint:
         offered = [msgspec.to_builtins(tool) for tool in body.tools or ()] if tools else None
         _check_depth(body, context.config.limits.template_depth)
         await context.check_length(_texts((messages, offered, body.chat_template_kwargs)), "messages")
+        return await context.off_loop(text.chat_tokens, messages, tools=offered, variables=self._variables(body, tools))
+
+    async def choices(self, request: Request, body: ChatRequest, at_most: int | None = None) -> list[Choice]:
+        """Return the generations that a chat asks for. Raises `ApiError`, also for a prompt that is too long."""
+        context, text = self._context, self._context.text
+        count = context.check_count(body.n or 1, 1)
+        prompt = await self.prompt(body)
+        tools = _tools(body)
         form = await context.off_loop(self._form, body, tools)
-        prompt = await context.off_loop(
-            text.chat_tokens, messages, tools=offered, variables=self._variables(body, tools)
-        )
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise invalid("Give `max_completion_tokens` or the older `max_tokens`, not both.", "max_tokens")
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        room = context.room_for(len(prompt), asked, None, "messages")
+        room = context.room_for(len(prompt), asked, at_most, "messages")
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid("`top_logprobs` needs `logprobs: true`.", "top_logprobs")
         shared, stops = context.generation(request, body)

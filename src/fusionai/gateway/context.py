@@ -248,6 +248,7 @@ async def _whole(generation: ApiGeneration, count: int, form: AnswerForm) -> Str
             tuple(one for part in parts for one in part.logprobs),
             parts[-1].finish if parts else None,
             "".join(part.reasoning for part in parts),
+            parts[-1].stop if parts else None,
         )
         for at, parts in enumerate(deltas)
     ]

@@ -55,6 +55,8 @@ class Delta:
     finish: FinishWord | None = None
     reasoning: str = ""
     """The model's thinking, which comes before the text."""
+    stop: str | None = None
+    """The stop string that ended the answer."""
 
     @property
     def is_empty(self) -> bool:
@@ -103,13 +105,13 @@ class Choice:
         return self.reasoning is not None and self.reasoning.is_thinking
 
     def _delta(self, piece: TokenText, finish: Literal["stop", "length"] | None) -> Delta:
-        parts = Separated("", piece.text)
+        parts = Separated("", piece.text, piece.stop)
         if self.reasoning is not None:
             parts = self.reasoning.feed(piece.text, final=finish is not None)
             finish = finish if parts.stop is None else "stop"
         if self.tools is None:
             self.is_over = finish is not None
-            return Delta(self.index, parts.text, finish=finish, reasoning=parts.reasoning)
+            return Delta(self.index, parts.text, finish=finish, reasoning=parts.reasoning, stop=parts.stop)
         read = self.tools.feed(parts.text)
         if finish is not None:
             rest = self.tools.finish()
@@ -121,7 +123,7 @@ class Choice:
         self.is_over = finish is not None
         called = self.tools.calls and finish == "stop"
         word = "tool_calls" if called else finish
-        return Delta(self.index, read.text, pieces, finish=word, reasoning=parts.reasoning)
+        return Delta(self.index, read.text, pieces, finish=word, reasoning=parts.reasoning, stop=parts.stop)
 
 
 @dataclass(slots=True)

@@ -70,6 +70,7 @@ Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31)]
 Word = Annotated[str, Meta(max_length=1024)]
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -185,7 +186,7 @@ Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | To
 class Function(Struct, frozen=True, forbid_unknown_fields=True):
     """A tool. `parameters` is a JSON schema."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

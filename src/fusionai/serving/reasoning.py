@@ -55,7 +55,7 @@ def reasoning_form(template: str) -> ReasoningForm | None:
     return next((form for form in tagged if form.value[0] in template or form.value[1] in template), None)
 
 
-_SWITCHES: Final = ("enable_thinking", "thinking")
+THINKING_SWITCHES: Final = ("enable_thinking", "thinking")
 """Variables with which templates turn thinking on and off."""
 _LEVELS: Final = ("low", "medium", "high")
 """Levels of `reasoning_effort` that every template with this variable is taken to know."""
@@ -67,7 +67,7 @@ def effort_variables(template: ChatTemplate, effort: str) -> dict[str, Any]:
     can't do what is asked."""
     has_level = "reasoning_effort" in template.reads
     levels = [*_LEVELS, *(one for one in ("none", "minimal", "xhigh", "max") if _is_quoted(one, template.source))]
-    variables: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in template.reads}
+    variables: dict[str, Any] = {name: effort != "none" for name in THINKING_SWITCHES if name in template.reads}
     if has_level and effort in levels:
         variables["reasoning_effort"] = effort
     elif has_level and effort != "none":
