@@ -126,7 +126,7 @@ class Thinking(Struct, frozen=True, forbid_unknown_fields=True):
     """`omitted`: the answer leaves the thinking out; otherwise it has all of it."""
 
 
-class SchemaFormat(Struct, frozen=True, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
+class AnswerSchema(Struct, frozen=True, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
     """JSON that is valid under a schema."""
 
     schema: dict[str, Any]
@@ -135,7 +135,7 @@ class SchemaFormat(Struct, frozen=True, tag_field="type", tag="json_schema", for
 class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The form of the answer, and how much the model thinks."""
 
-    format: SchemaFormat | None = None
+    format: AnswerSchema | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
@@ -178,7 +178,7 @@ class TokenCount(Struct, frozen=True):
     input_tokens: int
 
 
-class OutputDetails(Struct, frozen=True):
+class ThinkingDetails(Struct, frozen=True):
     """Number of the answer's tokens that are thinking, its marks included."""
 
     thinking_tokens: int
@@ -191,7 +191,7 @@ class MessageUsage(Struct, frozen=True):
     output_tokens: int
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
-    output_tokens_details: OutputDetails | UnsetType = UNSET
+    output_tokens_details: ThinkingDetails | UnsetType = UNSET
     """Left out if the model has no form for thinking."""
 
 

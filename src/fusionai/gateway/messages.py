@@ -194,7 +194,7 @@ def _usage(generation: ApiGeneration) -> bodies.MessageUsage:
         usage.prompt_tokens - cached,
         usage.completion_tokens,
         cached,
-        output_tokens_details=bodies.OutputDetails(thought.reasoning_tokens) if thought else UNSET,
+        output_tokens_details=bodies.ThinkingDetails(thought.reasoning_tokens) if thought else UNSET,
     )
 
 
