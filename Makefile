@@ -6,7 +6,7 @@
 #   make test-long  the tests of many minutes
 #   make test-levels  what is promised about bits, on other processors than this one
 #   make bench      side-by-side measurements
-#   make clients    what the test of litellm needs, 350 MB
+#   make clients    what the tests of litellm and openai-agents need, 470 MB
 #   make docs       regenerate the generated pages, then build the documentation as a site in `site/`
 
 PYTHON ?= python3
@@ -67,10 +67,13 @@ test-levels: setup
 bench: setup
 	for subject in planner transport training recovery serving; do $(BIN)/python benchmarks/$$subject.py $(ARGS) || exit 1; done
 
-# litellm and transformers want different versions of one library: it gets an environment of its own.
+# litellm and openai-agents want other versions of libraries than transformers and each other: each gets an environment
+# of its own.
 clients: setup
 	test -x $(VENV)/clients/bin/python || $(PYTHON) -m venv $(VENV)/clients
 	$(VENV)/clients/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/integration/clients.txt
+	test -x $(VENV)/agents/bin/python || $(PYTHON) -m venv $(VENV)/agents
+	$(VENV)/agents/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/integration/agents.txt
 
 docs: setup
 	$(BIN)/python docs/generate.py

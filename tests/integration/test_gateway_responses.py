@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ pytestmark = pytest.mark.slow
 openai = pytest.importorskip("openai")
 from openai.types import responses as shapes  # noqa: E402 - only if the package is there
 
+AGENTS = (
+    Path(__file__).parents[2] / ".venv" / "agents" / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+)
 WEATHER: Any = {
     "type": "function",
     "name": "weather",
@@ -184,6 +188,20 @@ def test_a_stream_tells_everything_in_order(engine: ScriptedEngine):
             cut = [event async for event in raw_events(stand, asked(max_output_tokens=2))]
             assert cut[-1]["type"] == "response.incomplete"
             assert cut[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+
+    asyncio.run(scenario())
+
+
+def test_long_settings_and_answers_do_not_count_as_a_slow_reader(engine: ScriptedEngine):
+    engine.context_tokens = 400_000
+    engine.script = lambda prompt, generation: "word " * 6000
+
+    async def scenario() -> None:
+        limits = RequestLimits(unread_bytes=8 * 2**10)
+        async with gateway_stand(engine, GatewayConfig("tiny", limits=limits)) as stand:
+            events = [event async for event in raw_events(stand, asked(instructions="rule " * 20_000))]
+            assert events[-1]["type"] == "response.completed"
+            assert len(events[-1]["response"]["output"][0]["content"][0]["text"]) == 30_000
 
     asyncio.run(scenario())
 
@@ -462,5 +480,79 @@ def test_leaving_cancels_the_generation(engine: ScriptedEngine):
             await stream.close()
             await until(lambda: engine.live == 0)
             assert engine.closed_early == 1
+
+    asyncio.run(scenario())
+
+
+AGENT = """
+import asyncio, json, sys
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, SQLiteSession
+from agents import function_tool, set_tracing_disabled
+
+set_tracing_disabled(True)
+
+
+@function_tool
+def weather(city: str) -> str:
+    "Returns the weather of a city."
+    return f"sunny in {city}"
+
+
+class Age(BaseModel):
+    age: int
+
+
+async def main(url: str) -> dict[str, object]:
+    told: dict[str, object] = {}
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        model = OpenAIResponsesModel("tiny", client)
+        settings = ModelSettings(temperature=0)
+        agent = Agent("a", instructions="be brief", model=model, model_settings=settings, tools=[weather])
+        told["whole"] = (await Runner.run(agent, "how is Paris?")).final_output
+        streamed = Runner.run_streamed(agent, "how is Paris?")
+        told["events"] = sorted({event.type async for event in streamed.stream_events()})
+        told["streamed"] = streamed.final_output
+        session = SQLiteSession("s")
+        await Runner.run(agent, "how is Paris?", session=session)
+        told["session"] = (await Runner.run(agent, "and again?", session=session)).final_output
+        chained = await Runner.run(agent, "how is Paris?", auto_previous_response_id=True)
+        told["chained"] = chained.final_output
+        formed = Agent("b", model=model, model_settings=settings, output_type=Age)
+        told["formed"] = (await Runner.run(formed, "how old?")).final_output.age
+        other = Agent("c", model=model, model_settings=settings, handoffs=[formed])
+        told["handoff"] = (await Runner.run(other, "pass it on")).final_output.age
+    return told
+
+
+print(json.dumps(asyncio.run(main(sys.argv[1]))))
+"""
+
+
+def works_with_agents(prompt: str, generation: Any) -> str:
+    if "pass it on" in prompt and "tool\n" not in prompt:
+        return '<tool_call>\n{"name": "transfer_to_b", "arguments": {}}\n</tool_call>'
+    return asks_for_weather(prompt, generation)
+
+
+@pytest.mark.skipif(not AGENTS.exists(), reason="openai-agents needs an environment of its own: make clients")
+def test_agents_call_tools_hand_over_and_remember(engine: ScriptedEngine):
+    engine.script, engine.context_tokens = works_with_agents, 4096
+
+    async def scenario() -> None:
+        async with gateway_stand(engine) as stand:
+            process = await asyncio.create_subprocess_exec(
+                AGENTS, "-c", AGENT, f"{stand.url}/v1",
+                env={"NO_PROXY": "*"}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            told, complaints = await asyncio.wait_for(process.communicate(), 90)
+            assert process.returncode == 0, complaints.decode()
+            assert json.loads(told.decode().splitlines()[-1]) == {
+                **dict.fromkeys(("whole", "streamed", "session", "chained"), "It is sunny in Paris"),
+                "events": ["agent_updated_stream_event", "raw_response_event", "run_item_stream_event"],
+                "formed": 1,
+                "handoff": 1,
+            }
 
     asyncio.run(scenario())

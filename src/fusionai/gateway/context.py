@@ -256,13 +256,11 @@ async def _whole(generation: ApiGeneration, count: int, form: AnswerForm) -> Str
 
 
 async def _pieces(generation: ApiGeneration, form: AnswerForm) -> AsyncGenerator[bytes, None]:
-    for piece in form.begin(generation):
-        yield piece
+    # What is said at once goes out at once: a client can't have read the first part of it before the last one waits.
+    yield b"".join(form.begin(generation))
     async for update in generation.updates():
-        for piece in form.update(update, generation):
-            yield piece
-    for piece in form.end(generation):
-        yield piece
+        yield b"".join(form.update(update, generation))
+    yield b"".join(form.end(generation))
 
 
 def numbered(shared: Generation, index: int, prompt: tuple[int, ...], room: int, **more: Any) -> Generation:

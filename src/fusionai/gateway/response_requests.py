@@ -192,6 +192,7 @@ OTHER_FIELDS: Final = OtherFields(
             "prompt_cache_retention",
             "prompt_cache_options",
             "max_tool_calls",
+            "client_metadata",
         }
     ),
     neutral={
@@ -221,4 +222,4 @@ OTHER_FIELDS: Final = OtherFields(
     untagged={"input": "message"},
 )
 """What the fields of OpenAI's Responses API that `ResponsesRequest` lacks may contain. `max_tool_calls` limits hosted
-tools, of which there are none."""
+tools, of which there are none; `client_metadata` are labels of Codex."""

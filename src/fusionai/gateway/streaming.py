@@ -207,12 +207,16 @@ class _Outbox:
         self.is_overfull = False
 
     def put(self, piece: bytes) -> bool:
-        """Add a piece; return whether more may follow."""
+        """Add a piece, of any size, unless too much waits already. Return whether more may follow."""
         if self.is_left or self.is_failed:
             return False
-        if self._bytes + len(piece) > self._limit_bytes and self._pieces:
+        if not piece:
+            return True
+        if self._bytes >= self._limit_bytes:
             self.is_overfull = True
-            message = f"The client read too slowly: more than {self._limit_bytes} bytes waited for it."
+            message = (
+                f"The client read too slowly: {self._bytes} bytes waited for it, the limit is {self._limit_bytes}."
+            )
             self.fail(ApiError(408, message, code="slow_reader"))
             return False
         self._append(piece)

@@ -121,6 +121,17 @@ def test_a_client_that_does_not_read_ends_its_stream_and_nothing_more_is_made():
     assert client.seen == ["slow", "end", "slow"]
 
 
+def test_a_piece_may_be_larger_than_what_may_wait():
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        yield b"x" * 100
+        yield b"y" * 10 * LIMITS.unread_bytes
+
+    client = Client()
+    asyncio.run(client.run(pieces()))
+    assert len(b"".join(client.got)) == 100 + 10 * LIMITS.unread_bytes
+    assert client.seen == ["end"]
+
+
 def test_a_client_that_reads_again_is_told_why_its_stream_ended():
     async def pieces() -> AsyncGenerator[bytes, None]:
         while True:
