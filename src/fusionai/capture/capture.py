@@ -199,7 +199,7 @@ def _symbols(
 
 def _checkpoint(built: Built) -> Checkpoint | None:
     started = located(built.adapter)
-    if built.huggingface is not None and built.huggingface.weights:
+    if built.huggingface is not None and (built.huggingface.weights or built.huggingface.quantisation):
         return index_checkpoint(built.huggingface.weights, built, aliases(built.module), started)
     return Checkpoint(started) if started else None
 

@@ -89,13 +89,44 @@ Stored = Literal["", "bf16", "int8", "int4"]
 """How a frozen weight is stored, see `ir.weights`; "" means unchanged."""
 
 
+PackedForm = Literal["gguf", "float8", "float4", "gptq", "awq", "packed_int", "int8", "codes4"]
+"""How a quantised file holds a matrix, see `ir.packed`."""
+
+
+class PackedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One of the tensors in files that together hold a matrix. `dtype` may also be an 8-bit float."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How numbers of this `shape` follow from their parts, whose order the form fixes; a part that is not there has no
+    elements. `kind`: GGUF's name of the type. `block`: rows and columns that share a scale, `group`: numbers that do.
+    `turned`: the files hold the last two dimensions exchanged. `offset` is added to zero points (gptq), scales
+    (codes4) or numbers (unquantised ones of gguf), `factor` multiplies the numbers (int8). `heads`: rows are in llama.cpp's order of rotations, by head."""
+
+    form: PackedForm
+    shape: tuple[int, ...]
+    parts: tuple[PackedPart, ...]
+    kind: str = ""
+    bits: int = 0
+    group: int = 0
+    block: tuple[int, int] | None = None
+    turned: bool = False
+    offset: float = 0.0
+    factor: float = 1.0
+    heads: int = 0
+
+
 class ParamSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A parameter, buffer or constant that the graph reads.
 
     `key` is its canonical state-dict name, `aliases` other names of the same tensor (ties). `init` is the declarative
     initialisation from (seed, key); None means that the bytes come from the job owner. `trainable` is False for buffers
     and constants. `order` is its position in `model.parameters()` (clipping sums norms in that order). `stored`: how a
-    frozen weight is stored; computation uses `dtype` in any case.
+    frozen weight is stored; computation uses `dtype` in any case. `packed`: its bytes come as a quantised file holds
+    them, in these packings one behind the other; empty: as plain numbers.
     """
 
     key: str
@@ -107,6 +138,7 @@ class ParamSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     aliases: tuple[str, ...] = ()
     init: tuple[InitOp, ...] | None = None
     stored: Stored = ""
+    packed: tuple[Packing, ...] = ()
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -20,6 +20,7 @@ import numpy as np
 from fusionai.ir import schema
 from fusionai.ir.graph import SYMINT
 from fusionai.ir.operators import OPERATORS, WORDS, check_semantic
+from fusionai.ir.packed import check_packing
 from fusionai.ir.shapes import SYMBOL, BinaryName, Operands, Sizes, bounds, combine, largest_elements
 from fusionai.ir.weights import form_of
 from fusionai.primitives.errors import GraphError
@@ -266,10 +267,20 @@ class _Check:
         if spec.stored != form_of(spec, spec.stored):
             what = f"{spec.kind} {spec.key!r} ({spec.dtype} {list(spec.shape)})"
             raise GraphError(f"{what} can't be kept as {spec.stored}; that is for large frozen float32 matrices.")
+        if spec.packed:
+            self._packed(spec)
         if not 0 <= spec.order < _MAX_INTEGER:
             raise GraphError(f"parameter {spec.key!r}: expected an order from 0 to 2**63, got {spec.order}.")
         if spec.init is not None:
             self._init(spec, spec.init)
+
+    def _packed(self, spec: schema.ParamSpec) -> None:
+        for packing in spec.packed:
+            check_packing(packing)
+        numbers = sum(math.prod(packing.shape) for packing in spec.packed)
+        if spec.trainable or spec.stored or spec.dtype != "float32" or numbers != math.prod(spec.shape):
+            what = f"{spec.kind} {spec.key!r} ({spec.dtype} {list(spec.shape)})"
+            raise GraphError(f"{what} can't come packed as {numbers} numbers; that is for frozen float32 weights.")
 
     def _init(self, spec: schema.ParamSpec, steps: tuple[schema.InitOp, ...]) -> None:
         begun = steps[1:] if steps and steps[0].op == "shared" else steps

@@ -39,7 +39,9 @@ _CODE: Final = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-_DTYPE: Final = {code: dtype for dtype, code in _CODE.items()}
+_RAW: Final = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
+"""Types of quantised files, which are read as bytes."""
+_DTYPE: Final = {**{code: dtype for dtype, code in _CODE.items()}, **dict.fromkeys(_RAW, "uint8")}
 _METADATA: Final = "__metadata__"
 
 
@@ -118,6 +120,11 @@ class SafetensorsFile:
         """Return (dtype, shape, offset in the file, bytes), for readers that must not map. Raises `StorageError`."""
         tensor = self.read(name)
         return tensor.dtype, tensor.shape, self._start + self._entries[name].data_offsets[0], tensor.nbytes
+
+    def raw(self, name: str) -> tuple[str, tuple[int, ...], ByteRange]:
+        """Return (dtype, shape, place of the bytes); the dtype may be an 8-bit float. Raises `StorageError`."""
+        dtype, shape, offset, nbytes = self.span(name)
+        return _RAW.get(self._entries[name].dtype, dtype), shape, ByteRange(self._path, offset, nbytes)
 
     def __iter__(self) -> Iterator[tuple[str, HostTensor]]:
         return ((name, self.read(name)) for name in self.names)

@@ -37,6 +37,7 @@ from fusionai.primitives.errors import StorageError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
 from fusionai.storage.assembly import Assembly
 from fusionai.storage.atomic import directory_lock, storage_errors, write_atomic
+from fusionai.storage.quantised_files import PackedMatrix
 from fusionai.storage.safetensors_file import ByteRange, ByteRanges, SafetensorsFile
 from fusionai.storage.weight_part import make_spec, spec_bytes
 from fusionai.storage.weight_store import WeightStore
@@ -91,13 +92,15 @@ def manifest(
     located: Mapping[str, tuple[Path, str]] | None = None,
     assembled: Mapping[str, Assembly] | None = None,
     files: Mapping[str, Path] | None = None,
+    packed: Mapping[str, PackedMatrix] | None = None,
     memory: Path | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
     """Describe `keys` in their order, each once.
 
     `located`: key -> (safetensors file, name in it) for tensors stored in files bit for bit. `assembled`: keys made of
-    parts of tensors; `files` maps those tensors' names to files. `memory`: cache file of hashes. `on_progress(done,
+    parts of tensors; `files` maps those tensors' names to files. `packed`: keys that are described as the bytes of a
+    quantised model's files (uint8). `memory`: cache file of hashes. `on_progress(done,
     total)`: bytes of files to hash.
 
     Raises `StorageError` if a file can't be read or changes meanwhile, and the errors of `state`.
@@ -108,6 +111,8 @@ def manifest(
     for key in wanted:
         if located and key in located:
             places[key] = opened.whole(*located[key])
+        elif packed and key in packed:
+            places[key] = opened.packed(packed[key])
         elif assembled and key in assembled and (place := opened.parts(assembled[key], files or {})) is not None:
             places[key] = place
     described = opened.described(places.values(), on_progress)
@@ -163,12 +168,21 @@ class _Files:
             ByteRange(files[one.tensor], spans[one.tensor][2] + one.first * itemsize, one.count * itemsize)
             for one in assembly.extents
         )
+        return self._place(dtype, assembly.shape, parts)
+
+    def packed(self, matrix: PackedMatrix) -> _Place:
+        """Return the location of a quantised model's matrix."""
+        for part in matrix.ranges:
+            self._stamps.setdefault(part.path, FileStamp.of(part.path))
+        return self._place("uint8", (matrix.stored.nbytes,), matrix.ranges)
+
+    def _place(self, dtype: str, shape: tuple[int, ...], parts: tuple[ByteRange, ...]) -> _Place:
         paths = tuple(sorted({part.path for part in parts}))
         known_by = PartsStamp(
             tuple(self._stamps[path] for path in paths),
             tuple((paths.index(part.path), part.offset, part.nbytes) for part in parts),
         )
-        return _Place(paths, known_by, dtype, assembly.shape, ByteRanges(parts))
+        return _Place(paths, known_by, dtype, shape, ByteRanges(parts))
 
     def described(
         self, places: Iterable[_Place], on_progress: Callable[[int, int], None] | None
@@ -208,7 +222,8 @@ class _Files:
 
     def _span(self, path: Path, name: str) -> tuple[str, tuple[int, ...], int, int]:
         if path not in self._files:
-            self._files[path], self._stamps[path] = SafetensorsFile(path), FileStamp.of(path)
+            self._files[path] = SafetensorsFile(path)
+            self._stamps.setdefault(path, FileStamp.of(path))
         return self._files[path].span(name)
 
 

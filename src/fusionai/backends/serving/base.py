@@ -21,6 +21,7 @@ from fusionai.backends.binding import bind_symbols, describe, largest, nearest
 from fusionai.backends.serving.page_table import RowSpan, SessionTable, layer_shapes, ring_tokens
 from fusionai.backends.state import ProgramSize
 from fusionai.ir.graph import needed_nodes, reads
+from fusionai.ir.packed import unpacked
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.serving import ADAPTERS, BATCH, FROM_SEGMENTS, POSITIONS, RANDOM, SEQUENCE
 from fusionai.primitives.errors import ExecutionError
@@ -90,8 +91,9 @@ class ServingProgram(ABC):
                 raise ExecutionError(f"the stage has no weight {key!r}{nearest(key, self._specs)}.")
             if key not in self._waiting:
                 raise ExecutionError(f"weight {key!r} came twice.")
-            _check_weight(self._specs[key], tensor)
-            self._import_weight(self._specs[key], tensor)
+            numbers = _numbers(self._specs[key], tensor)
+            _check_weight(self._specs[key], numbers)
+            self._import_weight(self._specs[key], numbers)
             self._waiting.discard(key)
 
     @abstractmethod
@@ -223,6 +225,15 @@ def largest_pass(graph: Graph, options: ServeOptions) -> dict[str, int]:
     if BATCH in symbols:
         symbols[BATCH] = graph.symbols[BATCH][0]
     return symbols
+
+
+def _numbers(spec: ParamSpec, tensor: HostTensor) -> HostTensor:
+    """Return a weight in float32 if it came packed as in the model's files, else as it came."""
+    if not spec.packed:
+        return tensor
+    if tensor.dtype != "uint8":
+        raise ExecutionError(f"weight {spec.key!r} came as {tensor.dtype}, expected the packed bytes of its files.")
+    return host_tensor("float32", spec.shape, unpacked(spec.packed, tensor.data).data)
 
 
 def _check_weight(spec: ParamSpec, tensor: HostTensor) -> None:

@@ -19,10 +19,12 @@ import msgspec
 import torch
 from torch import nn
 
-from fusionai.capture.models.source import Architecture, ConfigSource, DirectorySource, HubSource
+from fusionai.capture.models.gguf import METHOD, gguf_directory
+from fusionai.capture.models.source import Architecture, ConfigSource, DirectorySource, GgufSource, HubSource
 from fusionai.capture.tracing.attention import ATTENTION, register
 from fusionai.primitives.errors import ModelError
 from fusionai.storage.adapter_files import WEIGHTS_FILE as ADAPTER_FILE
+from fusionai.storage.quantised_files import method_of
 from fusionai.storage.safetensors_file import INDEX_FILE, SINGLE_FILE, WeightIndex
 
 if TYPE_CHECKING:
@@ -54,12 +56,14 @@ _HEADS: Mapping[Architecture, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceModel:
-    """A configuration and its weights. `weights`: safetensors files of a pretrained model, empty for a new one."""
+    """A configuration and its weights. `weights`: safetensors files of a pretrained model, empty for a new one.
+    `quantisation`: how they are quantised, as config.json says; None: they are not."""
 
     config: PreTrainedConfig
     architecture: Architecture
     weights: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
+    quantisation: Mapping[str, Any] | None = None
 
     def construct(self) -> nn.Module:
         """Construct the module in float32, with the semantic attention if its class allows replacing attention."""
@@ -107,7 +111,7 @@ class HuggingFaceModel:
         return classes[0] if isinstance(classes, list | tuple) else classes
 
 
-def resolve(source: ConfigSource | DirectorySource | HubSource) -> HuggingFaceModel:
+def resolve(source: ConfigSource | DirectorySource | GgufSource | HubSource) -> HuggingFaceModel:
     """Read the configuration and find the weights. Raises `ModelError`."""
     match source:
         case ConfigSource(config=config, architecture=architecture):
@@ -115,15 +119,19 @@ def resolve(source: ConfigSource | DirectorySource | HubSource) -> HuggingFaceMo
             return HuggingFaceModel(made, architecture, notes=notes)
         case DirectorySource(path=path, architecture=architecture):
             return _from_directory(path, architecture)
+        case GgufSource(path=path, architecture=architecture):
+            return _from_directory(gguf_directory(path), architecture)
         case HubSource(repository=repository, revision=revision, architecture=architecture):
             return _from_directory(_download(repository, revision), architecture)
 
 
-def model_directory(source: DirectorySource | HubSource) -> Path:
+def model_directory(source: DirectorySource | GgufSource | HubSource) -> Path:
     """Return the directory of the model's files on this machine, downloading a hub model first. Raises `ModelError`."""
     match source:
         case DirectorySource(path=path):
             return path
+        case GgufSource(path=path):
+            return gguf_directory(path)
         case HubSource(repository=repository, revision=revision):
             return _download(repository, revision)
 
@@ -195,12 +203,13 @@ def _from_directory(path: Path, architecture: Architecture) -> HuggingFaceModel:
             hint="Correct its config.json, or fetch or save the model again.",
         ) from error
     weights = _weights(path)
-    if weights and (scheme := getattr(config, "quantization_config", None)):
-        method = scheme.get("quant_method") if isinstance(scheme, Mapping) else getattr(scheme, "quant_method", None)
-        raise ModelError(
-            f"the weights in {path} are quantized ({method}); only that method's own code can read them.",
-            hint="Use the model's plain weights, or load it with transformers, dequantize() it and save_pretrained.",
-        )
+    scheme = getattr(config, "quantization_config", None)
+    if scheme is not None:
+        # Transformers' classes are built plain: the numbers are unpacked where they are used.
+        del config.quantization_config
+    quantisation = scheme if scheme is None or isinstance(scheme, Mapping) else scheme.to_dict()
+    if quantisation is not None and method_of(quantisation) == METHOD:
+        return HuggingFaceModel(config, architecture, quantisation=quantisation)
     notes: tuple[str, ...] = ()
     if not weights:
         if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
@@ -209,7 +218,7 @@ def _from_directory(path: Path, architecture: Architecture) -> HuggingFaceModel:
                 hint="Save the model with save_pretrained of a recent transformers, which writes safetensors.",
             )
         notes = (f"{path} has no weights: the model starts from new weights, initialised from the seed.",)
-    return HuggingFaceModel(config, architecture, weights, notes)
+    return HuggingFaceModel(config, architecture, weights, notes, quantisation if weights else None)
 
 
 def _weights(path: Path) -> tuple[Path, ...]:

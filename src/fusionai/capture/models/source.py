@@ -1,6 +1,6 @@
 """Describe where a model comes from: parse the text that names a model without loading a framework.
 
-Recognises the four kinds of source that text can name and checks the form of a Hugging Face configuration. Builds and
+Recognises the five kinds of source that text can name and checks the form of a Hugging Face configuration. Builds and
 downloads nothing; `capture.models.build` does."""
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ class DirectorySource:
 
 
 @dataclass(frozen=True, slots=True)
+class GgufSource:
+    """A GGUF file, which holds a whole model."""
+
+    path: Path
+    architecture: Architecture = "causal_lm"
+
+
+@dataclass(frozen=True, slots=True)
 class HubSource:
     """A model on the Hugging Face hub. Only JSON and safetensors files are fetched; code and pickles never are."""
 
@@ -65,7 +73,7 @@ class FactorySource:
     name: str = "module"
 
 
-ModelSource = ConfigSource | DirectorySource | HubSource | CodeSource | FactorySource
+ModelSource = ConfigSource | DirectorySource | GgufSource | HubSource | CodeSource | FactorySource
 
 
 def architecture_of(task: str) -> Architecture:
@@ -78,8 +86,8 @@ def architecture_of(task: str) -> Architecture:
 
 
 def parse_source(text: str, architecture: Architecture = "causal_lm") -> ModelSource:
-    """Return what `text` names: a directory, a `.json` file, `module:function` or a hub id, tried in this order. Raises
-    `ModelError` if it is none of them or if the JSON file does not hold a configuration."""
+    """Return what `text` names: a directory, a `.json` file, a `.gguf` file, `module:function` or a hub id, tried in
+    this order. Raises `ModelError` if it is none of them or if the JSON file does not hold a configuration."""
     path = Path(text).expanduser()
     if text and path.is_dir():
         if not (path / "config.json").is_file():
@@ -90,13 +98,17 @@ def parse_source(text: str, architecture: Architecture = "causal_lm") -> ModelSo
         return DirectorySource(path, architecture)
     if path.suffix == ".json":
         return ConfigSource(read_config(path), architecture)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"there is no file {text}.", hint="Check the path.")
+        return GgufSource(path, architecture)
     if _CODE_TARGET.fullmatch(text):
         return CodeSource(text)
     if _HUB_ID.fullmatch(text) and not text.startswith(".") and ".." not in text and not path.is_file():
         return HubSource(text, architecture=architecture)
     raise ModelError(
         f"{text!r} is not a model: expected a configuration file (.json), a directory in Hugging Face layout, "
-        "module:function of your own code, or a hub id such as owner/name.",
+        "a GGUF file (.gguf), module:function of your own code, or a hub id such as owner/name.",
         hint="Check the spelling; a path is taken relative to the working directory.",
     )
 
@@ -126,6 +138,8 @@ def describe(source: ModelSource) -> str:
             return str(config.get("model_type", "model"))
         case DirectorySource(path=path):
             return path.resolve().name
+        case GgufSource(path=path):
+            return path.stem
         case HubSource(repository=repository):
             return repository
         case CodeSource(target=target):

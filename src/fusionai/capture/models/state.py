@@ -24,9 +24,11 @@ from fusionai.backends.torch import host
 from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.build import Built, rebuild
 from fusionai.capture.models.conversion import Computed, loading, made_anew, saving
-from fusionai.primitives.errors import ModelError
+from fusionai.capture.models.gguf import METHOD, gguf_matrices
+from fusionai.primitives.errors import GraphError, ModelError, StorageError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.assembly import Assembly, Extent, Shape, whole
+from fusionai.storage.quantised_files import PackedMatrix, QuantisedFiles, method_of, quantised_files
 
 GROUP_BYTES: Final = 64 * 2**20
 """Size of the parameters made in one construction of the module, unless a single one is larger (64 MiB, chosen)."""
@@ -40,25 +42,47 @@ _SHOWN: Final = 4
 class Checkpoint:
     """What safetensors files hold of a model. `entries`: key -> (file, name in the file) of tensors stored unchanged.
     `assembled`: keys that consist of parts of tensors in files; `files`: tensor name -> file. `computed`: keys that
-    transformers' operations make from those tensors."""
+    transformers' operations make from those tensors. `packed`: keys that consist of whole matrices of a quantised
+    model; `matrices`: all of these, by the names of an unquantised checkpoint."""
 
     entries: Mapping[str, tuple[Path, str]]
     assembled: Mapping[str, Assembly] = field(default_factory=dict[str, Assembly])
     computed: Mapping[str, Computed] = field(default_factory=dict[str, Computed])
     files: Mapping[str, Path] = field(default_factory=dict[str, Path])
+    packed: Mapping[str, PackedMatrix] = field(default_factory=dict[str, PackedMatrix])
+    matrices: Mapping[str, PackedMatrix] = field(default_factory=dict[str, PackedMatrix])
 
     @property
     def keys(self) -> frozenset[str]:
-        return frozenset((*self.entries, *self.assembled, *self.computed))
+        return frozenset((*self.entries, *self.assembled, *self.computed, *self.packed))
 
     def tensor(self, key: str, like: torch.Tensor, module: nn.Module) -> torch.Tensor:
         """Return one key's values in the dtype of `like`. Raises `ModelError`."""
         if key in self.entries:
             path, name = self.entries[key]
             return _read(path, name, key, like)
+        if key in self.packed:
+            return _numbers(self.packed[key], key).reshape(like.shape).to(like.dtype)
         if key in self.computed:
-            return self.computed[key].tensor(module, lambda name: _read(self.files[name], name, key, like))
-        return _joined(self.assembled[key], self.files, key, like)
+            return self.computed[key].tensor(module, lambda name: self._source(name, key, like))
+        return self._joined(self.assembled[key], key, like)
+
+    def _source(self, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of an unquantised checkpoint in the dtype of `like`."""
+        matrix = self.matrices.get(name)
+        if matrix is None:
+            return _read(self.files[name], name, key, like)
+        return _numbers(matrix, key).reshape(matrix.packings[0].shape).to(like.dtype)
+
+    def _joined(self, assembly: Assembly, key: str, like: torch.Tensor) -> torch.Tensor:
+        """Return the assembled tensor in the dtype of `like`. Reads only the tensors that it needs, one at a time."""
+        if self.matrices.keys().isdisjoint(assembly.sources):
+            return _joined(assembly, self.files, key, like)
+        parts: list[torch.Tensor] = []
+        for name, extents in groupby(assembly.extents, key=lambda extent: extent.tensor):
+            source = self._source(name, key, like).reshape(-1)
+            parts += [source[extent.first : extent.first + extent.count] for extent in extents]
+        return torch.cat(parts).reshape(assembly.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +173,15 @@ def index_checkpoint(
     names the parameter if one is missing or has another shape.
     """
     found, shapes = _headers(files)
+    quantised = _quantised(built, files)
+    shapes = {name: shape for name, shape in shapes.items() if name not in quantised.parts}
+    shapes |= {name: matrix.packings[0].shape for name, matrix in quantised.matrices.items()}
     wanted = {built.key(name): tensor for name, tensor in built.module.state_dict(keep_vars=True).items()}
     sources = loading(built.module, wanted, shapes)
     entries = dict(elsewhere)
     assembled: dict[str, Assembly] = {}
     computed: dict[str, Computed] = {}
+    packed: dict[str, PackedMatrix] = {}
     missing: dict[str, Shape] = {}
     for own, tensor in {**dict(built.module.named_buffers()), **dict(built.module.named_parameters())}.items():
         key = built.key(own)
@@ -174,6 +202,8 @@ def index_checkpoint(
         match source:
             case Computed():
                 computed[key] = source
+            case Assembly() if (matrix := _whole_matrices(source, quantised.matrices)) is not None:
+                packed[key] = matrix
             case Assembly(extents=(Extent(tensor=name),)) if shapes[name] == source.shape:
                 entries[key] = (found[name], name)
             case Assembly():
@@ -181,7 +211,39 @@ def index_checkpoint(
     if missing:
         taken = {name for source in sources.values() for name in _names(source)}
         raise _lacking(missing, built, shapes.keys() - taken or shapes.keys())
-    return Checkpoint(entries, assembled, computed, found)
+    return Checkpoint(entries, assembled, computed, found, packed, quantised.matrices)
+
+
+def _quantised(built: Built, files: Sequence[Path]) -> QuantisedFiles:
+    """Return the matrices of a quantised model; none if it is not quantised. Raises `ModelError`."""
+    if built.huggingface is None or (scheme := built.huggingface.quantisation) is None:
+        return QuantisedFiles()
+    if method_of(scheme) == METHOD:
+        return gguf_matrices(scheme, built.module, built.huggingface.config.to_dict())
+    return quantised_files(scheme, files)
+
+
+def _whole_matrices(assembly: Assembly, matrices: Mapping[str, PackedMatrix]) -> PackedMatrix | None:
+    """Return the packed matrices that follow one another in `assembly`; None if it has other parts."""
+    some = [matrices.get(extent.tensor) for extent in assembly.extents]
+    whole = [
+        matrix
+        for extent, matrix in zip(assembly.extents, some, strict=True)
+        if matrix is not None and extent.first == 0 and extent.count == prod(matrix.packings[0].shape)
+    ]
+    if not whole or len(whole) != len(some):
+        return None
+    return PackedMatrix(
+        tuple(packing for matrix in whole for packing in matrix.packings),
+        tuple(part for matrix in whole for part in matrix.ranges),
+    )
+
+
+def _numbers(matrix: PackedMatrix, key: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(matrix.numbers())
+    except (StorageError, GraphError) as error:
+        raise ModelError(f"the weight {key} can't be read: {error.message}", hint=error.hint) from error
 
 
 def _headers(files: Sequence[Path]) -> tuple[dict[str, Path], dict[str, Shape]]:

@@ -119,6 +119,11 @@ class ServingView:
         self._names.update(event.names)
         captured = event.model.captured
         self.say(f"{event.model.files.name}: {format_count(captured.n_parameters)} parameters; job {event.job}")
+        if event.model.packed is not None:
+            self.say(
+                f"the files hold {event.model.packed}; so they are sent and cached. Each machine unpacks them and keeps "
+                "them as --weights says"
+            )
         show_plan(event.plan, self._names)
 
     def _loaded(self, event: progress.WeightsLoaded) -> None:

@@ -2,7 +2,7 @@
 
 Also finds adapters to serve with the model, and opens a draft model for speculative decoding.
 
-MODEL is a directory in Hugging Face layout, a hub id, or the output of `fusion train`: a job's directory (its newest
+MODEL is a directory in Hugging Face layout, a GGUF file, a hub id, or the output of `fusion train`: a job's directory (its newest
 checkpoint is used) or one of its checkpoints. Weights are read only to hash them.
 
 `capture` makes the graph, `ir.serving` checks whether it can be served, `storage.weight_manifest` hashes,
@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -25,8 +25,9 @@ from fusionai.capture.capture import Captured, capture
 from fusionai.capture.checking.check import require_causal
 from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.huggingface import model_directory
-from fusionai.capture.models.source import DirectorySource, HubSource, parse_source
+from fusionai.capture.models.source import DirectorySource, GgufSource, HubSource, parse_source
 from fusionai.execution.host import ComputeThread
+from fusionai.ir.packed import packed_bytes, with_packed
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import LOGITS, SEQUENCE, require_servable, serving_graph
 from fusionai.primitives.errors import GraphError, ModelError, UsageError
@@ -129,6 +130,17 @@ class ServedModel:
     whole: bool
     adapters: tuple[ServedAdapter, ...] = ()
 
+    @property
+    def packed(self) -> str | None:
+        """How its files hold quantised matrices, in words; None if they hold none."""
+        specs = [spec for spec in self.captured.graph.params.values() if spec.packed]
+        if not specs:
+            return None
+        forms = sorted({packing.kind or packing.form for spec in specs for packing in spec.packed})
+        numbers = sum(prod(spec.shape) for spec in specs)
+        per_number = sum(packed_bytes(spec.packed) for spec in specs) / numbers
+        return f"{len(specs)} weights as {', '.join(forms)}, {per_number:.2f} bytes per number"
+
 
 def find_model(text: str) -> ServedFiles:
     """Return the files of the model `text`. Blocking; may download. Raises `ModelError` if it has no weights."""
@@ -142,12 +154,14 @@ def find_model(text: str) -> ServedFiles:
         raise ModelError(f"there is no directory {text}.", hint="Check the path, or give a hub id such as owner/name.")
     source = parse_source(text)
     match source:
+        case GgufSource():
+            return ServedFiles(model_directory(source), source.path.stem)
         case DirectorySource() | HubSource():
             directory = model_directory(source)
         case _:
             raise ModelError(
                 f"{text!r} has a configuration but no weights and no tokenizer.",
-                hint="Serve a directory in Hugging Face layout, a hub id, or the directory of a trained job.",
+                hint="Serve a directory in Hugging Face layout, a GGUF file, a hub id, or the directory of a trained job.",
             )
     _check_weights(directory, text, is_hub=isinstance(source, HubSource))
     # A checkpoint's directory is named after its step; the name of the job is more useful.
@@ -191,6 +205,9 @@ def open_model(files: ServedFiles, adapters: tuple[ServedAdapter, ...] = ()) -> 
     source = DirectorySource(files.directory)
     slots = AdapterSlots(tuple(adapter.files for adapter in adapters)) if adapters else None
     captured = capture(source, batch=(1, 2), sequence=(1, LONGEST_PASS), train=False, adapter=slots)
+    checkpoint = captured.source.checkpoint
+    packed = {} if checkpoint is None else {key: one.packings for key, one in checkpoint.packed.items()}
+    captured = replace(captured, graph=with_packed(captured.graph, packed))
     graph = serving_graph(captured.graph)
     whole = not _has_caches(graph, captured)
     size = graph.values[graph.outputs[LOGITS]].shape[-1]
@@ -238,6 +255,7 @@ def hash_weights(
         located=None if checkpoint is None else checkpoint.entries,
         assembled=None if checkpoint is None else checkpoint.assembled,
         files=None if checkpoint is None else checkpoint.files,
+        packed=None if checkpoint is None else checkpoint.packed,
         memory=memory,
         on_progress=on_progress,
     )

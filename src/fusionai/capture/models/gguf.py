@@ -1,0 +1,199 @@
+"""Models in GGUF files, as llama.cpp and its relatives use them: configuration, tokenizer and weights by name.
+
+A GGUF file holds everything: metadata instead of config.json and tokenizer.json, and weights under llama.cpp's names.
+Transformers converts the metadata; the result is kept as a small directory in Hugging Face layout whose config.json
+names the GGUF file, so that everything else sees an ordinary model. The weights stay in the file and are read, sent and
+cached as they lie there (`ir.packed` unpacks them).
+
+Differences between llama.cpp's weights and transformers' are undone by the packing itself: rows in the order of
+rotations (Llama), norms stored with one added (Gemma), experts as two stacks. Architectures whose weights differ in
+other ways are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import platformdirs
+from torch import nn
+
+from fusionai.ir.packed import check_packing
+from fusionai.ir.schema import PackedPart, Packing
+from fusionai.primitives.errors import GraphError, ModelError
+from fusionai.storage.atomic import storage_errors
+from fusionai.storage.quantised_files import PackedMatrix, QuantisedFiles
+from fusionai.storage.safetensors_file import ByteRange
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+
+METHOD: Final = "gguf"
+"""The `quant_method` of a config.json that names a GGUF file."""
+_LAYOUT: Final = 1
+"""Number of the form of the kept directories."""
+_PLAIN: Final = frozenset(
+    {"llama", "mistral", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "phi3", "starcoder2", "stablelm", "gemma2", "gemma3"}
+)
+"""Architectures that transformers reads, and whose weights are transformers' but for what is undone here."""
+_ONE_ADDED: Final = frozenset({"gemma2", "gemma3"})
+_OTHER_SCALE: Final = frozenset({("gemma2", 46), ("gemma3", 62)})
+"""Architecture and number of layers of models whose attention has a scale that their metadata do not say (27B)."""
+_EXPERTS: Final = re.compile(r"blk\.(\d+)\.ffn_(gate|up)_exps\.weight")
+_ROTATED: Final = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+
+
+def gguf_directory(file: Path) -> Path:
+    """Return a directory in Hugging Face layout for a GGUF file, made once for each version of the file. Raises
+    `ModelError`."""
+    with storage_errors(file, "read"):
+        stat = file.stat()
+    stamp = f"{_LAYOUT} {file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    place = platformdirs.user_cache_path("fusionai") / "gguf" / hashlib.sha256(stamp.encode()).hexdigest()[:24]
+    if not (place / "config.json").is_file():
+        _write(file.resolve(), place)
+    return place
+
+
+def _write(file: Path, place: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    reader = _opened(file)
+    architecture = _text(reader, "general.architecture")
+    if architecture not in _PLAIN:
+        raise ModelError(
+            f"{file} holds a model of the architecture {architecture!r}, whose GGUF files can't be read.",
+            hint=f"Use the model's safetensors, or a GGUF file of one of {', '.join(sorted(_PLAIN))}.",
+        )
+    if lacking := [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]:
+        raise ModelError(
+            f"{file} scales its rotations by a table ({lacking[0]}), which can't be read yet.",
+            hint="Use the model's safetensors.",
+        )
+    layers = reader.get_field(f"{architecture}.block_count")
+    if layers is not None and (architecture, int(layers.contents())) in _OTHER_SCALE:
+        raise ModelError(
+            f"{file} does not say how its attention is scaled, and this model's differs from the smaller ones'.",
+            hint="Use the model's safetensors.",
+        )
+    try:
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except Exception as error:
+        raise ModelError(
+            f"the metadata of {file} can't be read by transformers: {str(error).splitlines()[0] if str(error) else error}",
+            hint="Use the model's safetensors, or another GGUF file of it.",
+        ) from error
+    with storage_errors(place):
+        place.mkdir(parents=True, exist_ok=True)
+        tokenizer.save_pretrained(place)
+        fields = {**config.to_dict(), "quantization_config": {"quant_method": METHOD, "file": str(file)}}
+        # Last: a directory with this file is complete.
+        (place / "config.json").write_text(json.dumps(fields, default=str), encoding="utf-8")
+
+
+def _opened(file: Path) -> GGUFReader:
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(file)
+    except Exception as error:
+        raise ModelError(f"{file} is not a GGUF file that can be read: {error}.", hint="Fetch it again.") from error
+
+
+def _text(reader: GGUFReader, name: str) -> str:
+    field = reader.get_field(name)
+    return "" if field is None else str(field.contents())
+
+
+def gguf_matrices(scheme: Mapping[str, Any], module: nn.Module, config: Mapping[str, Any]) -> QuantisedFiles:
+    """Return the weights of the GGUF file that a kept directory names, by their names in `module`. Raises
+    `ModelError`."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    file = Path(str(scheme.get("file")))
+    if not file.is_file():
+        raise ModelError(f"the GGUF file {file} is not there any more.", hint="Put it back, or name the new file.")
+    reader = _opened(file)
+    architecture = _text(reader, "general.architecture")
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=dict(config))
+    names = get_gguf_hf_weights_map(module, processor)
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    stacks: dict[str, dict[str, ReaderTensor]] = {}
+    matrices: dict[str, PackedMatrix] = {}
+    unknown: list[str] = []
+    for tensor in reader.tensors:
+        name = names.get(tensor.name)
+        if name is None or name not in shapes:
+            unknown.append(tensor.name)
+        elif (stacked := _EXPERTS.fullmatch(tensor.name)) is not None:
+            stacks.setdefault(name, {})[stacked[2]] = tensor
+        else:
+            heads = _heads(architecture, tensor.name, config)
+            offset = -1.0 if architecture in _ONE_ADDED and "norm.weight" in tensor.name else 0.0
+            matrices[name] = _matrix(file, tensor, shapes[name], heads=heads, offset=offset)
+    matrices |= {name: _experts(file, parts, shapes[name]) for name, parts in stacks.items()}
+    if unknown:
+        raise ModelError(
+            f"{file} has weights that its model does not know, such as {unknown[0]}.",
+            hint="Use the model's safetensors.",
+        )
+    return QuantisedFiles(matrices)
+
+
+def _heads(architecture: str, name: str, config: Mapping[str, Any]) -> int:
+    """Heads whose rows llama.cpp reordered; 0: none."""
+    part = next((part for part in _ROTATED if f".{part}." in name), None)
+    return int(config[_ROTATED[part]]) if architecture == "llama" and part is not None else 0
+
+
+def _matrix(
+    file: Path, tensor: ReaderTensor, shape: tuple[int, ...], *, heads: int = 0, offset: float = 0.0
+) -> PackedMatrix:
+    packing = _checked(file, tensor, shape, heads=heads, offset=offset)
+    return PackedMatrix((packing,), (ByteRange(file, int(tensor.data_offset), int(tensor.n_bytes)),))
+
+
+def _checked(
+    file: Path, tensor: ReaderTensor, shape: tuple[int, ...], *, heads: int = 0, offset: float = 0.0
+) -> Packing:
+    """Return the packing of a tensor of the file, or of a part of its first dimension, if it fits `shape`."""
+    width = int(tensor.shape[0])
+    whole = tuple(int(size) for size in reversed(tensor.shape))
+    bytes_per_row = int(tensor.n_bytes) // prod(whole[:-1])
+    rows = prod(shape) // width
+    packing = Packing(
+        form="gguf",
+        shape=shape if shape and shape[-1] == width else (rows, width),
+        parts=(PackedPart("uint8", (rows * bytes_per_row,)),),
+        kind=tensor.tensor_type.name,
+        heads=heads,
+        offset=offset,
+    )
+    try:
+        check_packing(packing)
+    except GraphError as problem:
+        raise ModelError(f"{file}: the weight {tensor.name}: {problem.message}", hint=problem.hint) from problem
+    return packing
+
+
+def _experts(file: Path, parts: Mapping[str, ReaderTensor], shape: tuple[int, ...]) -> PackedMatrix:
+    """Return the stack [experts, gate and up, width] that the file holds as two."""
+    if set(parts) != {"gate", "up"}:
+        raise ModelError(f"{file} lacks half of the experts: it has only {', '.join(parts)}.", hint="Fetch it again.")
+    experts, rows, width = shape
+
+    def pieces() -> Iterator[tuple[Packing, ByteRange]]:
+        for expert in range(experts):
+            for tensor in (parts["gate"], parts["up"]):
+                packing = _checked(file, tensor, (rows // 2, width))
+                nbytes = int(tensor.n_bytes) // experts
+                yield packing, ByteRange(file, int(tensor.data_offset) + expert * nbytes, nbytes)
+
+    packings, ranges = zip(*pieces(), strict=True)
+    return PackedMatrix(packings, ranges)

@@ -1,0 +1,202 @@
+"""Models as quantised files have them, served over three stages: the tokens of the same numbers, the bytes of the file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import platformdirs
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from fusionai.client.serving.model import ServedModel, find_model, hash_weights, open_model
+from fusionai.primitives.errors import ModelError
+from fusionai.scheduling.problem.types import Standby
+from fusionai.serving import job as progress
+from fusionai.serving.interface import Emitted, Finished, Generation, Sampling
+from fusionai.storage.weight_store import WeightStore
+from harness.gguf_files import write_gguf
+from harness.patience import CEILING_S
+from harness.pool import peer_id
+from harness.quantised_weights import FORMS, write_quantised, write_tokenizer
+from harness.serving_pool import Served, served
+
+pytestmark = pytest.mark.slow
+
+RANGES = ((0, 1), (1, 2), (2, 4), (4, 5), (5, 6))
+GREEDY = Sampling(temperature=0)
+PROMPT = tuple((7 * place) % 300 for place in range(9))
+TOKENS = 12
+
+
+def llama(hidden_size: int = 128, intermediate_size: int = 256) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=320,
+            max_position_embeddings=256,
+            tie_word_embeddings=False,
+            initializer_range=0.2,
+            eos_token_id=None,
+            bos_token_id=0,
+        )
+    )
+
+
+def greedy(directory: Path) -> list[int]:
+    """What transformers generates from the numbers, as plain weights."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    ids = torch.tensor([PROMPT])
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return made[0, len(PROMPT) :].tolist()
+
+
+async def told(job: Served, standby: bool) -> None:
+    async with asyncio.timeout(CEILING_S):
+        while not any(isinstance(one, progress.WeightsLoaded) and one.standby is standby for one in job.told):
+            await asyncio.sleep(0)
+
+
+def served_tokens(model: ServedModel, directory: Path, kill: bool = False) -> tuple[list[int], int]:
+    """Tokens of a stream, and the bytes that the peers fetched and keep. `kill`: of stage 2, in the middle."""
+    weights = hash_weights(model, WeightStore(directory / "owner"), directory / "hashes.json", lambda _done, _all: None)
+    standbys = [Standby(stage=2, peer=peer_id(3))] if kill else []
+
+    async def story() -> list[int]:
+        async with served(
+            model.captured,
+            directory,
+            RANGES,
+            weights=weights,
+            standbys=standbys,
+            spares=len(standbys),
+            vocabulary=model.vocabulary,
+        ) as job:
+            if kill:
+                await told(job, True)
+            tokens: list[int] = []
+            async for event in job.engine.submit(Generation(prompt=PROMPT, max_tokens=TOKENS, sampling=GREEDY)):
+                match event:
+                    case Emitted(token=token):
+                        tokens.append(token)
+                        if kill and len(tokens) == TOKENS // 2:
+                            job.pool.kill(peer_id(1))
+                    case Finished():
+                        assert event.reason in ("stop", "length"), event
+                    case _:
+                        pass
+            return tokens
+
+    tokens = asyncio.run(story())
+    kept = sum(path.stat().st_size for path in directory.glob("[0-9a-f]*/**/*") if path.is_file())
+    weights.close()
+    return tokens, kept
+
+
+@pytest.mark.parametrize("form", ["fp8", "gptq-4-act-order", "awq"])
+def test_tokens_are_those_of_the_numbers_and_weights_travel_packed(form: str, tmp_path: Path):
+    directory, plain = tmp_path / "model", tmp_path / "plain"
+    write_quantised(directory, FORMS[form], model=llama(), plain=plain)
+    model = open_model(find_model(str(directory)))
+    tokens, kept = served_tokens(model, tmp_path, kill=form == "awq")
+    assert tokens == greedy(plain)
+    numbers = sum(
+        tensor.numel()
+        for name, tensor in load_file(plain / "model.safetensors").items()
+        if name.endswith("proj.weight")
+    )
+    stages = 1.25 if form == "awq" else 1  # the standby has fetched a stage as well
+    assert 0.3 * numbers < kept <= FORMS[form].bytes_per_number * numbers * stages * 1.35 + 16_384
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])
+def test_a_gguf_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda _name: tmp_path / "cache")
+    plain, file = tmp_path / "plain", tmp_path / "small.gguf"
+    small = llama(hidden_size=256, intermediate_size=512)
+    write_tokenizer(plain)
+    small.save_pretrained(plain)
+    write_gguf(plain, file, kind)
+    model = open_model(find_model(str(file)))
+    assert model.files.name == "small"
+    tokens, kept = served_tokens(model, tmp_path)
+    assert tokens == greedy(plain)
+    numbers = sum(tensor.numel() for tensor in load_file(plain / "model.safetensors").values())
+    assert kept < numbers * (0.65 if kind == "Q4_K" else 1.15)
+
+
+def test_stacked_experts_in_4_bit_floats(tmp_path: Path):
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=320,
+        max_position_embeddings=256,
+        sliding_window=64,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    directory, plain = tmp_path / "model", tmp_path / "plain"
+    _write_mxfp4(GptOssForCausalLM(config), directory, plain)
+    model = open_model(find_model(str(directory)))
+    checkpoint = model.captured.source.checkpoint
+    assert checkpoint is not None
+    assert len(checkpoint.packed) == 2 * 4
+    assert served_tokens(model, tmp_path)[0] == greedy(plain)
+
+
+def _write_mxfp4(model: GptOssForCausalLM, directory: Path, plain: Path) -> None:
+    """Experts as gpt-oss's own files have them; random codes, because nothing here rounds numbers to them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    write_tokenizer(directory)
+    model.save_pretrained(directory)
+    shutil.copytree(directory, plain)
+    tensors, numbers = load_file(plain / "model.safetensors"), load_file(plain / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(122, 125, (experts, rows, columns // 32), dtype=torch.uint8, generator=generator)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        numbers[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(numbers, plain / "model.safetensors", metadata={"format": "pt"})
+    for place, more in ((directory, {"quantization_config": {"quant_method": "mxfp4"}}), (plain, {})):
+        config = json.loads((place / "config.json").read_text(encoding="utf-8"))
+        (place / "config.json").write_text(json.dumps({**config, **more}), encoding="utf-8")
+
+
+def test_a_form_that_can_not_be_read_is_refused_with_what_can(tmp_path: Path):
+    llama().save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "quip"}}), encoding="utf-8"
+    )
+    with pytest.raises(ModelError, match=r"can't be read \(quip\)"):
+        open_model(find_model(str(tmp_path)))

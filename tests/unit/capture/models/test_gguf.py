@@ -1,0 +1,143 @@
+"""Models in GGUF files: the configuration, the tokenizer and the numbers that transformers itself reads from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import platformdirs
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from fusionai.capture.models import gguf as read_gguf
+from fusionai.capture.models.build import build
+from fusionai.capture.models.gguf import gguf_directory, gguf_matrices
+from fusionai.capture.models.source import parse_source
+from fusionai.ir.packed import unpacked
+from fusionai.primitives.errors import ModelError
+from harness.gguf_files import TEMPLATE, write_gguf
+from harness.quantised_weights import write_tokenizer
+
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda _name: tmp_path / "cache")
+
+
+def written(directory: Path, kind: str, architecture: str = "llama") -> Path:
+    plain, file = directory / "plain", directory / "small.gguf"
+    write_tokenizer(plain)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(architecture, **SIZES)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(plain)
+    write_gguf(plain, file, kind, architecture=architecture)
+    return file
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ4_NL"])
+def test_numbers_are_those_that_the_file_stands_for(kind: str, tmp_path: Path):
+    file = written(tmp_path, kind)
+    built = build(parse_source(str(file)), 0)
+    assert built.huggingface is not None
+    assert built.huggingface.quantisation is not None
+    found = gguf_matrices(built.huggingface.quantisation, built.module, built.huggingface.config.to_dict())
+    expected = load_file(tmp_path / "plain" / "model.safetensors")
+    assert set(found.matrices) == set(expected)
+    for name, matrix in found.matrices.items():
+        assert torch.equal(torch.from_numpy(matrix.numbers()).reshape(expected[name].shape), expected[name])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_transformers_reads_the_same(architecture: str, tmp_path: Path):
+    file = written(tmp_path, "Q4_0", architecture)
+    built = build(parse_source(str(file)), 0)
+    assert built.huggingface is not None
+    assert built.huggingface.quantisation is not None
+    found = gguf_matrices(built.huggingface.quantisation, built.module, built.huggingface.config.to_dict())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    theirs = loaded.state_dict()
+    assert len(found.matrices) == len(theirs)
+    for name, matrix in found.matrices.items():
+        assert torch.equal(torch.from_numpy(matrix.numbers()).reshape(theirs[name].shape), theirs[name]), name
+    assert loaded.config.rope_parameters == built.huggingface.config.rope_parameters
+
+
+def test_metadata_become_a_directory_made_once(tmp_path: Path):
+    file = written(tmp_path, "Q8_0")
+    directory = gguf_directory(file)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    assert {name: config[name] for name in SIZES} == SIZES
+    assert config["quantization_config"] == {"quant_method": "gguf", "file": str(file)}
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(place) for place in (directory, tmp_path / "plain"))
+    text = "a pool of peers, 12 of them"
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.chat_template == TEMPLATE
+    before = (directory / "config.json").stat().st_mtime_ns
+    assert gguf_directory(file) == directory
+    assert (directory / "config.json").stat().st_mtime_ns == before
+
+
+def test_stacks_of_experts_are_joined_expert_by_expert(tmp_path: Path):
+    """A file has all gates in one tensor and all upper halves in another; a module has each expert's beside."""
+    file = tmp_path / "experts.gguf"
+    generator = np.random.default_rng(0)
+    gates, ups = (generator.normal(size=(3, 4, 32)).astype(np.float32) for _ in range(2))
+    writer = gguf.GGUFWriter(file, "qwen3moe")
+    for name, tensor in (("gate", gates), ("up", ups)):
+        packed = gguf.quants.quantize(tensor, gguf.GGMLQuantizationType.Q8_0)
+        writer.add_tensor(f"blk.0.ffn_{name}_exps.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensors = dict(zip(("gate", "up"), gguf.GGUFReader(file).tensors, strict=True))
+    matrix = read_gguf._experts(file, tensors, (3, 8, 32))
+    expected = np.concatenate([gates, ups], axis=1)
+    numbers = unpacked(matrix.packings, matrix.stored.mapped()).reshape(3, 8, 32)
+    assert np.abs(numbers - expected).max() < 0.02
+    assert np.abs(numbers - expected).max() > 0
+
+
+def test_what_can_not_be_read_is_refused_by_name(tmp_path: Path):
+    with pytest.raises(ModelError, match="there is no file"):
+        parse_source(str(tmp_path / "none.gguf"))
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF and nothing else")
+    with pytest.raises(ModelError, match="not a GGUF file that can be read"):
+        gguf_directory(broken)
+    other = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(other, "bloom")
+    writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="architecture 'bloom'"):
+        gguf_directory(other)
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path):
+    file = written(tmp_path, "Q8_0")
+    built = build(parse_source(str(file)), 0)
+    assert built.huggingface is not None
+    assert built.huggingface.quantisation is not None
+    file.unlink()
+    with pytest.raises(ModelError, match=r"small\.gguf is not there any more"):
+        gguf_matrices(built.huggingface.quantisation, built.module, {})
