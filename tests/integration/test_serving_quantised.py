@@ -1,4 +1,4 @@
-"""Models as quantised files have them, served over three stages: the tokens of the same numbers, the bytes of the file."""
+"""Quantised files, served over three stages: the tokens of the same numbers, the bytes of the files."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def greedy(directory: Path) -> list[int]:
     return made[0, len(PROMPT) :].tolist()
 
 
-async def told(job: Served, standby: bool) -> None:
+async def standby_loaded(job: Served) -> None:
     async with asyncio.timeout(CEILING_S):
-        while not any(isinstance(one, progress.WeightsLoaded) and one.standby is standby for one in job.told):
-            await asyncio.sleep(0)
+        while not any(isinstance(one, progress.WeightsLoaded) and one.standby for one in job.told):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 def served_tokens(model: ServedModel, directory: Path, kill: bool = False) -> tuple[list[int], int]:
@@ -89,7 +89,7 @@ def served_tokens(model: ServedModel, directory: Path, kill: bool = False) -> tu
             vocabulary=model.vocabulary,
         ) as job:
             if kill:
-                await told(job, True)
+                await standby_loaded(job)
             tokens: list[int] = []
             async for event in job.engine.submit(Generation(prompt=PROMPT, max_tokens=TOKENS, sampling=GREEDY)):
                 match event:

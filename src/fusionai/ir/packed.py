@@ -422,7 +422,7 @@ def _codes4(packing: Packing, arrays: Sequence[Array], count: int, columns: int)
         ends = np.repeat(_floats(packing.parts[3], nested).reshape(-1), _NESTED)[: scales.size]
         scales = _floats(packing.parts[4], nested_table)[largest.reshape(-1)] * ends + np.float32(packing.offset)
     values = _floats(packing.parts[2], table).reshape(-1)
-    flat = codes.reshape(-1)
+    flat = codes.reshape(count * columns // 2)
 
     def numbers(first: int, last: int) -> Float32s:
         start, end = first * columns, last * columns

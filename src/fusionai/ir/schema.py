@@ -101,10 +101,11 @@ class PackedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 
 
 class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How numbers of this `shape` follow from their parts, whose order the form fixes; a part that is not there has no
-    elements. `kind`: GGUF's name of the type. `block`: rows and columns that share a scale, `group`: numbers that do.
-    `turned`: the files hold the last two dimensions exchanged. `offset` is added to zero points (gptq), scales
-    (codes4) or numbers (unquantised ones of gguf), `factor` multiplies the numbers (int8). `heads`: rows are in llama.cpp's order of rotations, by head."""
+    """How numbers of this `shape` follow from their parts, whose order the form fixes; a part that is not there has
+    no elements. `kind`: GGUF's name of the type. `block`: rows and columns that share a scale, `group`: numbers
+    that do. `turned`: the files hold the last two dimensions exchanged. `offset` is added to zero points (gptq),
+    scales (codes4) or numbers (unquantised ones of gguf), `factor` multiplies the numbers (int8). `heads`: rows are
+    in llama.cpp's order of rotations, by head."""
 
     form: PackedForm
     shape: tuple[int, ...]

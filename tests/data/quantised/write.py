@@ -1,9 +1,9 @@
 """Writes the files beside it: one matrix in each form, quantised by the library whose form it is.
 
 Run it where bitsandbytes 0.50.2 and compressed-tensors 0.20.0 are installed, which the project's own environment does
-not need: `python tests/data/quantised/write.py`. A file's metadata has the model's `quantization_config` and the SHA-256
-of the numbers, in float32, that the library itself computes from its tensors. `compressed-tensors` computes 4-bit floats
-in bfloat16; these files have its numbers as a tensor of their own.
+not need: `python tests/data/quantised/write.py`. A file's metadata has the model's `quantization_config` and the
+SHA-256 of the numbers, in float32, that the library itself computes from its tensors. `compressed-tensors` computes
+4-bit floats in bfloat16; these files have its numbers as a tensor of their own.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def gguf_directory(file: Path) -> Path:
 
 
 def _write(file: Path, place: Path) -> None:
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     reader = _opened(file)
     architecture = _text(reader, "general.architecture")
@@ -85,8 +86,9 @@ def _write(file: Path, place: Path) -> None:
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"the metadata of {file} can't be read by transformers: {str(error).splitlines()[0] if str(error) else error}",
+            f"the metadata of {file} can't be read by transformers: {said}",
             hint="Use the model's safetensors, or another GGUF file of it.",
         ) from error
     with storage_errors(place):

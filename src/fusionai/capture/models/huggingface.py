@@ -206,7 +206,7 @@ def _from_directory(path: Path, architecture: Architecture) -> HuggingFaceModel:
     scheme = getattr(config, "quantization_config", None)
     if scheme is not None:
         # Transformers' classes are built plain: the numbers are unpacked where they are used.
-        del config.quantization_config
+        delattr(config, "quantization_config")
     quantisation = scheme if scheme is None or isinstance(scheme, Mapping) else scheme.to_dict()
     if quantisation is not None and method_of(quantisation) == METHOD:
         return HuggingFaceModel(config, architecture, quantisation=quantisation)

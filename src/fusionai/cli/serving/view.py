@@ -121,8 +121,8 @@ class ServingView:
         self.say(f"{event.model.files.name}: {format_count(captured.n_parameters)} parameters; job {event.job}")
         if event.model.packed is not None:
             self.say(
-                f"the files hold {event.model.packed}; so they are sent and cached. Each machine unpacks them and keeps "
-                "them as --weights says"
+                f"the files hold {event.model.packed}; this is also how they are sent and cached. Each machine unpacks "
+                "them and keeps them as --weights says"
             )
         show_plan(event.plan, self._names)
 

@@ -2,8 +2,8 @@
 
 Also finds adapters to serve with the model, and opens a draft model for speculative decoding.
 
-MODEL is a directory in Hugging Face layout, a GGUF file, a hub id, or the output of `fusion train`: a job's directory (its newest
-checkpoint is used) or one of its checkpoints. Weights are read only to hash them.
+MODEL is a directory in Hugging Face layout, a GGUF file, a hub id, or the output of `fusion train`: a job's directory
+(its newest checkpoint is used) or one of its checkpoints. Weights are read only to hash them.
 
 `capture` makes the graph, `ir.serving` checks whether it can be served, `storage.weight_manifest` hashes,
 `serving.model_text` reads the tokenizer; `client.serving.serve` calls this.
@@ -161,7 +161,7 @@ def find_model(text: str) -> ServedFiles:
         case _:
             raise ModelError(
                 f"{text!r} has a configuration but no weights and no tokenizer.",
-                hint="Serve a directory in Hugging Face layout, a GGUF file, a hub id, or the directory of a trained job.",
+                hint="Serve a directory in Hugging Face layout, a GGUF file, a hub id, or a trained job's directory.",
             )
     _check_weights(directory, text, is_hub=isinstance(source, HubSource))
     # A checkpoint's directory is named after its step; the name of the job is more useful.
