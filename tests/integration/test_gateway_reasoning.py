@@ -154,6 +154,30 @@ def test_an_enforced_form_behind_messages_in_channels(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
+def test_calls_or_a_form(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with gateway_stand(engine(tmp_path, "", TEMPLATE)) as stand:
+            # Of what is allowed, the script takes a quote first, and the smallest token otherwise: here a call's mark.
+            called = await whole(stand, tools=[TOOL], response_format=FORMAT)
+            assert called["choices"][0]["message"]["tool_calls"]
+            quoted = await whole(stand, tools=[TOOL], structured_outputs={"choice": ['"yes"']})
+            assert quoted["choices"][0]["message"]["content"] == '"yes"'
+            assert quoted["choices"][0]["finish_reason"] == "stop"
+            enforced = await whole(stand, response_format=FORMAT, tools=[TOOL], tool_choice="required")
+            assert enforced["choices"][0]["finish_reason"] == "tool_calls"
+            chosen = await whole(stand, structured_outputs={"choice": ["yes", "a no"]})
+            assert chosen["choices"][0]["message"]["content"] == "a no"
+            param, _ = await refusal(stand, tools=[TOOL], guided_grammar='start: "a"')
+            assert param == "tools"
+            async with httpx.AsyncClient(base_url=stand.url, timeout=CEILING_S, trust_env=False) as http:
+                body = {"model": "tiny", "prompt": "x", "structured_outputs": {"regex": "a{3}"}, "max_tokens": 9}
+                text = (await http.post("/v1/completions", json=body)).json()
+            assert (text["choices"][0]["text"], text["choices"][0]["finish_reason"]) == ("aaa", "stop")
+
+    asyncio.run(scenario())
+
+
 async def refusal(stand: Stand, **fields: Any) -> tuple[str, str]:
     async with httpx.AsyncClient(base_url=stand.url, timeout=CEILING_S, trust_env=False) as http:
         answer = await http.post(CHAT, json=chat(**ASKED | fields))

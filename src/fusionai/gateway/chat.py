@@ -24,14 +24,13 @@ from fusionai.gateway.errors import as_api_error, invalid
 from fusionai.gateway.generation import AnswerLogprob, Choice, Delta, PromptProcessed
 from fusionai.gateway.requests import (
     ChatRequest,
-    JsonObjectFormat,
-    JsonSchemaFormat,
     NamedChoice,
     plain,
 )
 from fusionai.gateway.streaming import while_connected
+from fusionai.gateway.structured import enforced_form
 from fusionai.primitives.errors import UsageError
-from fusionai.serving.constraint import Form, JsonObject, JsonSchema, is_deeper
+from fusionai.serving.constraint import ClientGrammar, Form, is_deeper
 from fusionai.serving.interface import PromptRead
 from fusionai.serving.model_text import ModelText
 from fusionai.serving.text import Tokenizer
@@ -130,23 +129,8 @@ class ChatEndpoint:
 
     def _form(self, body: ChatRequest, tools: list[ToolDefinition]) -> Form | None:
         """The constraint for the answer's form, None if there is none."""
-        wanted: Form | None = None
-        match body.response_format:
-            case JsonObjectFormat():
-                wanted = JsonObject()
-            case JsonSchemaFormat(json_schema=named):
-                if named.schema is None:
-                    raise invalid("The schema is missing.", "response_format.json_schema.schema")
-                wanted = JsonSchema(json.dumps(named.schema))
-            case _:
-                pass
-        if wanted is not None and tools:
-            raise invalid(
-                "An answer can't be both a tool call and of `response_format`: leave one out, or set `tool_choice` "
-                'to "none".',
-                "response_format",
-            )
-        form = self._context.text.tool_form
+        wanted = enforced_form(body)
+        form, several = self._context.text.tool_form, body.parallel_tool_calls is not False
         match body.tool_choice:
             case NamedChoice(function=function) if form is not None:
                 called = [tool for tool in tools if tool.name == function.name]
@@ -154,8 +138,11 @@ class ChatEndpoint:
                     raise invalid(f"`tools` has no tool named {function.name!r}.", "tool_choice")
                 return call_grammar(form, called, self._context.text.tokenizer)
             case "required" if form is not None:
-                several = body.parallel_tool_calls is not False
                 return call_grammar(form, tools, self._context.text.tokenizer, several=several)
+            case _ if tools and form is not None and wanted is not None:
+                if isinstance(wanted, ClientGrammar):
+                    raise invalid("A `grammar` can't be combined with tools: write the calls into it.", "tools")
+                return call_grammar(form, tools, self._context.text.tokenizer, several=several, instead=wanted)
             case _:
                 return wanted
 

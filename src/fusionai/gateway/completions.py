@@ -9,7 +9,7 @@ import base64
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +24,7 @@ from fusionai.gateway.errors import as_api_error, invalid
 from fusionai.gateway.generation import AnswerLogprob, Choice, Delta, PromptProcessed
 from fusionai.gateway.requests import CompletionRequest, EmbeddingRequest, read
 from fusionai.gateway.streaming import while_connected
+from fusionai.gateway.structured import enforced_form
 from fusionai.serving.interface import PromptRead, TokenLogprob
 from fusionai.serving.model_text import ModelText
 
@@ -89,6 +90,7 @@ class CompletionEndpoint:
         context.check_count(each, many)
         prompts = await _prompts(body.prompt, context, "prompt")
         shared, stops = context.generation(request, body)
+        form = enforced_form(body)
         choices: list[Choice] = []
         echoes: list[_Echo | None] = []
         for number, prompt in enumerate(prompts):
@@ -96,7 +98,9 @@ class CompletionEndpoint:
             echo = await context.off_loop(self._echo, prompt) if body.echo else None
             with_prompt = echo is not None and body.logprobs is not None
             for index in range(number * each, (number + 1) * each):
+                constraint = None if form is None else await context.constraint(form)
                 generation = numbered(shared, index, prompt, room, logprobs=body.logprobs, prompt_logprobs=with_prompt)
+                generation = replace(generation, constraint=constraint)
                 decoder = text.decoder(stops=stops, after=prompt)
                 choices.append(Choice(index, number, generation, decoder, keeps=None if room else 0))
                 echoes.append(echo)

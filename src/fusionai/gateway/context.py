@@ -25,9 +25,10 @@ from fusionai.gateway.requests import OPENAI, ChatRequest, CompletionRequest, Ot
 from fusionai.gateway.streaming import AnswerStream, StreamForm, Streams, while_connected
 from fusionai.gateway.text_threads import TextThreads
 from fusionai.primitives.clock import Clock
-from fusionai.serving.constraint import ConstraintCompiler, Form, FreeThinking, ThinkingFirst
+from fusionai.serving.constraint import ConstraintCompiler, Form
 from fusionai.serving.interface import Constraint, Engine, Generation, Sampling
 from fusionai.serving.model_text import ModelText
+from fusionai.serving.thinking_first import FreeThinking, ThinkingFirst
 
 Body = TypeVar("Body", bound=Struct)
 P = ParamSpec("P")

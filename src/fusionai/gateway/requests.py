@@ -80,6 +80,18 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] | None = None
 
 
+class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's names for the form of an answer; one of them is given. `json`: a JSON schema, as an object or as text.
+    `grammar`: in the notation of Lark or GBNF. `disable_any_whitespace`: no whitespace between the parts of JSON."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Annotated[list[Word], Meta(min_length=1, max_length=1024)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+
+
 class Options(Struct, frozen=True, kw_only=True):
     """Fields of all requests that generate text. null means the same as leaving the field out."""
 
@@ -110,6 +122,11 @@ class Settings(Options, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[Word], Meta(min_length=1, max_length=1024)] | None = None
+    guided_grammar: str | None = None
 
 
 class TextPart(Struct, frozen=True, tag_field="type", tag="text"):

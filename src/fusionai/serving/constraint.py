@@ -1,25 +1,25 @@
-"""Constrained answers: JSON by a schema, any JSON object, a regular expression, or a tool call. Decides which tokens
-may come next.
+"""Constrained answers: JSON by a schema, any JSON object, a regular expression, one of several texts, a grammar, or a
+tool call. Decides which tokens may come next.
 
 The grammars are compiled by `llguidance`. Because a schema comes from an untrusted client, its size, depth and cost are
 limited, and it is compiled on a thread. Neighbours: `sampling` uses the mask, `tool_grammar` writes grammars of tool
-calls.
+calls, `thinking_first` leaves thinking free.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections import OrderedDict, deque
-from collections.abc import Iterable
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Final
+from urllib.parse import unquote
 
 import llguidance
-import numpy as np
-from numpy.typing import NDArray
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from fusionai.primitives.errors import ExecutionError, ModelError, UsageError
 from fusionai.serving.interface import EngineBusy
@@ -28,8 +28,13 @@ from fusionai.serving.text import Tokenizer
 _ASCII: Final = bytes(range(0x20, 0x7F))
 _KEPT: Final = 64
 """Number of compiled constraints kept (chosen)."""
-WHITESPACE: Final = r"[\x20\n]{0,16}"
-"""Whitespace between the parts of JSON: a model may indent, but can't emit blanks endlessly."""
+DEFINITIONS: Final = ("$defs", "definitions")
+WHITESPACE: Final = r"(\x20|\n\x20{0,32})?"
+"""Whitespace between the parts of JSON: one space, or a line break with indentation. A model can't emit blanks
+endlessly."""
+
+_DIRECTIVE: Final = re.compile(r"%(json|lark|llguidance)\b")
+"""What would bring another grammar or a schema into a client's grammar, or change how it is compiled."""
 
 
 class ConstraintError(UsageError):
@@ -38,9 +43,10 @@ class ConstraintError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class JsonSchema:
-    """JSON that is valid under a schema. `text`: the schema as JSON."""
+    """JSON that is valid under a schema. `text`: the schema as JSON. `is_compact`: without whitespace between parts."""
 
     text: str
+    is_compact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +62,27 @@ class Pattern:
 
 
 @dataclass(frozen=True, slots=True)
+class Choices:
+    """One of several texts."""
+
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGrammar:
+    """A grammar that a client wrote, in the notation of Lark or of llama.cpp's GBNF."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Grammar:
     """A grammar in llguidance's Lark dialect. Written by this program, never by a client."""
 
     text: str
 
 
-Form = JsonSchema | JsonObject | Pattern | Grammar
+Form = JsonSchema | JsonObject | Pattern | Choices | ClientGrammar | Grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +91,12 @@ class ConstraintLimits:
 
     form_characters: int = 65_536
     depth: int = 32
+    levels_through_references: int = 512
+    """The compiler follows references by recursion: at some 2,500 levels its stack of 8 MiB overflows, which ends the
+    process (measured)."""
+    grammar_rules: int = 512
+    """For a grammar of a client, whose rules the compiler follows by recursion too: between 1,000 and 5,000 of them
+    overflow its stack (measured)."""
     compile_s: float = 5.0
     grammar_symbols: int = 100_000
     lexer_states: int = 50_000
@@ -152,45 +178,76 @@ class ConstraintCompiler:
 
     def _grammar(self, form: Form) -> str:
         match form:
-            case JsonSchema(text):
-                return _of_schema(self._checked(text))
+            case JsonSchema(text, is_compact):
+                return _of_schema(read_schema(text, self._limits), "" if is_compact else WHITESPACE)
             case JsonObject():
-                return _of_schema({"type": "object"})
+                return _of_schema({"type": "object"}, WHITESPACE)
             case Pattern(text):
-                self._check_size(text)
+                _check_size(text, self._limits)
                 return llguidance.LLMatcher.grammar_from_regex(text)
+            case Choices(texts):
+                _check_size("".join(texts), self._limits)
+                return llguidance.LLMatcher.grammar_from_lark(f"start: {choices_rule(texts)}")
+            case ClientGrammar(text):
+                _check_size(text, self._limits)
+                return llguidance.LLMatcher.grammar_from_lark(self._of_client(text))
             case Grammar(text):
-                self._check_size(text)
+                _check_size(text, self._limits)
                 return llguidance.LLMatcher.grammar_from_lark(text)
 
-    def _checked(self, text: str) -> dict[str, Any]:
-        self._check_size(text)
+    def _of_client(self, text: str) -> str:
+        """A client's grammar in Lark's notation, with a limited number of rules and without schemas inside."""
         try:
-            schema = json.loads(text)
-        except (ValueError, RecursionError) as problem:
-            raise ConstraintError(f"the schema is not JSON: {problem}") from problem
-        if not isinstance(schema, dict | bool):
-            raise ConstraintError(f"expected the schema to be a JSON object, got {type(schema).__name__}.")
-        if is_deeper(schema, self._limits.depth):
-            raise ConstraintError(f"the schema is nested deeper than {self._limits.depth} levels.")
-        if schema is False:
-            raise ConstraintError("the constraint can't be used: no JSON value is valid under the schema `false`.")
-        if schema is True:
-            schema = {}
-        # Removed because it would let a client change how the schema is compiled.
-        return {name: value for name, value in schema.items() if name != "x-guidance"}
-
-    def _check_size(self, text: str) -> None:
-        if len(text) > self._limits.form_characters:
+            lark = any_to_lark(text)
+        except (GbnfToLarkError, ValueError, LookupError, RecursionError) as problem:
+            raise ConstraintError(f"the grammar can't be read: {_first_line(str(problem))}") from problem
+        # Every rule and terminal has a colon; those in texts count too.
+        if (colons := lark.count(":")) > self._limits.grammar_rules:
             raise ConstraintError(
-                f"the constraint has {len(text)} characters; at most {self._limits.form_characters} are accepted."
+                f"the grammar has {colons} rules and colons; at most {self._limits.grammar_rules} are accepted."
             )
+        directive = _DIRECTIVE.search(text)
+        if directive is not None:
+            raise ConstraintError(f"the grammar has {directive[0]!r}: expected only rules and terminals.")
+        return lark
 
 
-def _of_schema(schema: dict[str, Any]) -> str:
+def read_schema(text: str, limits: ConstraintLimits) -> dict[str, Any]:
+    """Read a client's schema. Raises `ConstraintError` if it can't be used."""
+    _check_size(text, limits)
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise ConstraintError(f"the schema is not JSON: {problem}") from problem
+    if not isinstance(schema, dict | bool):
+        raise ConstraintError(f"expected the schema to be a JSON object, got {type(schema).__name__}.")
+    check_levels(schema, limits)
+    if schema is False:
+        raise ConstraintError("the constraint can't be used: no JSON value is valid under the schema `false`.")
+    if schema is True:
+        schema = {}
+    # Removed because it would let a client change how the schema is compiled.
+    return {name: value for name, value in schema.items() if name != "x-guidance"}
+
+
+def _check_size(text: str, limits: ConstraintLimits) -> None:
+    if len(text) > limits.form_characters:
+        raise ConstraintError(
+            f"the constraint has {len(text)} characters; at most {limits.form_characters} are accepted."
+        )
+
+
+def _of_schema(schema: dict[str, Any], whitespace: str) -> str:
     return llguidance.LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE}
+        json.dumps(schema), overrides={"whitespace_pattern": whitespace}
     )
+
+
+def choices_rule(texts: Sequence[str]) -> str:
+    """The right side of a grammar's rule for one of several texts. Raises `ConstraintError`."""
+    if not texts or "" in texts:
+        raise ConstraintError("expected one choice or more, none of them empty.")
+    return " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
 class MatcherConstraint:
@@ -216,92 +273,6 @@ class MatcherConstraint:
     @property
     def finished(self) -> bool:
         return self._matcher.is_stopped()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FreeThinking:
-    """Tokens around thinking that comes before a constrained answer. `lead`: tokens that begin it; `opener`: token that
-    begins it if the model chooses to think, None if the thinking has begun; `closer` ends it; `between`: tokens between
-    `closer` and the constrained text; `gap`: tokens of line breaks only, which may come there."""
-
-    closer: int
-    opener: int | None = None
-    lead: tuple[int, ...] = ()
-    between: tuple[int, ...] = ()
-    gap: frozenset[int] = frozenset()
-
-
-class _Stage(Enum):
-    """Place in an answer: before thinking that may begin, in the thinking, directly behind it, in the constrained
-    text."""
-
-    START = "start"
-    THINKING = "thinking"
-    BEHIND = "behind"
-    TEXT = "text"
-
-
-class ThinkingFirst:
-    """Implements `interface.Constraint`: leaves thinking free and applies another constraint to the text after it. The
-    thinking can't end the answer: it has no stop tokens."""
-
-    def __init__(self, inner: MatcherConstraint, thinking: FreeThinking, *, vocabulary: int) -> None:
-        self._inner = inner
-        self._thinking = thinking
-        self._forced = deque(thinking.lead)
-        self._stage = _Stage.THINKING if thinking.opener is None else _Stage.START
-        self._free = np.full((vocabulary + 31) // 32, 0xFFFFFFFF, np.uint32)
-        for token in inner.stop_tokens:
-            self._free[token // 32] &= ~np.uint32(1 << token % 32)
-
-    def allowed(self) -> memoryview:
-        """See `Constraint`."""
-        thinking = self._thinking
-        if self._forced:
-            return self._with(np.zeros_like(self._free), (self._forced[0],))
-        match self._stage:
-            case _Stage.THINKING:
-                return self._free.data
-            case _Stage.START if thinking.opener is not None:
-                return self._with(self._inner_words(), (thinking.opener,))
-            case _Stage.BEHIND:
-                return self._with(self._inner_words(), thinking.gap)
-            case _:
-                return self._inner.allowed()
-
-    def accept(self, token: int) -> None:
-        """See `Constraint`."""
-        thinking = self._thinking
-        if self._forced:
-            if token != self._forced.popleft():
-                raise ExecutionError(f"token {token} is not allowed by the constraint.")
-        elif self._stage is _Stage.THINKING:
-            if token == thinking.closer:
-                self._forced.extend(thinking.between)
-                self._stage = _Stage.BEHIND
-        elif self._stage is _Stage.START and token == thinking.opener:
-            self._stage = _Stage.THINKING
-        else:
-            is_gap = self._stage is _Stage.BEHIND and token in thinking.gap
-            self._stage = _Stage.TEXT
-            if not is_gap:
-                self._inner.accept(token)
-
-    @property
-    def finished(self) -> bool:
-        """See `Constraint`."""
-        return self._stage is _Stage.TEXT and self._inner.finished
-
-    def _inner_words(self) -> NDArray[np.uint32]:
-        words = np.zeros_like(self._free)
-        inner = np.frombuffer(self._inner.allowed(), np.uint32)[: len(words)]
-        words[: len(inner)] = inner
-        return words
-
-    def _with(self, words: NDArray[np.uint32], tokens: Iterable[int]) -> memoryview:
-        for token in tokens:
-            words[token // 32] |= np.uint32(1 << token % 32)
-        return words.data
 
 
 def _engine(tokenizer: Tokenizer, vocabulary: int, stop_tokens: list[int]) -> llguidance.LLTokenizer:
@@ -349,6 +320,68 @@ class _Spelling:
             tokens.append(self.of[text[at:end]])
             at = end
         return tokens
+
+
+def check_levels(schema: Any, limits: ConstraintLimits) -> None:
+    """Raise `ConstraintError` for a schema that is nested too deeply, in itself or through its references."""
+    if is_deeper(schema, limits.depth):
+        raise ConstraintError(f"the schema is nested deeper than {limits.depth} levels.")
+    most = limits.levels_through_references
+    if isinstance(schema, dict) and _levels_through_references(schema) > most:
+        raise ConstraintError(f"the schema's references lead deeper than {most} levels.", hint="Send a simpler one.")
+
+
+def _levels_through_references(schema: Any) -> int:
+    """Upper bound of the levels on a way through the schema that follows references and visits each of them once."""
+    parts: dict[int, Any] = {0: {name: inner for name, inner in schema.items() if name not in DEFINITIONS}}
+    refers: dict[int, set[int]] = {}
+    while unread := parts.keys() - refers.keys():
+        for key in unread:
+            named = [_referenced(schema, reference) for reference in _references(parts[key])]
+            refers[key] = {id(part) for part in named}
+            parts |= {id(part): part for part in named}
+    own = {key: _levels(part) for key, part in parts.items()}
+    deep: dict[int, int] = {}
+    while ready := [key for key in parts.keys() - deep.keys() if refers[key] <= deep.keys()]:
+        deep |= {key: own[key] + max((deep[other] for other in refers[key]), default=0) for key in ready}
+    # What is left is in a circle or leads into one.
+    return sum(own[key] for key in parts.keys() - deep.keys()) + max(deep.values(), default=0)
+
+
+def _references(node: Any) -> Iterator[str]:
+    pending = [node]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            yield from (ref for name in ("$ref", "$dynamicRef") if isinstance(ref := value.get(name), str))
+        pending += _inside(value)
+
+
+def _referenced(schema: Any, reference: str) -> Any:
+    """The part of the schema that a reference names. Raises `ConstraintError` if there is none."""
+    found: Any = schema
+    head, *names = reference.split("/")
+    for name in names:
+        name = unquote(name).replace("~1", "/").replace("~0", "~")
+        index = int(name) if isinstance(found, list) and name.isdecimal() and len(name) < 9 else None
+        inside = found if isinstance(found, dict) else dict(enumerate(found)) if isinstance(found, list) else {}
+        key: Any = name if index is None else index
+        if key not in inside:
+            head = ""
+            break
+        found = inside[key]
+    if head != "#":
+        raise ConstraintError(
+            f"the schema has no part {reference[:100]!r}: expected a reference such as '#/$defs/name'."
+        )
+    return found
+
+
+def _levels(value: Any) -> int:
+    level, count = [value], 0
+    while level:
+        level, count = [inner for outer in level for inner in _inside(outer)], count + 1
+    return count
 
 
 def is_deeper(value: Any, depth: int) -> bool:

@@ -14,10 +14,10 @@ from typing import Any, Final
 from fusionai.corpus.conversations import for_template
 from fusionai.corpus.templates import PLAIN_STOPS, ChatTemplate, chat_templates
 from fusionai.primitives.errors import ModelError, UsageError
-from fusionai.serving.constraint import FreeThinking
 from fusionai.serving.interface import Sampling
 from fusionai.serving.reasoning import ReasoningForm, ReasoningReader, effort_variables, reasoning_form
 from fusionai.serving.text import Decoder, Tokenizer, read_json
+from fusionai.serving.thinking_first import FreeThinking
 from fusionai.serving.tools import ToolForm, tool_form
 
 _PROMPT_END_TOKENS: Final = 16

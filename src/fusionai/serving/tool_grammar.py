@@ -10,7 +10,20 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fusionai.serving.constraint import WHITESPACE, ConstraintError, ConstraintLimits, Grammar, is_deeper
+from fusionai.serving.constraint import (
+    DEFINITIONS,
+    WHITESPACE,
+    Choices,
+    ConstraintError,
+    ConstraintLimits,
+    Grammar,
+    JsonObject,
+    JsonSchema,
+    Pattern,
+    check_levels,
+    choices_rule,
+    read_schema,
+)
 from fusionai.serving.text import Tokenizer
 from fusionai.serving.tool_tags import TAG_FORMS, TagForm, is_key, schema_of, types_of
 from fusionai.serving.tools import ToolDefinition, ToolForm
@@ -22,18 +35,29 @@ def call_grammar(
     tokenizer: Tokenizer,
     *,
     several: bool = False,
+    instead: JsonSchema | JsonObject | Pattern | Choices | None = None,
     limits: ConstraintLimits | None = None,
 ) -> Grammar:
-    """Grammar of exactly one call of one of `tools`; with `several`, of one or more if the form allows that. Raises
-    `ConstraintError` for a name or a schema that can't be used."""
+    """Grammar of exactly one call of one of `tools`; with `several`, of one or more if the form allows that. `instead`:
+    the form of an answer without a call, None if a call is demanded. Raises `ConstraintError` for a name or a schema
+    that can't be used."""
+    limits = limits or ConstraintLimits()
     if not tools:
         raise ConstraintError("the request demands a tool call but lists no tools.")
     for tool in tools:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", tool.name):
             raise ConstraintError(f"tool {tool.name[:50]!r}: a name may only have letters, digits, '_', '.' and '-'.")
-        if is_deeper(tool.parameters, (limits or ConstraintLimits()).depth):
-            raise ConstraintError(f"tool {tool.name}: the schema is nested too deeply.")
-    rules = _rules(form, tools, [_mark(mark, tokenizer) for mark in form.marks], several=several)
+        try:
+            check_levels(tool.parameters, limits)
+        except ConstraintError as problem:
+            raise ConstraintError(f"tool {tool.name}: {problem.message}", hint=problem.hint) from None
+    marks = [_mark(mark, tokenizer) for mark in form.marks]
+    rules = _rules(form, tools, marks, several=several)
+    if instead is not None:
+        channel = f'{marks[0]} "final" {marks[2]} ' if form is ToolForm.HARMONY else ""
+        calls = rules[0].removeprefix("start: ")
+        rules = ["start: calls | answer", f"calls: {calls}", f"answer: {channel}plain", *rules[1:]]
+        rules.append(f"plain: {_plain(instead, limits)}")
     return Grammar("\n".join(rules) + "\n")
 
 
@@ -69,6 +93,23 @@ def _rules(form: ToolForm, tools: Sequence[ToolDefinition], marks: Sequence[str]
             return [f"start: {opener} {inside} {closer}", *_headed(tools, heads, end)]
 
 
+def _plain(form: JsonSchema | JsonObject | Pattern | Choices, limits: ConstraintLimits) -> str:
+    match form:
+        case JsonSchema(text, is_compact):
+            return f"%json {_schema(read_schema(text, limits), '' if is_compact else WHITESPACE)}"
+        case JsonObject():
+            return f"%json {_schema(None)}"
+        case Pattern(text):
+            return "/" + re.sub(r"\\.|/|\n", _in_slashes, text, flags=re.DOTALL) + "/"
+        case Choices(texts):
+            return choices_rule(texts)
+
+
+def _in_slashes(found: re.Match[str]) -> str:
+    """A regular expression's escape, slash or line break as it is written between slashes."""
+    return {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}.get(found[0], found[0])
+
+
 def _repeated(rule: str, between: str, several: bool) -> str:
     """The start rule for one `rule`, or for several with a text between them."""
     return f"start: {rule} ({json.dumps(between)} {rule})*" if several else f"start: {rule}"
@@ -102,7 +143,7 @@ def _bodies(tools: Sequence[ToolDefinition], arguments: str) -> list[str]:
             "additionalProperties": False,
         }
         # References to definitions start at the top level, so the definitions are moved there.
-        for keyword in ("$defs", "definitions"):
+        for keyword in DEFINITIONS:
             if tool.parameters and keyword in tool.parameters:
                 schema[keyword] = tool.parameters[keyword]
         rules.append(f"{name}: %json {_schema(schema)}")
@@ -139,7 +180,7 @@ def _written_value(schema: Mapping[str, Any], whole: Mapping[str, Any], tags: Ta
     end = json.dumps(tags.written_end)
     types = types_of(schema)
     if "string" not in types:
-        definitions = {keyword: whole[keyword] for keyword in ("$defs", "definitions") if keyword in whole}
+        definitions = {keyword: whole[keyword] for keyword in DEFINITIONS if keyword in whole}
         return f"%json {_schema({**schema, **definitions})} {end}"
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     if types == {"string"} and isinstance(choices, list) and all(isinstance(one, str) for one in choices):
@@ -147,9 +188,9 @@ def _written_value(schema: Mapping[str, Any], whole: Mapping[str, Any], tags: Ta
     return "text"
 
 
-def _schema(schema: Mapping[str, Any] | None) -> str:
-    plain = dict(schema or {"type": "object"})
-    return json.dumps({**plain, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+def _schema(schema: Mapping[str, Any] | None, whitespace: str = WHITESPACE) -> str:
+    plain = dict({"type": "object"} if schema is None else schema)
+    return json.dumps({**plain, "x-guidance": {"whitespace_pattern": whitespace}})
 
 
 def _mark(mark: str, tokenizer: Tokenizer) -> str:

@@ -17,17 +17,17 @@ from tokenizers import Tokenizer as Engine
 
 from fusionai.primitives.errors import ExecutionError, ModelError
 from fusionai.serving.constraint import (
+    Choices,
+    ClientGrammar,
     ConstraintCompiler,
     ConstraintError,
     ConstraintLimits,
     Form,
-    FreeThinking,
     JsonObject,
     JsonSchema,
     Pattern,
-    ThinkingFirst,
 )
-from fusionai.serving.interface import Constraint, EngineBusy, Sampling
+from fusionai.serving.interface import EngineBusy, Sampling
 from fusionai.serving.reasoning import ReasoningForm, ReasoningReader
 from fusionai.serving.sampling import TokenHistory, choose
 from fusionai.serving.text import Tokenizer
@@ -74,63 +74,6 @@ def tokenizer(kind: str) -> Tokenizer:
 def compiler(kind: str = "byte_level") -> ConstraintCompiler:
     model = tokenizer(kind)
     return ConstraintCompiler(model, vocabulary=model.vocabulary + PADDING, stop_tokens=frozenset({0, 1}))
-
-
-def chosen(constraint: Constraint, wanted: str | int) -> None:
-    """Accept tokens that the constraint allows."""
-    tokens = [wanted] if isinstance(wanted, int) else tokenizer("byte_level").encode(wanted, framed=False)
-    for token in tokens:
-        assert token in allowed(constraint), wanted
-        constraint.accept(token)
-
-
-def allowed(constraint: Constraint) -> set[int]:
-    words = np.frombuffer(constraint.allowed(), np.uint8)
-    return set(np.flatnonzero(np.unpackbits(words, bitorder="little")).tolist())
-
-
-def test_thinking_is_free_before_the_form() -> None:
-    model = tokenizer("byte_level")
-    width = model.vocabulary + PADDING
-    opener, closer, line = *(model.added[mark] for mark in ("<tool_call>", "</tool_call>")), model.id_of("Ċ")
-    assert line is not None
-    plain = FreeThinking(opener=opener, closer=closer, gap=frozenset({line}))
-
-    def fresh(thinking: FreeThinking) -> ThinkingFirst:
-        return ThinkingFirst(compiler().compile_now(JsonObject()), thinking, vocabulary=width)
-
-    constraint = fresh(plain)
-    assert opener in allowed(constraint)
-    chosen(constraint, opener)
-    # Everything but the end of the answer.
-    assert allowed(constraint) >= set(range(width)) - {0, 1}
-    assert not allowed(constraint) & {0, 1}
-    chosen(constraint, "quick } foxes")
-    assert not constraint.finished
-    chosen(constraint, closer)
-    assert line in allowed(constraint)
-    chosen(constraint, "\n{")
-    assert opener not in allowed(constraint)
-    assert line in allowed(constraint)
-    chosen(constraint, "}")
-    assert constraint.finished
-    # Without thinking, and without a line break.
-    constraint = fresh(plain)
-    chosen(constraint, "{}")
-    assert constraint.finished
-    constraint = fresh(FreeThinking(closer=closer))
-    chosen(constraint, "a")
-    chosen(constraint, closer)
-    assert line not in allowed(constraint)
-    # Tokens between the thinking and the text.
-    constraint = fresh(FreeThinking(lead=(5, 6), closer=closer, between=(7, 8)))
-    for token in (5, 6):
-        assert allowed(constraint) == {token}
-        constraint.accept(token)
-    chosen(constraint, closer)
-    assert allowed(constraint) == {7}
-    with pytest.raises(ExecutionError, match="not allowed"):
-        constraint.accept(8)
 
 
 def drawn(form: Form, seed: int, kind: str = "byte_level", most: int = 400, *, special: bool = False) -> str | None:
@@ -192,6 +135,90 @@ def test_any_object_and_patterns(seed: int) -> None:
     assert re.fullmatch(pattern, matched)
 
 
+def chained(count: int, *, last: Any) -> dict[str, Any]:
+    """A schema of `count` definitions, each of which refers to the next one."""
+    definitions = {str(n): {"properties": {"a": {"$ref": f"#/$defs/{n + 1}"}}} for n in range(count)}
+    return {"$ref": "#/$defs/0", "$defs": {**definitions, str(count): last}}
+
+
+def test_references_lead_no_deeper_than_the_compiler_can_follow() -> None:
+    """Its stack would overflow, and the gateway's process would end."""
+    for schema in (
+        chained(1000, last={"type": "integer"}),
+        chained(300, last={"$ref": "#/$defs/0"}),
+        chained(300, last={"$ref": "#"}),
+    ):
+        with pytest.raises(ConstraintError, match="lead deeper than 512"):
+            compiler().compile_now(JsonSchema(json.dumps(schema)))
+    for missing in ("#/$defs/b", "#name", "#/$defs/a/0/1", "other.json"):
+        with pytest.raises(ConstraintError, match="the schema has no part"):
+            compiler().compile_now(JsonSchema(json.dumps({"$ref": missing, "$defs": {"a": [True]}})))
+    tree = {
+        "$ref": "#/definitions/t~1",
+        "definitions": {"t/": {"items": {"$ref": "#/definitions/t~1"}, "type": "array"}},
+    }
+    for schema in (chained(100, last={"type": "integer"}), tree, {"items": {"$ref": "#"}, "type": "array"}):
+        assert compiler().compile_now(JsonSchema(json.dumps(schema)))
+
+
+GBNF = 'root ::= "SELECT " column ("," " "? column)*\ncolumn ::= [a-c] [0-9]?'
+LARK = 'start: "SELECT " COLUMN ("," " "? COLUMN)*\nCOLUMN: /[a-c][0-9]?/'
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_choices_and_grammars_of_clients(seed: int) -> None:
+    assert drawn(Choices(("yes", 'no "\\ é\n', "no")), seed) in {"yes", 'no "\\ é\n', "no"}
+    for grammar in (GBNF, LARK):
+        text = drawn(ClientGrammar(grammar), seed)
+        assert text is None or re.fullmatch(r"SELECT [a-c][0-9]?(, ?[a-c][0-9]?)*", text)
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (Choices(()), "one choice or more"),
+        (Choices(("a", "")), "none of them empty"),
+        (ClientGrammar("root ::= ("), "can't be read"),
+        (ClientGrammar("start: unknown"), "unknown"),
+        (ClientGrammar("root ::= " + "(" * 30_000), "can't be read"),
+        (ClientGrammar('start: %json {"type": "object"}'), "'%json'"),
+        # Its compiler would follow the rules one by one, until its stack overflows.
+        (ClientGrammar("start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(3000)) + 'r3000: "a"'), "3002 rules"),
+        (ClientGrammar("a" * 70_000), "at most 65536"),
+    ],
+)
+def test_choices_and_grammars_that_are_refused(form: Form, reason: str) -> None:
+    with pytest.raises(ConstraintError, match=reason):
+        compiler().compile_now(form)
+
+
+def test_whitespace_in_json_is_limited() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"const": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+
+    def fits(text: str, **options: bool) -> bool:
+        constraint = compiler().compile_now(JsonSchema(json.dumps(schema), **options))
+        for byte in text:
+            token = tokenizer("byte_level").encode(byte, framed=False)[0]
+            words = np.asarray(constraint.allowed()).view(np.uint32)
+            if not words[token // 32] >> token % 32 & 1:
+                return False
+            constraint.accept(token)
+        return constraint.finished
+
+    assert fits('{"a":[1,2]}')
+    assert fits('{"a": [1, 2]}')
+    assert fits('{\n    "a": [\n        1,\n        2\n    ]\n}')
+    assert not fits('{  "a":[1,2]}')
+    assert not fits('{\n\n"a":[1,2]}')
+    assert not fits('{"a": [1,2]}', is_compact=True)
+    assert drawn(JsonSchema('{"const": {"a": [1, 2]}}', is_compact=True), 1) == '{"a":[1,2]}'
+
+
 @pytest.mark.parametrize("name", ["<|eot|>", "<tool_call>", "[TOOL_CALLS]", "a <|end|> b"])
 @pytest.mark.parametrize("seed", range(2))
 def test_names_of_special_tokens_in_a_schema_are_text(name: str, seed: int) -> None:
@@ -239,7 +266,7 @@ def test_generations_of_one_form_are_apart() -> None:
         ("false", "no JSON value is valid"),
         ('{"type": "wat"}', "wat"),
         ('{"not": {"type": "string"}}', "not"),
-        ('{"$ref": "http://example.org/schema"}', "not present"),
+        ('{"$ref": "http://example.org/schema"}', "has no part"),
         ('{"$ref": "#"}', "no text fits it"),
         ('{"enum": []}', "empty|Unsatisfiable|no text"),
         ('{"anyOf": [' * 20 + "{}" + "]}" * 20, "deeper than 32"),
@@ -370,6 +397,32 @@ def test_a_wanted_call_is_one(form: ToolForm, several: bool, seed: int) -> None:
             assert arguments["x"] in {"a", "b"}
 
 
+INSTEAD = [
+    (JsonSchema('{"const": {"a": [1, 2]}}'), r'\s*\{\s*"a"\s*:\s*\[\s*1\s*,\s*2\s*\]\s*\}'),
+    (Pattern(r"/[a-c]\/{2}\d"), r"/[a-c]//."),
+    (Choices(("yes", "no/")), r"yes|no/"),
+]
+
+
+@pytest.mark.parametrize("form", list(ToolForm))
+@pytest.mark.parametrize(("instead", "pattern"), INSTEAD)
+def test_a_call_or_an_answer_of_a_form(form: ToolForm, instead: Any, pattern: str) -> None:
+    grammar = call_grammar(form, TOOLS, tokenizer("byte_level"), instead=instead)
+    called, answered = 0, 0
+    for seed in range(8):
+        text = drawn(grammar, seed, most=3000, special=True)
+        assert text is not None
+        if form is ToolForm.HARMONY:
+            text = ReasoningReader(ReasoningForm.HARMONY).feed(text, final=True).text
+        reader = ToolReader(form, TOOLS)
+        read, rest = reader.feed(text), reader.finish()
+        called += len(calls_of((*read.pieces, *rest.pieces)))
+        if said := read.text + rest.text:
+            assert re.fullmatch(pattern, said), said
+            answered += 1
+    assert called + answered == 8
+
+
 WRITE = ToolDefinition(
     "write",
     {
@@ -433,7 +486,7 @@ def test_tools_that_cannot_be_wanted() -> None:
     for tools, reason in [
         ([], "no tools"),
         ([ToolDefinition('x" | /.*/')], "letters"),
-        ([ToolDefinition("deep", deep)], "nested too deeply"),
+        ([ToolDefinition("deep", deep)], "tool deep: the schema is nested deeper"),
     ]:
         with pytest.raises(ConstraintError, match=reason):
             call_grammar(ToolForm.HERMES, tools, model)
