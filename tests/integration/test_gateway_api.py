@@ -254,3 +254,29 @@ def test_adapters_are_models_beside_the_model(engine: ScriptedEngine):
             assert "poems" in refused.json()["error"]["message"]
 
     asyncio.run(scenario())
+
+
+def test_unknown_fields_are_named_in_a_header(engine: ScriptedEngine):
+    asked = chat(colour="red", temprature=3)
+    asked["messages"][0]["mood"] = "blue\n"
+
+    async def scenario() -> None:
+        async with gateway_stand(engine) as stand, client(stand) as http:
+            assert "x-fusion-ignored" not in (await http.post(CHAT, json=chat())).headers
+            for body in (asked, {**asked, "stream": True}):
+                answer = await http.post(CHAT, json=body)
+                assert answer.status_code == 200
+                assert answer.headers["x-fusion-ignored"] == "colour, messages[].mood, temprature"
+            vectors = await http.post("/v1/embeddings", json={"model": "tiny", "input": "a", "é\n": 1})
+            assert vectors.headers["x-fusion-ignored"] == "%C3%A9%0A"
+            # What OpenAI's API has, and would change the answer, is refused as before.
+            refused = await http.post(CHAT, json={**asked, "audio": {"voice": "x"}})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "audio")
+            wrong = await http.post(CHAT, json={**asked, "n": "two"})
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "n")
+        async with gateway_stand(engine, GatewayConfig("tiny", is_strict=True)) as stand, client(stand) as http:
+            refused = (await http.post(CHAT, json=chat(temprature=3))).json()["error"]
+            assert (refused["code"], refused["param"]) == ("unknown_parameter", "temprature")
+            assert "temperature" in refused["message"]
+
+    asyncio.run(scenario())

@@ -54,7 +54,7 @@ def at(
     limits: RequestLimits | None = None,
 ) -> None:
     async def scenario() -> None:
-        config = GatewayConfig("tiny", limits=limits or RequestLimits())
+        config = GatewayConfig("tiny", limits=limits or RequestLimits(), is_strict=True)
         async with (
             gateway_stand(engine, config) as stand,
             httpx.AsyncClient(base_url=stand.url, timeout=CEILING_S, trust_env=False) as http,

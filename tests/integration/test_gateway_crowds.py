@@ -262,7 +262,7 @@ def test_nonsense(site: Site) -> None:
         (asking(temperature=-1), 400, ""),
         (asking(model="another"), 404, "model_not_found"),
         (asking(stop=[""]), 400, "invalid_value"),
-        (asking(colour="red"), 400, "unknown_parameter"),
+        (asking(suffix="red"), 400, "unsupported_parameter"),
         (b"{" * 100_000, 400, "invalid_json"),
         (b"\xff\xfe", 400, "invalid_json"),
         (asking(logit_bias={"x": 1}), 400, ""),

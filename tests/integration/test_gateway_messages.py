@@ -247,7 +247,7 @@ def test_what_is_not_supported_is_refused_by_name(engine: ScriptedEngine):
     ]
 
     async def scenario() -> None:
-        async with gateway_stand(engine) as stand, client(stand) as api:
+        async with gateway_stand(engine, GatewayConfig("tiny", is_strict=True)) as stand, client(stand) as api:
             for fields, why in cases:
                 with pytest.raises(anthropic.BadRequestError, match=why) as caught:
                     await api.messages.create(**{**ASKED, "messages": HELLO, **fields})

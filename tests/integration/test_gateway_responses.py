@@ -435,7 +435,7 @@ def test_truncation_drops_the_oldest_turns(engine: ScriptedEngine):
 )
 def test_what_is_refused_is_named(engine: ScriptedEngine, fields: dict[str, Any], param: str, said: str):
     async def scenario() -> None:
-        async with gateway_stand(engine) as stand, client(stand) as api:
+        async with gateway_stand(engine, GatewayConfig("tiny", is_strict=True)) as stand, client(stand) as api:
             with pytest.raises(openai.BadRequestError, match=said) as caught:
                 await api.responses.create(model="tiny", input="hello", extra_body=fields)
             assert caught.value.param == param

@@ -24,6 +24,7 @@ from fusionai.gateway.config import GatewayConfig, KeyHolder, RequestLimits
 from fusionai.gateway.errors import ApiError, error_response
 from fusionai.gateway.metrics import Metrics
 from fusionai.gateway.streaming import ABORT_EXTENSION, ClientGone
+from fusionai.gateway.unknown_fields import IGNORED_HEADER, header_of
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 _GUARDED: Final = ("/v1/", "/fusion/", "/metrics")
@@ -50,7 +51,8 @@ class AdmissionMiddleware:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-        scope.setdefault("state", {})["request_id"] = request_id
+        ignored: set[str] = set()
+        scope.setdefault("state", {}).update(request_id=request_id, ignored=ignored)
         path: str = scope["path"]
         status = 0
 
@@ -59,7 +61,10 @@ class AdmissionMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 # Anthropic's clients read the name without the x.
-                MutableHeaders(scope=message).update({"x-request-id": request_id, "request-id": request_id})
+                answered = MutableHeaders(scope=message)
+                answered.update({"x-request-id": request_id, "request-id": request_id})
+                if ignored:
+                    answered[IGNORED_HEADER] = header_of(ignored)
             await send(message)
 
         counted = path.startswith(_COUNTED)

@@ -22,7 +22,7 @@ from fusionai.gateway.chunks import ChunkForm
 from fusionai.gateway.context import GatewayContext, Heading, json_response, numbered
 from fusionai.gateway.errors import as_api_error, invalid
 from fusionai.gateway.generation import AnswerLogprob, Choice, Delta, PromptProcessed
-from fusionai.gateway.requests import CompletionRequest, EmbeddingRequest, read
+from fusionai.gateway.requests import CompletionRequest, EmbeddingRequest
 from fusionai.gateway.streaming import while_connected
 from fusionai.gateway.structured import enforced_form
 from fusionai.serving.interface import PromptRead, TokenLogprob
@@ -189,8 +189,7 @@ class EmbeddingEndpoint:
     async def text_embeddings(self, request: Request) -> Response:
         """Answer one request."""
         context = self._context
-        context.check_ready()
-        body = await read(request, EmbeddingRequest, context.config.limits)
+        body = await context.read(request, EmbeddingRequest)
         adapter = context.adapter_of(body.model)
         most = context.config.limits.inputs
         if isinstance(body.input, list) and not isinstance(body.input[0], int) and len(body.input) > most:

@@ -130,5 +130,7 @@ class GatewayConfig:
     adapters: tuple[str, ...] = ()
     keys: KeyRing | None = None
     limits: RequestLimits = field(default_factory=RequestLimits)
+    is_strict: bool = False
+    """Refuse requests with unknown fields; otherwise these fields are ignored, and the answer's header names them."""
     created_s: int = 0
     """Creation time of the model in seconds since 1970, as reported by `/v1/models`."""

@@ -109,7 +109,8 @@ class GatewayContext:
         """Return the request's checked body, unless the engine can't serve it now. `others`: fields of its protocol
         that `kind` lacks."""
         self.check_ready()
-        return await read(request, kind, self.config.limits, others)
+        ignored = None if self.config.is_strict else request.state.ignored
+        return await read(request, kind, self.config.limits, others, ignored)
 
     def heading(self, request: Request, body: ChatRequest | CompletionRequest, prefix: str) -> Heading:
         """Return the heading of the answer; its id begins with `prefix`."""

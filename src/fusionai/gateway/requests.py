@@ -2,8 +2,9 @@
 
 Also reads and checks the body of a request.
 
-A field of a protocol that this gateway does not support is refused by name, like every unknown name: no setting is
-ignored silently. Fields that have no effect are accepted (`OtherFields`). `app` describes the structs in its OpenAPI
+A field of a protocol that this gateway does not support is refused by name if its value would change the answer;
+fields that have no effect are accepted (`OtherFields`). Fields that no protocol has are left out and named in the
+answer's header (`unknown_fields`), or refused if the gateway is strict. `app` describes the structs in its OpenAPI
 document.
 """
 
@@ -21,6 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from fusionai.gateway.config import RequestLimits
 from fusionai.gateway.errors import ApiError, invalid, nearest, shown
+from fusionai.gateway.unknown_fields import without_unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,27 +302,45 @@ Form = TypeVar("Form", bound=msgspec.Struct)
 _WHERE: Final = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _LONGEST_REASON: Final = 400
+UNKNOWN: Final = "unknown_parameter"
+"""Code of the error for a field that no struct has."""
 _DRAINED: Final = 4
 """A body up to this many times the limit is read to its end, without keeping it, before it is refused."""
 _INDEX: Final = re.compile(r"\[\d+\]")
 _MISSING: Final = re.compile(r"Object missing required field `(?P<name>.*)`")
 
 
-async def read(request: Request, form: type[Form], limits: RequestLimits, others: OtherFields = OPENAI) -> Form:
-    """Decode the request's body as `form`. Raises `ApiError`."""
+async def read(
+    request: Request,
+    form: type[Form],
+    limits: RequestLimits,
+    others: OtherFields = OPENAI,
+    ignored: set[str] | None = None,
+) -> Form:
+    """Decode the request's body as `form`. `ignored`: gets the paths of unknown fields, which are left out; None:
+    unknown fields are refused. Raises `ApiError`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "Expected the header `Content-Type: application/json`.", code="unsupported_media_type")
-    return decode(await _body(request, limits), form, others)
+    body = await _body(request, limits)
+    try:
+        return decode(body, form, others)
+    except ApiError as problem:
+        if ignored is None or problem.body.code != UNKNOWN:
+            raise
+    # Looking through the whole body can take a second, in which all streams would wait.
+    return await asyncio.to_thread(decode, body, form, others, ignored)
 
 
-def decode(body: bytes, form: type[Form], others: OtherFields = OPENAI) -> Form:
-    """Decode a body as `form`. Raises `ApiError` with the wrong field."""
+def decode(body: bytes, form: type[Form], others: OtherFields = OPENAI, ignored: set[str] | None = None) -> Form:
+    """Decode a body as `form`; `ignored` as for `read`. Raises `ApiError` with the wrong field."""
     known = [each.encode_name for each in msgspec.structs.fields(form)]
     try:
         given = msgspec.json.decode(body)
         if isinstance(given, dict):
             given = _wanted(given, known, others)
+        if ignored is not None:
+            given = without_unknown(given, form, ignored)
         return msgspec.convert(given, form)
     except msgspec.ValidationError as problem:
         raise _explained(str(problem), known, others) from None
@@ -393,7 +413,7 @@ def _explained(problem: str, known: list[str], others: OtherFields) -> ApiError:
     if unknown is not None:
         name = shown(f"{path}.{unknown['name']}" if path else unknown["name"])
         near = nearest(unknown["name"], known) if not path else ""
-        return invalid(f"Unknown parameter: `{name}`.{near}", name, "unknown_parameter")
+        return invalid(f"Unknown parameter: `{name}`.{near}", name, UNKNOWN)
     if missing is not None:
         name = shown(f"{path}.{missing['name']}" if path else missing["name"])
         return invalid(f"Missing required parameter: `{name}`.", name, "missing_required_parameter")

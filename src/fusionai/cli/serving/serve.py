@@ -40,7 +40,7 @@ PORT: Final = 8000
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiEndpoint:
     """Where the API listens and who may use it. `name`: the model's name for clients, None: its own name. `clear_text`:
-    other machines may connect without TLS."""
+    other machines may connect without TLS. `strict`: requests with unknown fields are refused."""
 
     host: str
     port: int
@@ -48,6 +48,7 @@ class ApiEndpoint:
     tls_certificate: Path | None
     tls_key: Path | None
     clear_text: bool
+    strict: bool
     name: str | None
 
 
@@ -75,6 +76,12 @@ _ENDPOINT_OPTIONS: Final = flags.options(
         is_flag=True,
         help="Let other machines connect without TLS. API keys, prompts and answers then travel in clear: every "
         "machine on the way can read and change them.",
+    ),
+    click.option(
+        "--strict",
+        is_flag=True,
+        help="Refuse requests with unknown fields. Without this flag such fields are ignored, and the answer's header "
+        "x-fusion-ignored names them.",
     ),
     click.option("--name", metavar="NAME", help="What clients call the model.  [default: its directory or hub id]"),
 )
@@ -194,7 +201,7 @@ async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | N
     console.line(f"privacy {request.privacy}: {sentence(request.privacy)}")
     ready = asyncio.Event()
     with closing(listener), ServingView() as view:
-        door = _Door(listener, url, endpoint.name, keys, tls, json_file)
+        door = _Door(listener, url, endpoint.name, keys, tls, json_file, is_strict=endpoint.strict)
         working = asyncio.create_task(_serve(request, door, stop, ready, view))
         asked = asyncio.create_task(stop.wait())
         try:
@@ -236,6 +243,7 @@ class _Door:
     keys: KeyRing | None
     tls: ssl.SSLContext | None
     json_file: Path | None
+    is_strict: bool
     written: dict[str, object] = field(default_factory=dict[str, object])
     """What `--json` has when the model is ready."""
 
@@ -301,6 +309,7 @@ async def _serve(
         config = GatewayConfig(
             model=door.name or served.model.files.name,
             keys=door.keys,
+            is_strict=door.is_strict,
             adapters=tuple(adapter.name for adapter in served.model.adapters),
             created_s=int(time.time()),
         )
