@@ -41,6 +41,8 @@ def write_gguf(directory: Path, file: Path, kind: str, *, architecture: str = "l
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(file, architecture)
     _metadata(writer, config)
+    if config["rope_parameters"]["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _divisors(config))
     _vocabulary(writer, directory)
     numbers = load_file(directory / "model.safetensors")
     for name, weight in numbers.items():
@@ -82,6 +84,26 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(head_dim)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
+
+
+def _divisors(config: dict[str, Any]) -> npt.NDArray[np.float32]:
+    """`LlamaModel.generate_extra_tensors` of llama.cpp's converter."""
+    scaling = config["rope_parameters"]
+    dim = config["hidden_size"] // config["num_attention_heads"]
+    made: list[float] = []
+    for frequency in 1.0 / scaling["rope_theta"] ** (np.arange(0, dim, 2) / dim):
+        length = 2 * np.pi / frequency
+        longest = scaling["original_max_position_embeddings"] / scaling["low_freq_factor"]
+        shortest = scaling["original_max_position_embeddings"] / scaling["high_freq_factor"]
+        if length < shortest:
+            made.append(1.0)
+        elif length > longest:
+            made.append(scaling["factor"])
+        else:
+            smooth = scaling["original_max_position_embeddings"] / length - scaling["low_freq_factor"]
+            smooth /= scaling["high_freq_factor"] - scaling["low_freq_factor"]
+            made.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
+    return np.array(made, np.float32)
 
 
 def _vocabulary(writer: gguf.GGUFWriter, directory: Path) -> None:

@@ -20,6 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import platformdirs
 from torch import nn
 
@@ -33,6 +34,14 @@ from fusionai.storage.safetensors_file import ByteRange
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
+_TABLE: Final = "rope_freqs.weight"
+_LLAMA3: Final[dict[str, Any]] = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Scaling of rotations in Llama 3.1 to 3.3, but for the factor."""
 METHOD: Final = "gguf"
 """The `quant_method` of a config.json that names a GGUF file."""
 _LAYOUT: Final = 1
@@ -71,11 +80,7 @@ def _write(file: Path, place: Path) -> None:
             f"{file} holds a model of the architecture {architecture!r}, whose GGUF files can't be read.",
             hint=f"Use the model's safetensors, or a GGUF file of one of {', '.join(sorted(_PLAIN))}.",
         )
-    if lacking := [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]:
-        raise ModelError(
-            f"{file} scales its rotations by a table ({lacking[0]}), which can't be read yet.",
-            hint="Use the model's safetensors.",
-        )
+    scaled = _scaled_rotations(reader, file)
     layers = reader.get_field(f"{architecture}.block_count")
     if layers is not None and (architecture, int(layers.contents())) in _OTHER_SCALE:
         raise ModelError(
@@ -95,8 +100,32 @@ def _write(file: Path, place: Path) -> None:
         place.mkdir(parents=True, exist_ok=True)
         tokenizer.save_pretrained(place)
         fields = {**config.to_dict(), "quantization_config": {"quant_method": METHOD, "file": str(file)}}
+        if scaled is not None:
+            fields["rope_parameters"] = {**fields["rope_parameters"], **scaled}
         # Last: a directory with this file is complete.
         (place / "config.json").write_text(json.dumps(fields, default=str), encoding="utf-8")
+
+
+def _scaled_rotations(reader: GGUFReader, file: Path) -> dict[str, Any] | None:
+    """Return how Llama 3.1 and its successors scale rotations, which the file says by a table of divisors; None if
+    there is no table. Raises `ModelError` for a table of another kind."""
+    tables = [tensor for tensor in reader.tensors if tensor.name.startswith("rope_f")]
+    if not tables:
+        return None
+    table = np.asarray(tables[0].data, np.float32).reshape(-1)
+    theta = reader.get_field("llama.rope.freq_base")
+    scaled = {**_LLAMA3, "factor": float(table.max(initial=0.0))}
+    if tables[0].name == _TABLE and theta is not None and table.size and scaled["factor"] > 1.0:
+        frequencies = float(theta.contents()) ** (-np.arange(table.size) / table.size)
+        turns = _LLAMA3["original_max_position_embeddings"] * frequencies / (2 * np.pi)
+        low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+        smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        if np.allclose(table, 1.0 / ((1.0 - smooth) / scaled["factor"] + smooth), rtol=1e-4):
+            return scaled
+    raise ModelError(
+        f"{file} scales its rotations by a table ({tables[0].name}) that is not Llama 3's.",
+        hint="Use the model's safetensors.",
+    )
 
 
 def _opened(file: Path) -> GGUFReader:
@@ -131,6 +160,8 @@ def gguf_matrices(scheme: Mapping[str, Any], module: nn.Module, config: Mapping[
     unknown: list[str] = []
     for tensor in reader.tensors:
         name = names.get(tensor.name)
+        if tensor.name == _TABLE:
+            continue  # read into the configuration
         if name is None or name not in shapes:
             unknown.append(tensor.name)
         elif (stacked := _EXPERTS.fullmatch(tensor.name)) is not None:

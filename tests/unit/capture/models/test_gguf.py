@@ -41,11 +41,11 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platformdirs, "user_cache_path", lambda _name: tmp_path / "cache")
 
 
-def written(directory: Path, kind: str, architecture: str = "llama") -> Path:
+def written(directory: Path, kind: str, architecture: str = "llama", **more: object) -> Path:
     plain, file = directory / "plain", directory / "small.gguf"
     write_tokenizer(plain)
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(architecture, **SIZES)
+    config = transformers.AutoConfig.for_model(architecture, **SIZES, **more)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(plain)
     write_gguf(plain, file, kind, architecture=architecture)
     return file
@@ -92,6 +92,40 @@ def test_metadata_become_a_directory_made_once(tmp_path: Path):
     before = (directory / "config.json").stat().st_mtime_ns
     assert gguf_directory(file) == directory
     assert (directory / "config.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_scaled_rotations_of_llama_3_are_read_from_their_table(factor: float, tmp_path: Path):
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    file = written(tmp_path, "Q8_0", rope_parameters=scaling)
+    built = build(parse_source(str(file)), 0)
+    assert built.huggingface is not None
+    assert built.huggingface.config.rope_parameters == scaling
+    assert built.huggingface.quantisation is not None
+    assert len(gguf_matrices(built.huggingface.quantisation, built.module, SIZES).matrices) == 12
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    ours = dict(built.module.named_buffers())["model.rotary_emb.inv_freq"]
+    assert torch.equal(ours, theirs.model.rotary_emb.inv_freq)
+
+
+def test_another_table_of_rotations_is_refused(tmp_path: Path):
+    file = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_rope_freq_base(10000.0)
+    writer.add_tensor("rope_freqs.weight", np.array([1, 3, 2, 8], np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="rope_freqs"):
+        gguf_directory(file)
 
 
 def test_stacks_of_experts_are_joined_expert_by_expert(tmp_path: Path):
