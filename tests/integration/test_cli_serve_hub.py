@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from fusionai.corpus.tokens import train_tokenizer
+from harness.gguf_files import write_gguf
 from harness.hub import Hub, hub
 from harness.patience import CEILING_S
 
@@ -146,3 +147,28 @@ def test_a_path_that_is_none_and_a_copy_that_is_not_whole_are_said(model: Path, 
     part.unlink()
     assert f"lacks a weight file: {part.name}." in refused(str(copy), tmp_path, {})
     assert f"there is no directory {tmp_path}/nowhere" in refused(str(tmp_path / "nowhere"), tmp_path, {})
+
+
+def test_a_gguf_file_of_the_hub_is_named_by_a_part_of_its_name(model: Path, tmp_path: Path) -> None:
+    """It is fetched alone, whatever else its repository has."""
+    plain, repository = tmp_path / "plain", tmp_path / "repository"
+    repository.mkdir()
+    transformers.AutoModelForCausalLM.from_pretrained(model).save_pretrained(plain)
+    shutil.copy(model / "tokenizer.json", plain)
+    write_gguf(plain, repository / "tiny-Q8_0.gguf", "Q8_0")
+    for name in ("tiny-Q4_K_M.gguf", "tiny-Q4_K_S.gguf"):
+        (repository / name).write_bytes(b"another")
+    with hub({"someone/tiny-GGUF": repository}) as online:
+        cache = {"XDG_CACHE_HOME": str(tmp_path / "kept")}
+        environment = {**os.environ, **cache, **online.environment(tmp_path / "cache")}
+
+        def found(name: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-c", FIND, name]
+            return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+        made = Path(found("someone/tiny-GGUF:q8_0").stdout.strip())
+        assert json.loads((made / "config.json").read_text(encoding="utf-8"))["hidden_size"] == 32
+        assert online.fetched("tiny-Q8_0.gguf")
+        assert not online.fetched("tiny-Q4_K_M.gguf")
+        assert "has tiny-Q4_K_M.gguf, tiny-Q4_K_S.gguf with 'Q4_K'" in found("someone/tiny-GGUF:Q4_K").stderr
+        assert "has no file with 'Q2_K'" in found("someone/tiny-GGUF:Q2_K").stderr

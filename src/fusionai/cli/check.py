@@ -39,7 +39,8 @@ def check(model: str, task: Task, lora: int | None, operators: bool, compare: bo
     """Check whether MODEL is supported. Captures it without allocating weights and reports blocks, parameters and what
     is unsupported.
 
-    MODEL: a configuration file (.json), a directory in Hugging Face layout, a hub id, or module:function.
+    MODEL: a configuration file (.json), a directory in Hugging Face layout, a GGUF file, a hub id, or
+    module:function.
 
     The function takes no arguments and returns the module. If the module takes something other than input_ids, the
     function returns (module, example_inputs), e.g. return Net(), {"x": torch.zeros(2, 8), "mask": torch.ones(2, 8)}.

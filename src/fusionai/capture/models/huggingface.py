@@ -121,8 +121,8 @@ def resolve(source: ConfigSource | DirectorySource | GgufSource | HubSource) -> 
             return _from_directory(path, architecture)
         case GgufSource(path=path, architecture=architecture):
             return _from_directory(gguf_directory(path), architecture)
-        case HubSource(repository=repository, revision=revision, architecture=architecture):
-            return _from_directory(_download(repository, revision), architecture)
+        case HubSource(architecture=architecture):
+            return _from_directory(model_directory(source), architecture)
 
 
 def model_directory(source: DirectorySource | GgufSource | HubSource) -> Path:
@@ -132,8 +132,11 @@ def model_directory(source: DirectorySource | GgufSource | HubSource) -> Path:
             return path
         case GgufSource(path=path):
             return gguf_directory(path)
-        case HubSource(repository=repository, revision=revision):
-            return _download(repository, revision)
+        case HubSource(repository=repository, revision=revision, gguf=""):
+            return _download(repository, revision, _HUB_FILES)
+        case HubSource(repository=repository, revision=revision, gguf=name):
+            found = _download(repository, revision, [f"*{name}*.gguf", f"*{name.upper()}*.gguf"])
+            return gguf_directory(_only_file(found, repository, name))
 
 
 def _from_fields(fields: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str, ...]]:
@@ -246,7 +249,20 @@ def _last_line(error: Exception) -> str:
     return (lines[-1] if lines else type(error).__name__).removeprefix("ValueError: ").rstrip(".")
 
 
-def _download(repository: str, revision: str | None) -> Path:
+def _only_file(directory: Path, repository: str, name: str) -> Path:
+    """Return the one GGUF file with `name` in its own. Raises `ModelError` if there is none, or several."""
+    files = [path for path in directory.rglob("*.gguf") if name.lower() in path.name.lower()]
+    if len(files) == 1:
+        return files[0]
+    listed = ", ".join(sorted(path.name for path in files)[:4]) or "no file"
+    raise ModelError(
+        f"{repository} has {listed} with {name!r} in its name; expected one GGUF file.",
+        hint="Name more of the file, as in owner/name:model-Q4_K_M. A model in several GGUF files can't be read; "
+        "llama.cpp's llama-gguf-split joins them.",
+    )
+
+
+def _download(repository: str, revision: str | None, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -256,7 +272,7 @@ def _download(repository: str, revision: str | None) -> Path:
     )
 
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=files))
     except RepositoryNotFoundError as error:
         raise ModelError(
             f"the hub has no model {repository!r}, or this machine may not read it.",

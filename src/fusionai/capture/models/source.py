@@ -22,6 +22,7 @@ Architecture = Literal["causal_lm", "masked_lm", "seq2seq_lm", "classification",
 
 _CODE_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_GGUF = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+):(?P<file>[\w.-]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,13 @@ class GgufSource:
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """A model on the Hugging Face hub. Only JSON and safetensors files are fetched; code and pickles never are."""
+    """A model on the Hugging Face hub. Only JSON and safetensors files are fetched; code and pickles never are.
+    `gguf`: a part of the name of the repository's GGUF file that holds the model, such as Q4_K_M."""
 
     repository: str
     revision: str | None = None
     architecture: Architecture = "causal_lm"
+    gguf: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +107,14 @@ def parse_source(text: str, architecture: Architecture = "causal_lm") -> ModelSo
         return GgufSource(path, architecture)
     if _CODE_TARGET.fullmatch(text):
         return CodeSource(text)
+    if (named := _HUB_GGUF.fullmatch(text)) is not None and ".." not in text:
+        return HubSource(named["repository"], architecture=architecture, gguf=named["file"])
     if _HUB_ID.fullmatch(text) and not text.startswith(".") and ".." not in text and not path.is_file():
         return HubSource(text, architecture=architecture)
     raise ModelError(
         f"{text!r} is not a model: expected a configuration file (.json), a directory in Hugging Face layout, "
-        "a GGUF file (.gguf), module:function of your own code, or a hub id such as owner/name.",
+        "a GGUF file (.gguf), module:function of your own code, a hub id such as owner/name, or owner/name:Q4_K_M "
+        "for a GGUF file there.",
         hint="Check the spelling; a path is taken relative to the working directory.",
     )
 

@@ -148,7 +148,8 @@ def serve(
     Each peer holds some of the model's layers; this machine holds embedding and head, unless --ends says otherwise, and
     answers the requests. The FILE of --json is written when the model is ready, and again at the end.
 
-    MODEL: a directory in Hugging Face layout, a hub id, or the directory of a job of `fusion train`.
+    MODEL: a directory in Hugging Face layout, a GGUF file, a hub id, owner/name:Q4_K_M for a GGUF file on the hub, or
+    the directory of a job of `fusion train`.
     """
     local, spares = given["local"], given.pop("spares")
     if local is not None and (given["invitation"] is not None or given["stages"] is not None):

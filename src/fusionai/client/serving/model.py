@@ -156,6 +156,8 @@ def find_model(text: str) -> ServedFiles:
     match source:
         case GgufSource():
             return ServedFiles(model_directory(source), source.path.stem)
+        case HubSource(gguf=name) if name:
+            return ServedFiles(model_directory(source), text)
         case DirectorySource() | HubSource():
             directory = model_directory(source)
         case _:
@@ -184,7 +186,7 @@ def _check_weights(directory: Path, text: str, *, is_hub: bool) -> None:
     again = "Connect to the network and try again." if is_hub else "Copy the model again."
     if not any(directory.glob("*.safetensors")):
         hint = (
-            "Choose a model whose repository has *.safetensors files: other weights are never loaded."
+            "Choose a model whose repository has *.safetensors, or name a GGUF file there (owner/name:Q4_K_M)."
             if is_hub
             else "Save the model with save_pretrained, weights included."
         )

@@ -35,6 +35,7 @@ def test_each_kind_is_told_apart(tmp_path: Path) -> None:
     assert parse_source("models.mine:build") == CodeSource("models.mine:build")
     assert parse_source("gpt2") == HubSource("gpt2")
     assert parse_source("meta-llama/Llama-3.2-1B") == HubSource("meta-llama/Llama-3.2-1B")
+    assert parse_source("someone/Qwen3-8B-GGUF:Q4_K_M") == HubSource("someone/Qwen3-8B-GGUF", gguf="Q4_K_M")
 
 
 @pytest.mark.parametrize("text", ["", "a/b/c", "../secret", "mine:build()", "has space", "x:y:z", "/no/such/path"])
