@@ -20,7 +20,7 @@ WORKERS ?= 2
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo check lint types contracts quick test test-long test-levels bench clients docs release-files
+.PHONY: setup demo check lint types contracts quick whole test test-long test-levels bench clients docs release-files
 .DEFAULT_GOAL := check
 
 setup: $(STAMP)
@@ -50,12 +50,16 @@ contracts: setup
 quick: setup
 	$(TEST_ENV) $(PYTEST) -m "not slow and not long" $(ARGS)
 
+whole: setup
+	$(TEST_ENV) $(PYTEST) -m "not long" $(ARGS)
+
 # Types of what changed: all of them take the type checker a minute and a half of one core, the first time and in `test`.
 check: setup
 	@$(MAKE) --no-print-directory -j 2 TYPES=--changed lint types contracts quick
 
-test: lint types contracts
-	$(TEST_ENV) $(PYTEST) -m "not long" $(ARGS)
+# The type checker has one process, and its minute and a half is a core's: the tests run beside it.
+test: setup
+	@$(MAKE) --no-print-directory -j 2 lint contracts types whole
 
 test-long: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -m long --timeout 3600 $(ARGS)

@@ -27,6 +27,8 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import StageOptions
 from fusionai.wire.serving import CacheFormat, Segment, ServeOptions, WeightFormat
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY, HIDDEN, HEADS, SHARED, WIDTH, LAYERS, POSITIONS = 31, 24, 4, 2, 6, 2, 64
 OPTIONS = ServeOptions(pages=40, sessions=8, pass_tokens=32, page_tokens=4)
 TOLERANCE = 1e-4
@@ -232,7 +234,6 @@ class Behind:
         return array(self.program.run(segments, fed, wanted=["logits"], rows=rows)["logits"])[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["fp32", "bf16"])
 @pytest.mark.parametrize("cache", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -327,7 +328,6 @@ def test_ragged_sessions_that_join_at_any_time_equal_a_full_pass(served: Served,
     assert program.cached == dict(enumerate(lengths))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain", "all"])
 @pytest.mark.parametrize("form", ["fp32", "bf16", "fp16", "int8", "int4"])
 def test_bits_do_not_depend_on_who_else_is_in_the_pass(
@@ -357,7 +357,6 @@ def test_bits_do_not_depend_on_who_else_is_in_the_pass(
             assert np.array_equal(got[:1], expected[1 + step])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cache", ["fp32", "bf16"])
 def test_a_few_positions_together_have_the_bits_of_one_by_one(served: Served, variant: str, cache: CacheFormat) -> None:
@@ -394,7 +393,6 @@ class HeadRows(TorchDispatchMode):
         return made
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain", "all"])
 def test_behind_the_last_attention_only_wanted_rows_are_computed(variant: str) -> None:
     """The same bits, caches as full as ever, and a head that never sees the rest of a prompt."""
@@ -448,7 +446,6 @@ def test_a_start_before_the_end_drops_what_was_cached(served: Served, variant: s
     assert program.cached == {0: 10}
 
 
-@pytest.mark.slow
 def test_forgotten_sessions_leave_pages_and_places_to_others(served: Served) -> None:
     graph = Draft(window=5).graph
     program = served(graph)

@@ -34,6 +34,8 @@ from harness.faulty_peers import LyingBackend
 from harness.pool import tensor
 from harness.stand import RANGES, layers
 
+pytestmark = pytest.mark.slow
+
 FENCE = Fence(1, 1, 0)
 MICROBATCHES, STEPS, WIDTH = 2, 2, 64
 OPTIONS = StageOptions(microbatches=MICROBATCHES, optimizer=OptimizerSpec(weight_decay=0.1), takeover="tolerant")

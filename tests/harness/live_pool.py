@@ -20,10 +20,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar, Unpack
 from unittest.mock import patch
 
+from fusionai.capture.capture import Captured, CaptureOptions, capture
+from fusionai.capture.models.source import ConfigSource, ModelSource
 from fusionai.cli.main import main
+from fusionai.peer.profile import FILE as MEASUREMENT
 from harness.patience import CEILING_S
 from harness.zygote import Child, Zygote
 
@@ -41,6 +44,20 @@ class Done:
     err: str
 
 
+_captured: Final[dict[str, Captured]] = {}
+
+
+def captured_once(source: ModelSource, **options: Unpack[CaptureOptions]) -> Captured:
+    """`capture`; a configuration that this process has captured with the same options is not captured again, which
+    takes seven seconds. The comparison with the module is made each time."""
+    if not isinstance(source, ConfigSource) or options.get("adapter") or options.get("example_inputs"):
+        return capture(source, **options)
+    key = repr((source, sorted(options.items())))
+    if key not in _captured:
+        _captured[key] = capture(source, **options)
+    return _captured[key]
+
+
 def fusion(*arguments: object) -> Done:
     """One command in this process, which is no program that lasts: what stays is not set aside, which would take
     half a second each time for all that the tests have imported."""
@@ -50,6 +67,7 @@ def fusion(*arguments: object) -> Done:
         within.enter_context(contextlib.redirect_stderr(err))
         for program in ("training.train", "serving.serve"):
             within.enter_context(patch(f"fusionai.client.{program}.set_aside_what_stays"))
+        within.enter_context(patch("fusionai.client.training.preparation.capture", captured_once))
         code = main([str(argument) for argument in arguments])
     return Done(code, out.getvalue(), err.getvalue())
 
@@ -149,12 +167,18 @@ class LivePool:
     members: dict[str, Process] = field(default_factory=dict)
     port: str = "0"
     broker_options: tuple[str, ...] = ()
+    measured: ClassVar[bytes] = b""
+    """What the first peer of all pools measured and kept. Each later one finds it in its home, as after a restart: a
+    measurement takes four seconds of a core, and a process of its own."""
 
     def __enter__(self) -> LivePool:
         self.open_broker()
         try:
             for name in self.peers:
                 self.start(name, self.invite())
+                if not LivePool.measured:
+                    self.members[name].wait_for("In pool")
+                    LivePool.measured = (self.directory / name / MEASUREMENT).read_bytes()
             for name in self.peers:
                 self.members[name].wait_for("In pool")
             entered = fusion("join", self.invite(), "--owner", "--home", self.owner)
@@ -192,6 +216,9 @@ class LivePool:
 
     def start(self, name: str, *more: object, program: Sequence[object] = ()) -> Process:
         """`fusion join` in the background; without an invitation, as who it was before."""
+        if LivePool.measured and not (kept := self.directory / name / MEASUREMENT).exists():
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            kept.write_bytes(LivePool.measured)
         self.members[name] = Process(
             *("join", *more, "--home", self.directory / name, "--host", "127.0.0.1"),
             *("--threads", "1", "--name", name, "--max-memory", "1GB"),

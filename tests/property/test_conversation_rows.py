@@ -23,6 +23,8 @@ from fusionai.serving.model_text import ModelText
 from harness.examples import examples
 from harness.tiny_text import write_tiny_text
 
+pytestmark = pytest.mark.slow
+
 SIGNED = """\
 {%- for message in messages %}<|im_start|>{{ message['role'] }}
 {% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}

@@ -20,6 +20,8 @@ from fusionai.scheduling.training.pipeline import Pipeline
 from harness.examples import examples
 from harness.problems import POOL_ROLES, problems
 
+pytestmark = pytest.mark.slow
+
 
 @st.composite
 def alike_problems(draw: st.DrawFn, *, spread: float = 0.0) -> Problem:
@@ -87,7 +89,6 @@ def test_nothing_is_lost_without_surplus_machines(problem: Problem) -> None:
     assert brute_force_step_s(fewer) == pytest.approx(brute_force_step_s(problem), rel=1e-12)
 
 
-@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(alike_problems())
 def test_plans_of_equal_machines_are_the_best_there_are(problem: Problem) -> None:
@@ -103,7 +104,6 @@ def test_plans_of_equal_machines_are_the_best_there_are(problem: Problem) -> Non
     assert found.certificate.exact
 
 
-@pytest.mark.slow
 def test_a_large_pool_of_equal_machines_is_proven() -> None:
     for count, kinds in ((25, 1), (60, 1), (24, 3)):
         posed = _pool(count, kinds, 0.0)
@@ -114,7 +114,6 @@ def test_a_large_pool_of_equal_machines_is_proven() -> None:
         assert again == found
 
 
-@pytest.mark.slow
 def test_machines_as_measured_are_planned_close_to_the_bound() -> None:
     for spread, most in ((0.001, 0.005), (0.01, 0.02)):
         assert plan(_pool(30, 1, spread)).certificate.optimality_gap <= most

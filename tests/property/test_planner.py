@@ -21,6 +21,8 @@ from fusionai.scheduling.training.search import annealed, improve, search
 from harness.examples import examples
 from harness.problems import POOL_ROLES, problems
 
+pytestmark = pytest.mark.slow
+
 
 def brute_force_step_s(problem: Problem) -> float:
     """Least step time over everything; inf if nothing fits."""
@@ -145,7 +147,6 @@ def test_plan_is_optimal_or_rightly_refused(problem: Problem) -> None:
         assert found.certificate.bound_tokens_per_s == found.tokens_per_s
 
 
-@pytest.mark.slow
 @settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(problems(most_peers=5, most_blocks=6))
 def test_search_needs_no_good_start(problem: Problem) -> None:
@@ -157,7 +158,6 @@ def test_search_needs_no_good_start(problem: Problem) -> None:
     assert step_s == pytest.approx(brute_force_step_s(problem), rel=1e-9)
 
 
-@pytest.mark.slow
 def test_search_weighs_period_against_transit() -> None:
     """Few microbatches and dear cuts: where a better period and a better transit are at odds."""
     for seed in range(80):
@@ -175,7 +175,6 @@ def test_search_weighs_period_against_transit() -> None:
         assert pipeline.step_s(found.best) == pytest.approx(brute_force_step_s(problem), rel=1e-9), seed
 
 
-@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(problems(most_peers=5, most_blocks=8))
 def test_larger_plan_is_optimal_or_rightly_refused(problem: Problem) -> None:
@@ -183,7 +182,6 @@ def test_larger_plan_is_optimal_or_rightly_refused(problem: Problem) -> None:
     assert (inf if found is None else found.step_time_s) == pytest.approx(best_s, rel=1e-9)
 
 
-@pytest.mark.slow
 @settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(problems(most_peers=6, most_blocks=8))
 def test_plan_keeps_its_promises(problem: Problem) -> None:
@@ -206,7 +204,6 @@ def test_plan_keeps_its_promises(problem: Problem) -> None:
     assert (found.single_peer_tokens_per_s or 0.0) <= found.tokens_per_s or found.warnings
 
 
-@pytest.mark.slow
 @settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(problems(most_peers=6, most_blocks=8))
 def test_bound_and_heuristic_enclose_the_optimum(problem: Problem) -> None:
@@ -228,7 +225,6 @@ def test_bound_and_heuristic_enclose_the_optimum(problem: Problem) -> None:
         assert limits.fewest <= sum(1 for _ in pipeline.pool_stages(good)) <= limits.most
 
 
-@pytest.mark.slow
 def test_heuristic_and_bound_are_close_on_ordinary_pools() -> None:
     """A regression alarm: how much worse than the optimum the parts for large pools are."""
     losses, gaps, annealed_losses = [], [], []
@@ -251,7 +247,6 @@ def test_heuristic_and_bound_are_close_on_ordinary_pools() -> None:
     assert max(gaps) <= 0.06
 
 
-@pytest.mark.slow
 def test_a_large_pool_has_a_certificate() -> None:
     problem = ordinary_problem(1, peers=24, layers=24)
     found = plan(problem)
@@ -291,7 +286,6 @@ def ordinary_problem(seed: int, peers: int = 6, layers: int = 14) -> Problem:
     )
 
 
-@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(problems(), st.randoms(use_true_random=False))
 def test_plan_does_not_depend_on_the_order_of_listing(problem: Problem, random: object) -> None:
@@ -300,7 +294,6 @@ def test_plan_does_not_depend_on_the_order_of_listing(problem: Problem, random: 
     assert planned(msgspec.structs.replace(problem, peers=tuple(shuffled))) == planned(problem)
 
 
-@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(problems())
 def test_more_resources_never_slow_a_plan(problem: Problem) -> None:

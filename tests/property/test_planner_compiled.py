@@ -17,10 +17,11 @@ from fusionai.scheduling.training.search import search
 from harness.examples import examples
 from harness.problems import problems
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not available(), reason="numba is not installed")
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(problems(most_peers=6, most_blocks=8))
@@ -45,7 +46,6 @@ def test_planning_a_small_pool_does_not_load_numba() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT / "benchmarks")
 
 
-@pytest.mark.slow
 def test_without_numba_kernels_run_as_they_stand() -> None:
     code = (
         "import sys, random\n"

@@ -25,6 +25,8 @@ from fusionai.scheduling.training.search import annealed
 from harness.examples import examples
 from harness.problems import OWNER_ROLES, problems, profiles
 
+pytestmark = pytest.mark.slow
+
 TAILS_SHARE = 3
 """Microbatches that the owner's last stage may have in flight beside its first."""
 
@@ -158,7 +160,6 @@ def slow_lines(seed: int) -> Problem:
     )
 
 
-@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(split_problems())
 def test_bound_and_annealing_enclose_the_optimum(problem: Problem) -> None:

@@ -75,6 +75,7 @@ def bound_of_all(problem: Problem, known_s: float) -> float:
     return proving.bound_s
 
 
+@pytest.mark.slow
 def test_where_the_ends_stay_with_the_owner_its_line_counts_among_many_machines() -> None:
     """The owner's line holds the step up; counted for one end alone, the bound is twice as fast as any plan."""
     certificate = plan(judged_pool("split", 3, peers=300, layers=32)).certificate
@@ -110,6 +111,7 @@ def judge_alone(problem: Problem, found: Plan, case: str) -> None:
         assert any(words in warning for warning in found.warnings for words in said), case
 
 
+@pytest.mark.slow
 def test_a_plan_that_keeps_everything_is_not_taken_for_the_best_where_making_again_is_faster() -> None:
     """The kinds in which plans without memory savings exist, and are several times slower."""
     for kind, seed in (("slow links", 1), ("unequal links", 4), ("latency", 0), ("unequal speeds", 2)):

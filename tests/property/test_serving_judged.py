@@ -13,12 +13,13 @@ from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Prob
 from harness.judged_serving import KINDS, judged_serving_pool
 from harness.serving_judge import best_alone, judged, least_tokens, predicted
 
+pytestmark = pytest.mark.slow
+
 ROUNDING = 1e-9
 EVENED = 1.05
 """What many sessions' speed may cost one session, as documented."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_serving_plan_of_a_small_pool_is_beaten_and_no_bound_is_false(kind: str) -> None:
     for seed in range(25):

@@ -29,6 +29,8 @@ from fusionai.scheduling.training.prediction import predict
 from fusionai.simulator.step import BARE, Rules, simulate_steps
 from harness.examples import examples
 
+pytestmark = pytest.mark.slow
+
 POOL_ROLES = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
 
 
@@ -127,7 +129,6 @@ def unequal(draw: st.DrawFn) -> tuple[Plan, Problem]:
     return pipeline(blocks, peers, 48)
 
 
-@pytest.mark.slow
 @given(unequal())
 @settings(max_examples=examples(25), deadline=None, derandomize=True)
 def test_unequal_stages_agree_within_five_per_cent_where_no_credit_binds(case: tuple[Plan, Problem]) -> None:
@@ -144,7 +145,6 @@ def test_unequal_stages_agree_within_five_per_cent_where_no_credit_binds(case: t
     assert simulated_s >= 0.95 * closed_s
 
 
-@pytest.mark.slow
 @given(unequal(), st.integers(1, 6), st.booleans())
 @settings(max_examples=examples(15), deadline=None, derandomize=True)
 def test_scarce_credit_never_deadlocks_and_never_helps_the_busiest(
@@ -179,7 +179,6 @@ def busiest_s(plan: Plan, problem: Problem) -> float:
     return plan.microbatches * max(busy.values()) * (1 - 1e-9)
 
 
-@pytest.mark.slow
 @given(
     crossing=st.sampled_from([200_000, 500_000, 1_000_000, 1_500_000]),
     period_s=st.sampled_from([0.1, 0.3, 0.9]),

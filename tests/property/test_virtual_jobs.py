@@ -16,6 +16,8 @@ from harness.course import EVERY_FAULT, disturbed, undisturbed
 from harness.topology import Layout, Topology, reference
 from harness.world import World
 
+pytestmark = pytest.mark.slow
+
 CHAIN = Topology(
     stages=3,
     steps=5,
@@ -76,7 +78,6 @@ def run_all(course: Callable[..., World], seeds: Iterable[int]) -> Covered:
     return covered
 
 
-@pytest.mark.slow
 def test_any_order_of_arrival_gives_the_result_of_one_loop():
     run_all(undisturbed, FEW)
 
@@ -90,7 +91,6 @@ def test_courses_that_once_found_a_mistake():
     run_all(disturbed, ONCE_FAILED)
 
 
-@pytest.mark.slow
 def test_hundreds_of_courses_meet_every_fault_and_every_way_back(record_property: Callable[[str, object], None]):
     run_all(undisturbed, MANY[:160])
     covered = run_all(disturbed, MANY)
@@ -142,9 +142,7 @@ def at_event(world: World, number: int, action: Callable[[], None]) -> World:
     return world
 
 
-@pytest.mark.parametrize(
-    "topology", [CHAIN, pytest.param(TIED_WITH_SKIP, marks=pytest.mark.slow)], ids=["chain", "tied with a skip"]
-)
+@pytest.mark.parametrize("topology", [CHAIN, TIED_WITH_SKIP], ids=["chain", "tied with a skip"])
 def test_the_driver_dies_at_every_moment(topology: Topology):
     quiet = World(topology, GUARDED, 3, spares=())
     quiet.run()
@@ -167,8 +165,8 @@ def test_the_driver_dies_at_every_moment_and_decides_the_same():
         assert (world.evaluations, world.best, ended.early) == (quiet.evaluations, 4, quiet.driver.ended.early)
 
 
-@pytest.mark.parametrize("first", [150, pytest.param(187, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
+@pytest.mark.parametrize("first", [150, 187])
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_with_standby_stage_dies_at_every_moment_and_nobody_goes_back(stage: int, first: int):
     quiet = World(TIED_WITH_SKIP, GUARDED, 4)
     quiet.run()
@@ -178,7 +176,6 @@ def test_a_with_standby_stage_dies_at_every_moment_and_nobody_goes_back(stage: i
         assert world.told["restored: rolled back"] == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("back_after_s", [None, 3.0])
 def test_stages_whose_standby_is_lost_are_with_standby_again(back_after_s: float | None):
     """By the standby that is left, or by the lost one when it is back."""
@@ -189,7 +186,6 @@ def test_stages_whose_standby_is_lost_are_with_standby_again(back_after_s: float
     assert world.driver.machine.standbys == dict.fromkeys(range(3), "y" if back_after_s is None else "x")
 
 
-@pytest.mark.slow
 def test_an_without_standby_stage_dies_at_every_moment_and_a_spare_takes_its_place():
     quiet = World(TIED_WITH_SKIP, UNGUARDED, 4)
     quiet.run()
@@ -260,8 +256,8 @@ def test_a_stage_changes_places_with_its_standby_without_a_checkpoint():
     assert list(world.checkpoints) == [ROOMY.steps], "the one at the end"
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (6, 12, 18))])
-@pytest.mark.parametrize("lost", ["y", "b", *(pytest.param(lost, marks=pytest.mark.slow) for lost in ("x", "c"))])
+@pytest.mark.parametrize("first", [0, 6, 12, 18])
+@pytest.mark.parametrize("lost", ["y", "b", "x", "c"])
 def test_one_loss_while_a_stage_changes_places_sends_nobody_back(lost: str, first: int):
     """Not even that of the peer it moves to: its former one has it still."""
     places: set[str] = set()

@@ -33,6 +33,8 @@ from harness import virtual_member
 from harness.course import disturbed
 from harness.topology import Topology
 
+pytestmark = pytest.mark.slow
+
 Patch = pytest.MonkeyPatch
 
 
@@ -389,7 +391,6 @@ RULES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("broken", RULES, ids=lambda rule: rule.__name__)
 def test_a_broken_rule_is_noticed(broken: Callable[[Patch], None], monkeypatch: Patch):
     broken(monkeypatch)

@@ -15,11 +15,13 @@ from fusionai.coordination.serving.sessions import SessionSpec
 from harness import serving_course
 from harness.virtual_serving import OWNER, PROBE, World
 
+pytestmark = pytest.mark.slow
+
 COURSES = 200
 LONG_COURSES = 5_000
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 4))])
+@pytest.mark.parametrize("part", range(4))
 def test_streams_survive_a_course_of_faults(part: int) -> None:
     told: Counter[str] = Counter()
     for seed in range(part, COURSES, 4):
@@ -39,7 +41,6 @@ def test_stages_have_room_for_who_comes_after_a_pass_failed_that_told_who_is_ove
     serving_course.disturbed(3366).run()
 
 
-@pytest.mark.slow
 def test_without_faults_there_is_one_round_and_no_rebuild() -> None:
     for seed in range(40):
         world = serving_course.undisturbed(seed)

@@ -135,6 +135,7 @@ def test_the_block_is_one_of_a_language_model(size: tuple[int, int, int]):
     assert {"fusion.attention", "aten.linear.default", "aten.reshape.default"} <= set(cost.ops)
 
 
+@pytest.mark.slow
 def test_torch_reports_it():
     report = TorchBackend("cpu", threads=1).probe()
     assert report.pace is not None

@@ -14,6 +14,8 @@ from fusionai.capture.models.source import ConfigSource
 from fusionai.capture.models.state import to_host
 from fusionai.wire.messages import StageOptions
 
+pytestmark = pytest.mark.slow
+
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 61,

@@ -70,6 +70,7 @@ def test_the_functions_are_as_before_after_a_refusal() -> None:
     assert (torch.ctc_loss, torch._VF._pack_padded_sequence) == before
 
 
+@pytest.mark.slow
 def test_a_size_that_values_decide_is_named_as_the_reason() -> None:
     def chosen(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
         rows, columns = torch.where(x[:, 0] > 0)

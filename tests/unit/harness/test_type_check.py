@@ -8,6 +8,7 @@ from harness import type_check
 from harness.type_check import concerned, digests, files_to_check
 
 
+@pytest.mark.slow
 def test_after_a_change_the_module_and_those_that_import_it_are_checked():
     found = concerned({"fusionai.transport.interface"})
     assert {"fusionai.transport.interface", "fusionai.transport.channels.framed", "fusionai.execution.host"} <= found

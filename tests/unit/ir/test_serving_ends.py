@@ -11,6 +11,8 @@ from fusionai.ir.serving import serving_graph
 from fusionai.primitives.errors import GraphError
 from harness.small_llama import captured_llama
 
+pytestmark = pytest.mark.slow
+
 
 def test_ends_of_a_language_model() -> None:
     graph = captured_llama().graph

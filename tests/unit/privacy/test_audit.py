@@ -52,6 +52,7 @@ def plan(*attacks: AuditAttack, depths: tuple[int, ...] = (0, 2)) -> audit.Audit
     )
 
 
+@pytest.mark.slow
 def test_every_attack_is_run_and_every_control_succeeds(attacked: AttackedModel):
     clean = audit.Victim(defences({}, ())[0], attacked)
     told: list[audit.Doing] = []

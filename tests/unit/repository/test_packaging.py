@@ -66,7 +66,7 @@ def test_the_layers_name_every_package():
 
 def test_make_check_runs_lint_types_and_contracts():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for first_line in (r"^check: setup\n.* -j 2 TYPES=--changed (.*)$", r"^test: (.*)$"):
+    for first_line in (r"^check: setup\n.* -j 2 TYPES=--changed (.*)$", r"^test: setup\n.* -j 2 (.*)$"):
         needs = re.search(first_line, makefile, flags=re.MULTILINE)
         assert needs is not None
         assert {"lint", "types", "contracts"} <= set(needs[1].split())

@@ -15,6 +15,8 @@ from fusionai.simulator.course import Course, simulate_course
 from fusionai.simulator.network import Weather
 from fusionai.simulator.scenario import Churn, Event, Scenario, Timings
 
+pytestmark = pytest.mark.slow
+
 LINK = Link(bandwidth_bytes_per_s=12.5e6, latency_s=0.01)
 STORMY = Churn(stay_s=1200, away_s=400, crashes=0.6, silent=0.4, freeze_every_s=900, freeze_s=5, late=0.25)
 
@@ -85,7 +87,6 @@ def test_undisturbed_hours_are_full_of_steps() -> None:
     assert set(course.present.values()) == {1.0}
 
 
-@pytest.mark.slow
 def test_a_commit_waits_for_the_checkpoint_to_be_collected() -> None:
     # 18 MB of state over the owner's 12.5 MB/s.
     heavy = problem(owner=peer("owner", downlink=Link(bandwidth_bytes_per_s=2e6)))
@@ -223,7 +224,6 @@ def test_an_unlike_machine_that_stands_by_goes_on_after_the_grace_period(monkeyp
     assert goodput["any"] > 1.5 * goodput["exact"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_storm_loses_nothing_and_two_steps_are_never_closer_than_a_step_takes(seed: int) -> None:
     course = simulate_course(problem(), Scenario(hours=2, seed=seed, churn=STORMY, checkpoint_every=50))
@@ -240,7 +240,6 @@ def test_a_storm_loses_nothing_and_two_steps_are_never_closer_than_a_step_takes(
     assert all(0 <= working <= course.present[peer] + 1e-9 for peer, working in course.working.items())
 
 
-@pytest.mark.slow
 def test_skipped_heartbeats_change_nothing() -> None:
     scenario = Scenario(hours=0.5, seed=4, churn=STORMY, checkpoint_every=50)
     skipped = simulate_course(problem(), scenario)
@@ -249,7 +248,6 @@ def test_skipped_heartbeats_change_nothing() -> None:
     assert skipped == performed
 
 
-@pytest.mark.slow
 def test_the_seed_decides() -> None:
     def run(seed: int) -> Course:
         scenario = Scenario(hours=0.5, seed=seed, churn=STORMY, weather=Weather(jitter_s=0.005))
@@ -259,7 +257,6 @@ def test_the_seed_decides() -> None:
     assert run(1).commits_s != run(2).commits_s
 
 
-@pytest.mark.slow
 def test_with_more_spares_a_job_waits_for_less() -> None:
     """Goodput need not grow with spares: few machines are cut anew, into fewer stages, and wait for fewer links."""
 

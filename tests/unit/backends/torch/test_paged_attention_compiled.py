@@ -21,6 +21,8 @@ from fusionai.wire.serving import CacheFormat, ServeOptions
 from harness.levels import LEVELS, run_as
 from harness.patience import CEILING_S
 
+pytestmark = pytest.mark.slow
+
 LONG = 2 * KEYS + 3 * TILE_POSITIONS + 5
 PAGE_TOKENS = 16
 PAGES = -(-LONG // PAGE_TOKENS)
@@ -164,7 +166,6 @@ def test_operands_that_do_not_suit_the_cache_are_refused() -> None:
         text.piece(0, 9, sinks=drawn(5))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_it_is_so_at_lower_instruction_sets(level: str) -> None:
     """This file's own tests, in a process that takes the processor for a smaller one."""

@@ -148,6 +148,7 @@ def test_blocks_of_bfloat16_hold_pairs_of_summands(columns: int, count: int) -> 
         assert torch.equal(blocks[block, :, column].reshape(-1), whole[16 * block + column])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_products_of_many_sizes_are_float64s(way: Factor) -> None:
     for columns, count, rows in sizes(way):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers.models.mamba2 import modeling_mamba2
-from transformers.models.qwen3_next import modeling_qwen3_next
 
 from fusionai.backends.torch.semantic import CHUNK, linear_attention, linear_scan
 
@@ -75,14 +73,20 @@ def test_a_decay_that_forgets_everything_makes_no_nan() -> None:
     assert gradient.isfinite().all()
 
 
+@pytest.mark.slow
 def test_the_delta_rule_is_transformers_own() -> None:
+    from transformers.models.qwen3_next import modeling_qwen3_next  # three seconds that other tests need not wait
+
     query, key, value, decay, beta = (x.float() for x in operands(CHUNK + 9))
     wanted, _ = modeling_qwen3_next.torch_chunk_gated_delta_rule(query, key, value, g=decay, beta=beta)
     made = linear_attention(query * query.shape[-1] ** -0.5, key, value, decay=decay, beta=beta)
     torch.testing.assert_close(made, wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_without_it_the_scan_is_mamba_2s() -> None:
+    from transformers.models.mamba2 import modeling_mamba2
+
     query, key, value, decay, _ = (x.float() for x in operands(CHUNK + 9))
     step = drawn(2, CHUNK + 9, 3, seed=7).float().sigmoid()
     a = torch.tensor([-0.5, -1.0, -2.0])

@@ -26,6 +26,8 @@ from fusionai.capture.models.source import ConfigSource, FactorySource
 from fusionai.ir.schema import Node, Ref
 from fusionai.primitives.errors import ModelError
 
+pytestmark = pytest.mark.slow
+
 
 class Square(torch.autograd.Function):
     """A gradient of its own, the one that is derived."""
@@ -246,8 +248,8 @@ class Copied(nn.Module):
     ("inner", "shape"),
     [
         (lambda: nn.BatchNorm1d(8), (8,)),
-        pytest.param(lambda: First(nn.LSTM(4, 4, batch_first=True)), (2, 4), marks=pytest.mark.slow),
-        pytest.param(Attends, (2, 4), marks=pytest.mark.slow),
+        (lambda: First(nn.LSTM(4, 4, batch_first=True)), (2, 4)),
+        (Attends, (2, 4)),
         (lambda: parametrizations.weight_norm(nn.Linear(8, 8)), (8,)),
         (lambda: nn.Conv1d(2, 2, 3, padding=1), (2, 4)),
         (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.ReLU(inplace=True)), (8,)),
@@ -301,7 +303,6 @@ def test_progress_is_told(model: Captured, monkeypatch: pytest.MonkeyPatch) -> N
         assert any(f"self-check: {part}, " in line for line in lines)
 
 
-@pytest.mark.slow
 def test_of_a_module_above_the_limit_some_layers_of_each_kind_are_compared() -> None:
     captured = capture(FactorySource(lambda: Model(layers=7)), sequence=(1, 16))
     half = captured.n_parameters // 2
@@ -312,7 +313,6 @@ def test_of_a_module_above_the_limit_some_layers_of_each_kind_are_compared() -> 
     assert not self_check(captured, memory_bytes=half * 24, most_parameters=half).streamed
 
 
-@pytest.mark.slow
 def test_layers_that_stand_for_no_others_are_said() -> None:
     class Growing(nn.Module):
         def __init__(self) -> None:
@@ -329,7 +329,6 @@ def test_layers_that_stand_for_no_others_are_said() -> None:
         self_check(captured, memory_bytes=0, most_parameters=captured.n_parameters - 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [None, Lora(4, 8.0)])
 def test_a_configuration_that_can_not_be_made_smaller_is_compared_whole(
     adapter: Lora | None, monkeypatch: pytest.MonkeyPatch

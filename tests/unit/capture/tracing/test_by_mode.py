@@ -19,6 +19,8 @@ from fusionai.capture.models.source import FactorySource
 from fusionai.capture.models.state import to_host
 from fusionai.wire.messages import StageOptions
 
+pytestmark = pytest.mark.slow
+
 SEED = 3
 
 
@@ -93,12 +95,12 @@ def _captured(branch: Callable[[_Net, torch.Tensor], torch.Tensor]) -> Captured:
     )
 
 
-QUICK = {"_noise", "_evaluation_alone", "_normalised"}
-"""A draw, a layer and a statistic on one side of the branch; the others vary these."""
+SAMPLE = {"_noise", "_evaluation_alone", "_normalised"}
+"""A draw, a layer and a statistic on one side of the branch. `make test-long` runs the others, which vary these."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in BRANCHES]
+    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.long) for name in BRANCHES]
 )
 def test_a_branch_on_the_mode_is_taken_by_the_mode(name: str) -> None:
     captured = _captured(BRANCHES[name])

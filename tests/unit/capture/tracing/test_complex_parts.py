@@ -20,7 +20,7 @@ from fusionai.ir.schema import content_hash
 from fusionai.primitives.errors import ModelError
 from harness.complex_models import POSITIONS, ComplexRotary
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 Body = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 """Of two complex tensors [3, 4, 16] and a real one."""
@@ -317,7 +317,6 @@ def test_a_graph_without_complex_values_is_left_alone() -> None:
     assert not any(REFUSED in node.meta for node in program.graph.nodes)
 
 
-@pytest.mark.slow
 def test_repeated_layers_that_take_complex_values_are_copied() -> None:
     ids = ExampleInput(torch.arange(36).reshape(4, 9) * 7 % 31, ("b", "s"))
     hashes: list[str] = []
@@ -330,7 +329,6 @@ def test_repeated_layers_that_take_complex_values_are_copied() -> None:
     assert hashes[0] == hashes[1]
 
 
-@pytest.mark.slow
 def test_rotary_positions_of_whole_vectors_are_pytorchs_bit_for_bit() -> None:
     """Heads of 64: each position turns 32 pairs, which every instruction set takes in whole vectors."""
     ids = ExampleInput(torch.arange(36).reshape(4, 9) * 7 % 31, ("b", "s"))

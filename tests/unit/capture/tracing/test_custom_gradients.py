@@ -17,6 +17,8 @@ from fusionai.capture.models.source import FactorySource
 from fusionai.capture.tracing.custom_gradients import GradientWatch, watched_gradients
 from fusionai.primitives.errors import ModelError
 
+pytestmark = pytest.mark.slow
+
 Function: Any = torch.autograd.Function
 
 
@@ -146,7 +148,6 @@ class Repeated(nn.Module):
         return x
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "name"),
     [
@@ -166,7 +167,6 @@ def test_a_gradient_of_its_own_is_refused(factory: Callable[[], nn.Module], name
     assert refused.value.hint
 
 
-@pytest.mark.slow
 def test_forward_alone_may_be_served() -> None:
     made = captured(lambda net, x: bound_early(net.fc(x)), train=False)
     assert self_check(made).forward_diff == 0.0
@@ -194,7 +194,6 @@ def _inline(net: Net, x: torch.Tensor) -> torch.Tensor:
     return net.fc(x) * still
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [
@@ -247,7 +246,6 @@ class ModuleHook(Net):
         self.fc.register_full_backward_hook(lambda _module, grads, _outputs: grads)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
@@ -273,7 +271,6 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-@pytest.mark.slow
 def test_a_custom_operator_is_refused_by_name() -> None:
     with pytest.raises(ModelError, match=r"fusiontest\.doubled\.default"):
         captured(lambda net, x: doubled(net.fc(x)))

@@ -18,6 +18,8 @@ from fusionai.capture.tracing.functions import Functions
 from fusionai.primitives.errors import ModelError
 from harness.complex_models import FourierMixing, FrequencyFilters
 
+pytestmark = pytest.mark.slow
+
 NORMS = [None, "backward", "ortho", "forward"]
 ONE = ["fft", "ifft", "rfft", "irfft", "hfft", "ihfft"]
 MANY = ["fft2", "ifft2", "rfft2", "irfft2", "fftn", "ifftn", "rfftn", "irfftn"]
@@ -111,7 +113,6 @@ def checked(made: Captured) -> None:
     assert result.gradient_diff <= 1e-5
 
 
-@pytest.mark.slow
 def test_a_model_that_mixes_by_transforms_is_captured_for_every_length() -> None:
     ids = ExampleInput(torch.arange(36).reshape(4, 9) * 7 % 31, ("b", "s"))
     made = capture(
@@ -125,13 +126,11 @@ def test_a_model_that_mixes_by_transforms_is_captured_for_every_length() -> None
     checked(made)
 
 
-@pytest.mark.slow
 def test_filters_of_frequencies_are_captured() -> None:
     example = {"image": numbers(2, 6, 6, 5)}
     checked(capture(FactorySource(FrequencyFilters), task="regression", batch=(1, 8), example_inputs=example))
 
 
-@pytest.mark.slow
 def test_a_correlation_by_spectra_is_captured_for_every_length() -> None:
     example = {"x": ExampleInput(numbers(2, 9, 5), ("b", "s", None))}
     made = capture(

@@ -23,6 +23,8 @@ from fusionai.capture.tracing.draws import draws
 from fusionai.wire.messages import StageOptions
 from harness.cut_training import Problem, Stages, cuts, plain_gradients
 
+pytestmark = pytest.mark.slow
+
 ATEN = torch.ops.aten
 Body = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -75,12 +77,12 @@ IN_EVERY_MODE: dict[str, Body] = {
 }
 
 
-QUICK = {"noise", "stochastic depth", "rand", "gumbel"}
-"""Of every kind one; the others vary these."""
+SAMPLE = {"noise", "stochastic depth", "rand", "gumbel"}
+"""One of every kind. `make test-long` runs the others, which vary these."""
 
 
 def marked(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+    return [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.long) for name in names]
 
 
 class Net(nn.Module):

@@ -376,6 +376,7 @@ def test_serving_has_no_compression(files: Path, capsys: pytest.CaptureFixture[s
     assert "--compression is for --task train" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "unused"),
     [("serve", ("--batch", "--microbatches", "--sequence")), ("train", ("--context", "--sessions", "--weights"))],

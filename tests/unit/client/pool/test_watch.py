@@ -170,6 +170,7 @@ def test_a_lost_standby_that_is_heard_again_standbys_again(bench: Make, state: s
     assert len(one.driver.offers) == 1, "the second time it must have been there for longer"
 
 
+@pytest.mark.slow
 def test_a_standby_that_fails_each_time_is_asked_ever_more_seldom_until_it_joins_anew(bench: Make):
     """Its process never ends: nothing of it has changed."""
     one = bench((*ALL, member("c")), from_standby=True)

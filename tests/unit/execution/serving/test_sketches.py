@@ -43,6 +43,7 @@ def book(capacity: int = 1000) -> SketchBook:
     return SketchBook(SECRET, SPECS, SPECS[:1], capacity)
 
 
+@pytest.mark.slow
 def test_the_distance_of_marks_is_that_of_rows_by_their_length():
     rows = values(500)
     scaled = {**rows, "h": tensor(np.frombuffer(rows["h"].data, np.float32).reshape(1, 500, WIDTH) * np.float32(1.01))}

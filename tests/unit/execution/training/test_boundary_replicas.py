@@ -11,6 +11,8 @@ from fusionai.execution.training.boundary import FEED, boundaries, replicated
 from fusionai.ir.partition import cut_blocks
 from fusionai.primitives.errors import GraphError, PlanError
 
+pytestmark = pytest.mark.slow
+
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 31,

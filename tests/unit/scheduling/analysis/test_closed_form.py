@@ -111,6 +111,7 @@ def trained_ratio(model: str, optimisations: Optimisations, mbit: int, ms: int) 
     return ours.tokens_per_s / theirs.tokens_per_s
 
 
+@pytest.mark.slow
 def test_the_claim_on_paper(monkeypatch: pytest.MonkeyPatch):
     peaks = {peak.what: peak for peak in shipped().peaks}
     assert (peaks["dense fp16"].ours, peaks["dense fp16"].theirs) == (2975, 3956)
