@@ -19,6 +19,7 @@ from fusionai.backends.interface import Backend, DeviceReport
 from fusionai.backends.memory import return_code_pages, return_freed_memory
 from fusionai.backends.worker.client import WorkerBackend, WorkerOptions
 from fusionai.execution.host import ComputeThread, Host
+from fusionai.execution.measurement import measured_device
 from fusionai.peer.acceptor import JobAcceptor
 from fusionai.peer.lending import PeerOptions, PeerReady
 from fusionai.peer.profile import (
@@ -26,7 +27,6 @@ from fusionai.peer.profile import (
     NearLinks,
     lent_memory_bytes,
     make_profile,
-    measured_device,
     measured_links,
 )
 from fusionai.peer.registration import Registration

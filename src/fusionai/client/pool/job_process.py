@@ -13,8 +13,9 @@ from pathlib import Path
 from fusionai.backends.interface import Backend, DeviceReport
 from fusionai.backends.registry import open_backend
 from fusionai.client.pool.job_trust import job_trust
-from fusionai.client.pool.session import PoolMember, PoolSession
+from fusionai.client.pool.session import OWNER_DIRECTORY, PoolMember, PoolSession
 from fusionai.execution.host import ComputeThread, Host
+from fusionai.execution.measurement import measured_device
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.privacy import PrivacyLevel
@@ -109,12 +110,18 @@ class OwnMachine:
 
 
 @asynccontextmanager
-async def own_machine(device: str, threads: int | None) -> AsyncIterator[OwnMachine]:
-    """Open the torch backend and measure it, in a thread that lasts as long as the block."""
+async def own_machine(device: str, threads: int | None, home: Path) -> AsyncIterator[OwnMachine]:
+    """Open the torch backend and measure it, or take the measurement kept in the owner's part of `home`. It computes in
+    a thread that lasts as long as the block."""
     compute = ComputeThread()
+
+    def measured() -> tuple[Backend, DeviceReport]:
+        backend = open_backend("torch", device=device, threads=threads)
+        owner_home = home / OWNER_DIRECTORY
+        return backend, measured_device(backend, owner_home, share=1.0, anew=False, clock=SystemClock())[0]
+
     try:
-        backend, _ = await compute.run(lambda: open_backend("torch", device=device, threads=threads))
-        report, _ = await compute.run(backend.probe)
+        (backend, report), _ = await compute.run(measured)
         yield OwnMachine(compute, backend, report)
     finally:
         compute.close()

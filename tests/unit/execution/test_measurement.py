@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from fusionai.backends.interface import DeviceReport, Speeds
-from fusionai.peer import profile as measurement
-from fusionai.peer.profile import FILE, LONGEST_AGE_S, measured_device
+from fusionai.execution import measurement
+from fusionai.execution.measurement import FILE, LONGEST_AGE_S, measured_device
 from harness.null_backend import NullBackend
 from harness.virtual_clock import VirtualClock
 
