@@ -135,6 +135,7 @@ def test_jsonl_and_a_local_pretrained_directory_with_sgd(pool: LivePool, tmp_pat
         np.testing.assert_allclose(after[name], weights, atol=1e-6)
 
 
+@pytest.mark.long
 def test_an_adapter_of_a_pretrained_directory_goes_on_where_it_stopped(pool: LivePool, tmp_path: Path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -254,6 +255,7 @@ def test_conversations_until_evaluations_bring_nothing(pool: LivePool, tmp_path:
     assert (again.code, "already ended early" in again.out) == (0, True), again.err
 
 
+@pytest.mark.long
 def test_the_shipped_recipe_of_own_code_on_arrays(pool: LivePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("cnn_classifier.toml", "cnn_model.py"):
         shutil.copy(RECIPES / name, tmp_path)

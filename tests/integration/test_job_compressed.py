@@ -87,10 +87,19 @@ def run(
     return done, crossed
 
 
+@pytest.fixture(scope="module")
+def unpacked(
+    llama: Captured, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Run, list[wire.Forward | wire.Backward]]:
+    return run(tmp_path_factory.mktemp("plain"), llama, "none")
+
+
 @pytest.mark.parametrize("codec", ["int8", "int4", "uneven", "int2", "ternary", "subspace"])
-def test_what_crosses_is_packed_and_little_of_the_loss_is_lost(codec: Codec, llama: Captured, tmp_path: Path) -> None:
-    plain, uncompressed = run(tmp_path / "plain", llama, "none")
-    packed, crossed = run(tmp_path / "packed", llama, codec)
+def test_what_crosses_is_packed_and_little_of_the_loss_is_lost(
+    codec: Codec, llama: Captured, unpacked: tuple[Run, list[wire.Forward | wire.Backward]], tmp_path: Path
+) -> None:
+    plain, uncompressed = unpacked
+    packed, crossed = run(tmp_path, llama, codec)
     assert not any(message.packed for message in uncompressed)
     fed = [message for message in crossed if isinstance(message, wire.Forward) and message.producer == -1]
     assert not any(message.packed for message in fed), "tokens are exact"
@@ -106,7 +115,9 @@ def test_what_crosses_is_packed_and_little_of_the_loss_is_lost(codec: Codec, lla
     assert packed.losses == pytest.approx(plain.losses, rel={"int8": 1e-3, "int4": 1e-2}.get(codec, 5e-2))
 
 
-def test_each_boundary_has_its_own_codec(llama: Captured, tmp_path: Path) -> None:
+def test_each_boundary_has_its_own_codec(
+    llama: Captured, unpacked: tuple[Run, list[wire.Forward | wire.Backward]], tmp_path: Path
+) -> None:
     done, crossed = run(tmp_path, llama, ("int8", "none", "int2"))
     packed = {
         (message.producer, message.consumer): {one.codec for one in message.packed}
@@ -114,14 +125,20 @@ def test_each_boundary_has_its_own_codec(llama: Captured, tmp_path: Path) -> Non
         if message.packed
     }
     assert packed == {(0, 1): {"int8"}, (2, 3): {"int2"}}
-    assert done.losses == pytest.approx(run(tmp_path / "plain", llama, "none")[0].losses, rel=5e-2)
+    assert done.losses == pytest.approx(unpacked[0].losses, rel=5e-2)
+
+
+@pytest.fixture(scope="module")
+def calm(llama: Captured, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(tmp_path_factory.mktemp("calm"), llama, "int2")[0]
 
 
 @pytest.mark.parametrize("point", [wire.Forward, wire.Backward])
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_takeover_keeps_every_bit(point: type[wire.Message], victim: int, llama: Captured, tmp_path: Path) -> None:
-    calm, _ = run(tmp_path / "calm", llama, "int2")
-    struck, _ = run(tmp_path / "struck", llama, "int2", victim=victim, point=point)
+def test_a_takeover_keeps_every_bit(
+    point: type[wire.Message], victim: int, llama: Captured, calm: Run, tmp_path: Path
+) -> None:
+    struck, _ = run(tmp_path, llama, "int2", victim=victim, point=point)
     assert [event for event in struck.events if isinstance(event, progress.Restored)]
     assert struck.losses == calm.losses
     for name, value in struck.weights(STEPS).items():

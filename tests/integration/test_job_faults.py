@@ -7,7 +7,7 @@ replicas.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,16 @@ def test_with_standby_and_in_peace_no_bit_changes(llama: Captured, undisturbed: 
     assert not events(done, progress.FaultSeen)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("point", POINTS)
+def sampled(firsts: Iterable[object], seconds: Sequence[object]) -> list[Any]:
+    """All pairs. `make test` runs every first with one second, in turn, `make test-long` the others."""
+    return [
+        pytest.param(first, second, marks=() if at == number % len(seconds) else pytest.mark.long)
+        for number, first in enumerate(firsts)
+        for at, second in enumerate(seconds)
+    ]
+
+
+@pytest.mark.parametrize(("point", "stage"), sampled(POINTS, STAGES))
 def test_a_stage_dies_and_its_standby_takes_over(
     point: str, stage: int, llama: Captured, undisturbed: Run, tmp_path: Path
 ):
@@ -132,8 +140,9 @@ def test_a_takeover_of_a_stage_that_makes_activations_again_changes_no_bit(
 # standbys
 
 
-@pytest.mark.parametrize("stages", [(0, 1), (1, 2), (0, 2), (0, 1, 2)], ids=str)
-@pytest.mark.parametrize("point", ["a backward", "the commit"])
+@pytest.mark.parametrize(
+    ("stages", "point"), sampled([(0, 1), (1, 2), (0, 2), (0, 1, 2)], ["a backward", "the commit"])
+)
 def test_several_stages_die_at_once_and_replay_together(
     point: str, stages: tuple[int, ...], llama: Captured, undisturbed: Run, tmp_path: Path
 ):
@@ -153,7 +162,7 @@ def test_a_standby_dies_and_nobody_stands_still(point: str, llama: Captured, und
     assert not events(done, progress.Restored)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2))])
 def test_a_stage_dies_with_its_standby_and_all_go_back_to_the_checkpoint(
     stage: int, llama: Captured, undisturbed: Run, tmp_path: Path
 ):
@@ -186,8 +195,7 @@ RECOVERING: dict[str, Callable[[wire.Message], bool]] = {
 }
 
 
-@pytest.mark.parametrize("second", [0, GUARDS[1], 2], ids=["its neighbour", "its stand-in", "the one after"])
-@pytest.mark.parametrize("moment", RECOVERING)
+@pytest.mark.parametrize(("moment", "second"), sampled(RECOVERING, [0, GUARDS[1], 2]))
 def test_another_dies_while_the_first_is_restored(
     moment: str, second: int, llama: Captured, undisturbed: Run, tmp_path: Path
 ):

@@ -224,7 +224,7 @@ def test_it_is_diloco(lag: int, early: tuple[int, int, int], ends: Collection[in
         np.testing.assert_allclose(story.runs[name][-1].losses, losses, rtol=1e-5)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "int2", "topk"])
+@pytest.mark.parametrize("codec", ["int8", *(pytest.param(codec, marks=LONG) for codec in ("int4", "int2")), "topk"])
 def test_packed_all_have_the_same_bits(codec: Codec, tmp_path: Path) -> None:
     story = run(tmp_path, rules=OuterRules(codec=codec, deadline_s=60.0))
     assert_ended(story)
