@@ -310,6 +310,9 @@ def test_answers_of_a_schema(engine: ScriptedEngine):
             made = await api.responses.parse(**asked(), text_format=Age)
             assert made.output_parsed == Age(age=1)
             assert made.text.format.name == "Age"
+            # An agent may offer tools and want a form of its answer: the model chooses.
+            either = await api.responses.parse(**asked(tools=[TIME]), text_format=Age)
+            assert [item.type for item in either.output] == ["function_call"]
             async with api.responses.stream(**asked(), text_format=Age) as stream:
                 done = [event async for event in stream if event.type == "response.output_text.done"]
                 assert done[0].parsed == Age(age=1)
@@ -382,7 +385,11 @@ def test_truncation_drops_the_oldest_turns(engine: ScriptedEngine):
             prompt = prompt_of(engine)
             assert prompt.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nquestion ")
             assert "question 0" not in prompt
+            counted = await api.responses.input_tokens.count(
+                model="tiny", input=turns, truncation="auto", extra_body={"max_output_tokens": 40}
+            )
             kept = made.usage.input_tokens
+            assert counted.input_tokens == kept
             assert 200 - 40 - 60 < kept <= 200 - 40
             # One turn that is too long stays too long.
             with pytest.raises(openai.BadRequestError):

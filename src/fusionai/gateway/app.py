@@ -32,7 +32,7 @@ from fusionai.gateway.message_bodies import MessageAnswer, MessageRequest, Token
 from fusionai.gateway.messages import MessagesEndpoint
 from fusionai.gateway.metrics import CONTENT_TYPE, Metrics
 from fusionai.gateway.requests import ChatRequest, CompletionRequest, EmbeddingRequest
-from fusionai.gateway.response_bodies import DeletedResponse, ResponseObject
+from fusionai.gateway.response_bodies import DeletedResponse, InputTokenCount, ResponseObject
 from fusionai.gateway.response_requests import ResponsesRequest
 from fusionai.gateway.responses import ResponsesEndpoint
 from fusionai.gateway.streaming import AnswerStream, EventForm, event
@@ -63,6 +63,7 @@ _FORMS: Final = (
     Completion,
     ResponseObject,
     DeletedResponse,
+    InputTokenCount,
     EmbeddingList,
     ModelList,
     ModelCard,
@@ -108,6 +109,9 @@ def description(version: str, *, has_keys: bool) -> dict[str, Any]:
                 "post": _post("embeddings", "Compute vectors of texts.", EmbeddingRequest, EmbeddingList)
             },
             "/v1/responses": {"post": _post("responses", "Continue a conversation.", ResponsesRequest, ResponseObject)},
+            "/v1/responses/input_tokens": {
+                "post": _post("input_tokens", "Count a prompt's tokens.", ResponsesRequest, InputTokenCount)
+            },
             "/v1/responses/{response_id}": {
                 "get": _get("response", "A stored response.", ResponseObject, (*_GET_ERRORS, "404")),
                 "delete": _get("deleteResponse", "Forget a stored response.", DeletedResponse, (*_GET_ERRORS, "404")),
@@ -247,6 +251,7 @@ def _routes(context: GatewayContext, metrics: Metrics) -> list[BaseRoute]:
     return [
         Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
         Route("/v1/responses", responses.responses, methods=["POST"]),
+        Route("/v1/responses/input_tokens", responses.input_tokens, methods=["POST"]),
         Route("/v1/responses/{response_id}", responses.response),
         Route("/v1/responses/{response_id}", responses.deleted_response, methods=["DELETE"]),
         Route("/v1/messages", messages.messages, methods=["POST"]),

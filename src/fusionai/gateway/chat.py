@@ -57,7 +57,7 @@ class ChatEndpoint:
     ) -> Response:
         """Generate what a chat asks for, also a chat that came in another protocol, and answer in the given form.
         `at_most`: limit of tokens of an answer that may be less if the context ends before."""
-        choices = await while_connected(request, self.choices(request, body, at_most))
+        choices = await while_connected(request, self._choices(request, body, at_most))
         return await self._context.reply(request, choices, form, is_stream=bool(body.stream))
 
     async def prompt(self, body: ChatRequest) -> tuple[int, ...]:
@@ -72,8 +72,7 @@ class ChatEndpoint:
         await context.check_length(_texts((messages, offered, body.chat_template_kwargs)), "messages")
         return await context.off_loop(text.chat_tokens, messages, tools=offered, variables=self._variables(body, tools))
 
-    async def choices(self, request: Request, body: ChatRequest, at_most: int | None = None) -> list[Choice]:
-        """Return the generations that a chat asks for. Raises `ApiError`, also for a prompt that is too long."""
+    async def _choices(self, request: Request, body: ChatRequest, at_most: int | None = None) -> list[Choice]:
         context, text = self._context, self._context.text
         count = context.check_count(body.n or 1, 1)
         prompt = await self.prompt(body)

@@ -138,3 +138,10 @@ class DeletedResponse(Struct, frozen=True):
     id: str
     object: Literal["response"] = "response"
     deleted: Literal[True] = True
+
+
+class InputTokenCount(Struct, frozen=True):
+    """Answer to `POST /v1/responses/input_tokens`."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"

@@ -1,4 +1,4 @@
-"""Answers OpenAI's Responses API: `POST /v1/responses`, and `GET` and `DELETE` of stored responses.
+"""Answers OpenAI's Responses API: `POST /v1/responses`, `GET` and `DELETE` of stored responses, and token counts.
 
 A request becomes a chat, which `chat` generates; `response_form` words the answer, `response_store` keeps it.
 """
@@ -16,7 +16,7 @@ from fusionai.gateway.chat import ChatEndpoint
 from fusionai.gateway.context import GatewayContext, Heading, json_response
 from fusionai.gateway.errors import ApiError, invalid
 from fusionai.gateway.requests import ChatRequest, TextFormat
-from fusionai.gateway.response_bodies import DeletedResponse, ResponseObject
+from fusionai.gateway.response_bodies import DeletedResponse, InputTokenCount, ResponseObject
 from fusionai.gateway.response_form import ResponseForm, ResponseOutput
 from fusionai.gateway.response_input import chat_of, shortened, wants_logprobs
 from fusionai.gateway.response_requests import (
@@ -28,7 +28,7 @@ from fusionai.gateway.response_requests import (
     ResponsesRequest,
     TextConfig,
 )
-from fusionai.gateway.response_store import ResponseStore
+from fusionai.gateway.response_store import ResponseStore, StoredTurn
 from fusionai.gateway.streaming import while_connected
 
 _ANSWER_SHARE: Final = 4
@@ -59,11 +59,9 @@ class ResponsesEndpoint:
         if body.stream_options is not None and not body.stream:
             raise invalid("`stream_options` needs `stream: true`.", "stream_options")
         scope = request.state.holder.scope
-        previous = None if body.previous_response_id is None else store.previous(scope, body.previous_response_id)
-        fresh = self._resolved(body.input, scope)
-        items = [*(() if previous is None else previous.conversation()), *fresh]
+        previous, fresh = self._turns(body, scope)
         try:
-            chat = await while_connected(request, self._fitting(request, body, items))
+            chat = await while_connected(request, self._fitting(body, _items(previous, fresh)))
             heading = context.heading(request, chat, "resp_")
 
             def keep(response: ResponseObject) -> None:
@@ -83,9 +81,21 @@ class ResponsesEndpoint:
             )
             return await self._chat.answer(request, chat, form)
         except ApiError as problem:
-            param = problem.body.param
-            problem.body = structs.replace(problem.body, param=_PARAMS.get(param or "", param))
+            _rename_field(problem)
             raise
+
+    async def input_tokens(self, request: Request) -> Response:
+        """Count the tokens of a prompt."""
+        body = await self._context.read(request, ResponsesRequest, OTHER_FIELDS)
+        previous, fresh = self._turns(body, request.state.holder.scope)
+        try:
+            chat = await while_connected(request, self._fitting(body, _items(previous, fresh)))
+            self._context.adapter_of(chat.model)
+            prompt = await while_connected(request, self._chat.prompt(chat))
+        except ApiError as problem:
+            _rename_field(problem)
+            raise
+        return json_response(InputTokenCount(len(prompt)))
 
     async def response(self, request: Request) -> Response:
         """Return a stored response."""
@@ -100,37 +110,39 @@ class ResponsesEndpoint:
         self._store.drop(request.state.holder.scope, response_id)
         return json_response(DeletedResponse(response_id))
 
-    def _resolved(self, given: str | list[InputItem], scope: str) -> list[InputItem]:
-        """Return the input as items, with stored items in the place of references."""
+    def _turns(self, body: ResponsesRequest, scope: str) -> tuple[StoredTurn | None, list[InputItem]]:
+        """Return the turn that a request continues, and its own input, with stored items in the place of references."""
+        store, given = self._store, body.input
+        previous = None if body.previous_response_id is None else store.previous(scope, body.previous_response_id)
         if isinstance(given, str):
-            return [InputMessage("user", given)]
-        return [
-            self._store.item(scope, item.id, f"input[{at}].id") if isinstance(item, ItemReference) else item
+            return previous, [InputMessage("user", given)]
+        return previous, [
+            store.item(scope, item.id, f"input[{at}].id") if isinstance(item, ItemReference) else item
             for at, item in enumerate(given)
         ]
 
-    async def _fitting(self, request: Request, body: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
+    async def _fitting(self, body: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
         """Return the chat for the conversation. With `truncation: auto`, the oldest turns are left out as far as prompt
         and answer would not fit into the context."""
         chat = chat_of(body, items)
-        if body.truncation != "auto" or await self._fits(request, chat):
+        if body.truncation != "auto" or await self._fits(chat):
             return chat
         chats = [chat_of(body, rest) for rest in shortened(items)]
         low, high = 0, len(chats)
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if await self._fits(request, chats[middle]) else (middle + 1, high)
+            low, high = (low, middle) if await self._fits(chats[middle]) else (middle + 1, high)
         return chats[low] if low < len(chats) else chats[-1] if chats else chat
 
-    async def _fits(self, request: Request, chat: ChatRequest) -> bool:
-        room = chat.max_completion_tokens or max(self._context.engine.context_tokens // _ANSWER_SHARE, 1)
+    async def _fits(self, chat: ChatRequest) -> bool:
+        context_tokens = self._context.engine.context_tokens
         try:
-            await self._chat.choices(request, structs.replace(chat, max_completion_tokens=room))
+            prompt = await self._chat.prompt(chat)
         except ApiError as problem:
             if problem.body.code != "context_length_exceeded":
                 raise
             return False
-        return True
+        return len(prompt) + (chat.max_completion_tokens or context_tokens // _ANSWER_SHARE) <= context_tokens
 
     def _draft(self, body: ResponsesRequest, heading: Heading) -> ResponseObject:
         """Return the response before anything is generated: the request's settings and what applies otherwise."""
@@ -155,3 +167,14 @@ class ResponsesEndpoint:
             truncation=body.truncation or "disabled",
             metadata=body.metadata or {},
         )
+
+
+def _items(previous: StoredTurn | None, fresh: list[InputItem]) -> list[InputItem]:
+    """Return the whole conversation."""
+    return fresh if previous is None else [*previous.conversation(), *fresh]
+
+
+def _rename_field(problem: ApiError) -> None:
+    """Give the problem's field its name in the Responses API."""
+    param = problem.body.param
+    problem.body = structs.replace(problem.body, param=_PARAMS.get(param or "", param))
