@@ -67,7 +67,10 @@ COMMANDS: Final = {
             "Train a model on the pool from a recipe; run it again to resume.",
         ),
         "data": ("fusionai.cli.training.train:data", "Show what a recipe trains on: counts, bad rows, sample rows."),
-        "serve": ("fusionai.cli.serving.serve:serve", "Serve a model from the pool behind an OpenAI-compatible API."),
+        "serve": (
+            "fusionai.cli.serving.serve:serve",
+            "Serve a model from the pool: OpenAI's, Anthropic's and Ollama's APIs.",
+        ),
         "chat": ("fusionai.cli.serving.chat:chat", "Chat with a served model in the terminal."),
         "jobs": ("fusionai.cli.pool.members:jobs", "List the jobs of the pool and their progress."),
         "logs": ("fusionai.cli.pool.members:logs", "Show the event history of one job."),

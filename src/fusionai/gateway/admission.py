@@ -27,8 +27,8 @@ from fusionai.gateway.streaming import ABORT_EXTENSION, ClientGone
 from fusionai.gateway.unknown_fields import IGNORED_HEADER, header_of
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
-_GUARDED: Final = ("/v1/", "/fusion/", "/metrics")
-_COUNTED: Final = ("/v1/", "/fusion/")
+_COUNTED: Final = ("/v1/", "/api/", "/fusion/")
+_GUARDED: Final = (*_COUNTED, "/metrics")
 _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _NOBODY: Final = KeyHolder("", "")
 _CLOSING: Final = {"Connection": "close"}

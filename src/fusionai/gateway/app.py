@@ -27,10 +27,21 @@ from fusionai.gateway.chat import ChatEndpoint
 from fusionai.gateway.completions import CompletionEndpoint, EmbeddingEndpoint
 from fusionai.gateway.config import GatewayConfig
 from fusionai.gateway.context import GatewayContext, json_response
-from fusionai.gateway.errors import AnthropicError, ApiError, ErrorAnswer, error_response
+from fusionai.gateway.errors import AnthropicError, ApiError, ErrorAnswer, OllamaError, error_response
 from fusionai.gateway.message_bodies import MessageAnswer, MessageRequest, TokenCount, TokenCountRequest
 from fusionai.gateway.messages import MessagesEndpoint
 from fusionai.gateway.metrics import CONTENT_TYPE, Metrics
+from fusionai.gateway.ollama import OllamaEndpoint
+from fusionai.gateway.ollama_bodies import (
+    OllamaChatLine,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaModels,
+    OllamaShown,
+    OllamaShowRequest,
+    OllamaTextLine,
+    OllamaVersion,
+)
 from fusionai.gateway.requests import ChatRequest, CompletionRequest, EmbeddingRequest
 from fusionai.gateway.response_bodies import DeletedResponse, InputTokenCount, ResponseObject
 from fusionai.gateway.response_requests import ResponsesRequest
@@ -74,6 +85,15 @@ _FORMS: Final = (
     TokenCountRequest,
     TokenCount,
     AnthropicError,
+    OllamaChatRequest,
+    OllamaChatLine,
+    OllamaGenerateRequest,
+    OllamaTextLine,
+    OllamaShowRequest,
+    OllamaShown,
+    OllamaModels,
+    OllamaVersion,
+    OllamaError,
 )
 _ERRORS: Final = {
     "400": "The request is invalid; `param` names the field.",
@@ -100,7 +120,7 @@ def description(version: str, *, has_keys: bool) -> dict[str, Any]:
         "info": {
             "title": "FusionAI",
             "version": version,
-            "description": "Inference over a pool of peers, by OpenAI's and Anthropic's APIs.",
+            "description": "Inference over a pool of peers, by OpenAI's, Anthropic's and Ollama's APIs.",
         },
         "paths": {
             "/v1/chat/completions": {"post": _post("chat", "Continue a conversation.", ChatRequest, ChatCompletion)},
@@ -123,6 +143,15 @@ def description(version: str, *, has_keys: bool) -> dict[str, Any]:
             "/v1/messages/count_tokens": {
                 "post": _post("count_tokens", "Count a prompt's tokens.", TokenCountRequest, TokenCount, AnthropicError)
             },
+            "/api/chat": {
+                "post": _post("ollama_chat", "Continue a conversation.", OllamaChatRequest, OllamaChatLine, OllamaError)
+            },
+            "/api/generate": {
+                "post": _post("ollama_generate", "Answer.", OllamaGenerateRequest, OllamaTextLine, OllamaError)
+            },
+            "/api/show": {"post": _post("show", "Describe a model.", OllamaShowRequest, OllamaShown, OllamaError)},
+            "/api/tags": {"get": _get("tags", "Models served here.", OllamaModels, failure=OllamaError)},
+            "/api/version": {"get": _get("version", "Version of the API.", OllamaVersion, failure=OllamaError)},
             "/v1/models": {"get": _get("models", "Models served here.", ModelList)},
             "/v1/models/{model}": {
                 "get": {
@@ -156,7 +185,8 @@ def _post(
 ) -> dict[str, Any]:
     operation = _get(name, summary, answer, tuple(_ERRORS), failure)
     if "stream" in form.__struct_fields__:
-        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        media = "application/x-ndjson" if failure is OllamaError else "text/event-stream"
+        operation["responses"]["200"]["content"][media] = {"schema": {"type": "string"}}
     operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _reference(form)}}}
     return operation
 
@@ -248,6 +278,7 @@ def _routes(context: GatewayContext, metrics: Metrics) -> list[BaseRoute]:
     chat = ChatEndpoint(context)
     messages = MessagesEndpoint(context, chat)
     responses = ResponsesEndpoint(context, chat)
+    ollama = OllamaEndpoint(context, chat)
     return [
         Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
         Route("/v1/responses", responses.responses, methods=["POST"]),
@@ -256,6 +287,11 @@ def _routes(context: GatewayContext, metrics: Metrics) -> list[BaseRoute]:
         Route("/v1/responses/{response_id}", responses.deleted_response, methods=["DELETE"]),
         Route("/v1/messages", messages.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
+        Route("/api/chat", ollama.ollama_chat, methods=["POST"]),
+        Route("/api/generate", ollama.ollama_generate, methods=["POST"]),
+        Route("/api/show", ollama.show, methods=["POST"]),
+        Route("/api/tags", ollama.tags),
+        Route("/api/version", ollama.version),
         Route("/v1/completions", CompletionEndpoint(context).text_completions, methods=["POST"]),
         Route("/v1/embeddings", EmbeddingEndpoint(context).text_embeddings, methods=["POST"]),
         Route("/v1/models", models.models),

@@ -105,12 +105,14 @@ class GatewayContext:
 
     # Every method below raises `ApiError` for a request that can't be served.
 
-    async def read(self, request: Request, kind: type[Body], others: OtherFields = OPENAI) -> Body:
+    async def read(
+        self, request: Request, kind: type[Body], others: OtherFields = OPENAI, *, any_type: bool = False
+    ) -> Body:
         """Return the request's checked body, unless the engine can't serve it now. `others`: fields of its protocol
-        that `kind` lacks."""
+        that `kind` lacks. `any_type`: its `Content-Type` does not matter."""
         self.check_ready()
         ignored = None if self.config.is_strict else request.state.ignored
-        return await read(request, kind, self.config.limits, others, ignored)
+        return await read(request, kind, self.config.limits, others, ignored, any_type=any_type)
 
     def heading(self, request: Request, body: ChatRequest | CompletionRequest, prefix: str) -> Heading:
         """Return the heading of the answer; its id begins with `prefix`."""

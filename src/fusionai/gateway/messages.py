@@ -201,13 +201,10 @@ def _usage(generation: ApiGeneration) -> bodies.MessageUsage:
 def _call_block(call: ToolCall) -> bodies.ToolUseBlock | bodies.TextBlock:
     """Return the block of a call. A call without valid arguments, because the answer ended too early or the model
     erred, becomes text, so that it is not run."""
-    try:
-        arguments = json.loads(call.arguments)
-    except ValueError:
-        arguments = None
-    if isinstance(arguments, dict):
-        return bodies.ToolUseBlock(call.call_id, call.name, arguments)
-    return bodies.TextBlock(f"{call.name} {call.arguments}")
+    arguments = call.parsed_arguments
+    if arguments is None:
+        return bodies.TextBlock(f"{call.name} {call.arguments}")
+    return bodies.ToolUseBlock(call.call_id, call.name, arguments)
 
 
 def _chat_of(body: bodies.Prompted, **settings: Any) -> ChatRequest:

@@ -316,11 +316,13 @@ async def read(
     limits: RequestLimits,
     others: OtherFields = OPENAI,
     ignored: set[str] | None = None,
+    *,
+    any_type: bool = False,
 ) -> Form:
     """Decode the request's body as `form`. `ignored`: gets the paths of unknown fields, which are left out; None:
-    unknown fields are refused. Raises `ApiError`."""
+    unknown fields are refused. `any_type`: the body's `Content-Type` does not matter. Raises `ApiError`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    if kind != "application/json" and not any_type:
         raise ApiError(415, "Expected the header `Content-Type: application/json`.", code="unsupported_media_type")
     body = await _body(request, limits)
     try:
@@ -334,9 +336,18 @@ async def read(
 
 def decode(body: bytes, form: type[Form], others: OtherFields = OPENAI, ignored: set[str] | None = None) -> Form:
     """Decode a body as `form`; `ignored` as for `read`. Raises `ApiError` with the wrong field."""
+    try:
+        return checked(msgspec.json.decode(body), form, others, ignored)
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise invalid(f"The body is not valid JSON: {problem}", code="invalid_json") from None
+    except RecursionError:
+        raise invalid("The body is nested too deeply.", code="invalid_json") from None
+
+
+def checked(given: Any, form: type[Form], others: OtherFields, ignored: set[str] | None = None) -> Form:
+    """Convert JSON data to `form`; `ignored` as for `read`. Raises `ApiError` with the wrong field."""
     known = [each.encode_name for each in msgspec.structs.fields(form)]
     try:
-        given = msgspec.json.decode(body)
         if isinstance(given, dict):
             given = _wanted(given, known, others)
         if ignored is not None:
@@ -344,10 +355,6 @@ def decode(body: bytes, form: type[Form], others: OtherFields = OPENAI, ignored:
         return msgspec.convert(given, form)
     except msgspec.ValidationError as problem:
         raise _explained(str(problem), known, others) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        raise invalid(f"The body is not valid JSON: {problem}", code="invalid_json") from None
-    except RecursionError:
-        raise invalid("The body is nested too deeply.", code="invalid_json") from None
 
 
 async def _body(request: Request, limits: RequestLimits) -> bytes:

@@ -7,6 +7,7 @@ tool, the gateway sends the calls.
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import string
@@ -132,6 +133,15 @@ class ToolCall:
     call_id: str
     name: str
     arguments: str
+
+    @property
+    def parsed_arguments(self) -> dict[str, Any] | None:
+        """The arguments as an object; None if their text is incomplete or no JSON object."""
+        try:
+            value = json.loads(self.arguments)
+        except ValueError:
+            return None
+        return value if isinstance(value, dict) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`fusion serve MODEL`: an OpenAI-compatible API over the pool, or over a pool of local processes (`--local`).
+"""`fusion serve MODEL`: OpenAI's, Anthropic's and Ollama's APIs over the pool, or over local processes (`--local`).
 
 Prints the start and the end: at the first Ctrl-C, open streams may finish for some seconds, then the stages are
 released. `client.serving.serve` runs the job, `gateway` answers requests, `cli.serving.view` prints the job's events.
@@ -143,7 +143,7 @@ def serve(
     json_file: Path | None,
     **given: Any,
 ) -> None:
-    """Serve MODEL from the pool behind an OpenAI-compatible API at http://HOST:PORT/v1, until Ctrl-C.
+    """Serve MODEL from the pool at http://HOST:PORT until Ctrl-C: OpenAI's API at /v1, Anthropic's and Ollama's at /.
 
     Each peer holds some of the model's layers; this machine holds embedding and head, unless --ends says otherwise, and
     answers the requests. The FILE of --json is written when the model is ready, and again at the end.
@@ -267,7 +267,7 @@ class _Door:
         console.line(f"ready: a probe token has crossed all stages and matched; {name} at {self.url}/v1")
         for sentence in privacy_lines(ready.privacy, plan):
             console.line(sentence)
-        console.line(f"page: {self.url}/")
+        console.line(f"page: {self.url}/ (also the base URL for clients of Anthropic and Ollama)")
         body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "stream": True})
         key = "" if self.keys is None else " -H 'Authorization: Bearer YOUR-KEY'"
         quoted = body.replace("'", "'\\''")
