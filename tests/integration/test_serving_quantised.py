@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from fusionai.client.serving.model import ServedModel, find_model, hash_weights, open_model
+from fusionai.client.serving.model import ServedModel, find_model, hash_weights, open_model, rounding_words
 from fusionai.primitives.errors import ModelError
 from fusionai.scheduling.problem.types import Standby
 from fusionai.serving import job as progress
@@ -121,6 +121,10 @@ def test_tokens_are_those_of_the_numbers_and_weights_travel_packed(form: str, tm
         for name, tensor in load_file(plain / "model.safetensors").items()
         if name.endswith("proj.weight")
     )
+    assert rounding_words(model, "fp32") is None
+    words = rounding_words(model, "int4")
+    assert words is not None
+    assert 1.0 < float(words.split("by ")[1].split("%")[0]) < 12.0
     stages = 1.25 if form == "awq" else 1  # the standby has fetched a stage as well
     assert 0.3 * numbers < kept <= FORMS[form].bytes_per_number * numbers * stages * 1.35 + 16_384
 

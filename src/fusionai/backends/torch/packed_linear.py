@@ -153,6 +153,19 @@ def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return levels, torch.stack([scale, middle], dim=2).transpose(0, 1).contiguous()
 
 
+def rounded(weight: Tensor, form: WeightFormat) -> Tensor:
+    """Return the float32 numbers that a stage multiplies by, for a matrix [out, in] of float32 packed as `form`."""
+    if form in _FLOATS:
+        return weight.to(_FLOATS[form][0]).to(torch.float32)
+    group = int4_group(*weight.shape) if form == "int4" else None
+    if group is None:
+        levels, scales = quantise_rows(weight)
+        return levels * scales.float()[:, None]
+    levels, of_groups = quantise_groups(weight, group)
+    scale, middle = of_groups.float().transpose(0, 1).repeat_interleave(group, 1).unbind(2)
+    return (levels - 8) * scale + middle
+
+
 def _on_cpu(weight: Tensor, form: WeightFormat, key: str) -> tuple[str, Product, int]:
     """Return (kernel's name, product, bytes)."""
     match form:

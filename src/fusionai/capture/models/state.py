@@ -21,10 +21,12 @@ import torch
 from torch import nn
 
 from fusionai.backends.torch import host
+from fusionai.backends.torch.packed_linear import rounded
 from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.build import Built, rebuild
 from fusionai.capture.models.conversion import Computed, loading, made_anew, saving
 from fusionai.capture.models.gguf import METHOD, gguf_matrices
+from fusionai.ir.cost import WeightFormat
 from fusionai.primitives.errors import GraphError, ModelError, StorageError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.assembly import Assembly, Extent, Shape, whole
@@ -134,6 +136,17 @@ class CapturedState:
         tensors = {**self.built.buffers(), **self.built.parameters()}
         made = saving(self.built.module, {key: tuple(tensors[key].shape) for key in keys})
         return {name: one for name, one in made.items() if one != whole(name, one.shape)}
+
+
+def rounding(source: CapturedState, keys: Sequence[str], form: WeightFormat) -> float:
+    """Return by how much storing the matrices of `keys` [out, in] as `form` changes them: the root mean square of the
+    changes, relative to that of the numbers. Reads them. Raises `ModelError`."""
+    changes = numbers = 0.0
+    for _, tensor in source.tensors(keys):
+        weight = host.to_torch(tensor, torch.device("cpu")).to(torch.float32)
+        changes += float((rounded(weight, form) - weight).square().sum())
+        numbers += float(weight.square().sum())
+    return (changes / numbers) ** 0.5 if numbers else 0.0
 
 
 def to_host(tensor: torch.Tensor) -> HostTensor:

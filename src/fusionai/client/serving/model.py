@@ -26,10 +26,13 @@ from fusionai.capture.checking.check import require_causal
 from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.huggingface import model_directory
 from fusionai.capture.models.source import DirectorySource, GgufSource, HubSource, parse_source
+from fusionai.capture.models.state import rounding
 from fusionai.execution.host import ComputeThread
+from fusionai.ir.cost import WeightFormat
 from fusionai.ir.packed import packed_bytes, with_packed
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import LOGITS, SEQUENCE, require_servable, serving_graph
+from fusionai.ir.weights import SMALLEST
 from fusionai.primitives.errors import GraphError, ModelError, UsageError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 from fusionai.serving.draft import DraftProposer, load_draft
@@ -49,6 +52,8 @@ SAFE_WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 """File that maps tensors to weight files, if a model's weights are in several files."""
 LONGEST_PASS: Final = 2048
 """Most positions per pass for which the graph is captured (chosen), unless the model has a lower limit."""
+MEASURED: Final = 4
+"""Matrices on which rounding is measured; chosen."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 
@@ -243,6 +248,21 @@ def _has_caches(graph: Graph, captured: Captured) -> bool:
         require_causal(captured)
         return False
     return True
+
+
+def rounding_words(model: ServedModel, form: WeightFormat) -> str | None:
+    """Say by how much `form` changes the numbers of the model's files, measured on some of the matrices; None if it
+    keeps them. Blocking."""
+    matrices = sorted(
+        spec.key
+        for spec in model.captured.graph.params.values()
+        if spec.kind == "parameter" and len(spec.shape) == 2 and prod(spec.shape) >= SMALLEST
+    )
+    some = matrices[:: max(1, len(matrices) // MEASURED)][:MEASURED]
+    if form == "fp32" or not some:
+        return None
+    change = rounding(model.captured.source, some, form)
+    return f"--weights {form} changes the weights by {change:.2%} (root mean square, measured on {len(some)} of them)"
 
 
 def hash_weights(

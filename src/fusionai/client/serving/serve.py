@@ -42,6 +42,7 @@ from fusionai.client.serving.model import (
     job_name,
     open_draft,
     open_model,
+    rounding_words,
 )
 from fusionai.client.serving.planning import checking_sentence, equalised, serving_problem
 from fusionai.execution.connections import Deployment
@@ -262,6 +263,9 @@ class _Start:
         machine = await stack.enter_async_context(own_machine(request.device, threads, request.home))
         weights = await hashing
         stack.callback(weights.close)
+        form = request.needs(model.positions).weights
+        if (words := await in_background(lambda: rounding_words(model, form))) is not None:
+            self._on_event(Noted(words))
         draft: DraftModel | None = None
         if small is not None and request.speculate != "off":
             self._on_event(Noted(f"capturing the draft model {small.name}"))

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from fusionai.backends.torch.packed_linear import TRIED, in_steady_calls, steady_counts, tried
+from fusionai.backends.torch.packed_linear import TRIED, in_steady_calls, pack, rounded, steady_counts, tried
+from fusionai.wire.serving import WeightFormat
 
 IN, OUT = 48, 20
 WEIGHT = torch.randn((OUT, IN), generator=torch.Generator().manual_seed(3))
@@ -87,3 +88,15 @@ def test_one_matrix_answers_for_all_of_its_kind_and_shape() -> None:
     for _ in range(2):
         assert steady_counts("a kind of the test", (OUT, IN), make) == TRIED
     assert asked == [1]
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("in_blocks", [True, False])
+def test_rounded_numbers_are_those_that_a_stage_multiplies_by(form: WeightFormat, in_blocks: bool) -> None:
+    weight = torch.randn((64, 128), generator=torch.Generator().manual_seed(4))
+    packed = pack(weight, None, form, "key", in_blocks=in_blocks)
+    made = packed(torch.eye(128)).T
+    # A library's kernels give sums in bfloat16; the product's own in float32.
+    tolerance = 1e-6 if in_blocks else 2**-7
+    torch.testing.assert_close(made, rounded(weight, form), rtol=tolerance, atol=tolerance)
+    assert torch.equal(rounded(weight, form), weight) == (form == "fp32")
