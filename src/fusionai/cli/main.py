@@ -72,6 +72,7 @@ COMMANDS: Final = {
             "Serve a model from the pool: OpenAI's, Anthropic's and Ollama's APIs.",
         ),
         "chat": ("fusionai.cli.serving.chat:chat", "Chat with a served model in the terminal."),
+        "export": ("fusionai.cli.export:export", "Write a model as a GGUF file for llama.cpp and its relatives."),
         "jobs": ("fusionai.cli.pool.members:jobs", "List the jobs of the pool and their progress."),
         "logs": ("fusionai.cli.pool.members:logs", "Show the event history of one job."),
         "stop": ("fusionai.cli.pool.members:stop", "Stop a job cleanly; it can be resumed."),

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import platformdirs
 from torch import nn
 
@@ -116,16 +117,25 @@ def _scaled_rotations(reader: GGUFReader, file: Path) -> dict[str, Any] | None:
     theta = reader.get_field("llama.rope.freq_base")
     scaled = {**_LLAMA3, "factor": float(table.max(initial=0.0))}
     if tables[0].name == _TABLE and theta is not None and table.size and scaled["factor"] > 1.0:
-        frequencies = float(theta.contents()) ** (-np.arange(table.size) / table.size)
-        turns = _LLAMA3["original_max_position_embeddings"] * frequencies / (2 * np.pi)
-        low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-        smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
-        if np.allclose(table, 1.0 / ((1.0 - smooth) / scaled["factor"] + smooth), rtol=1e-4):
+        of_llama3 = {"head_dim": 2 * table.size, "rope_parameters": {**scaled, "rope_theta": theta.contents()}}
+        if np.allclose(table, llama3_divisors(of_llama3), rtol=1e-4):
             return scaled
     raise ModelError(
         f"{file} scales its rotations by a table ({tables[0].name}) that is not Llama 3's.",
         hint="Use the model's safetensors.",
     )
+
+
+def llama3_divisors(config: Mapping[str, Any]) -> npt.NDArray[np.float32]:
+    """Return by how much Llama 3 divides each frequency of rotations. Source: `_compute_llama3_parameters` of
+    transformers."""
+    scaling = config["rope_parameters"]
+    width = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    frequencies = float(scaling["rope_theta"]) ** (-np.arange(0, width, 2) / width)
+    turns = float(scaling["original_max_position_embeddings"]) * frequencies / (2 * np.pi)
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1.0 / ((1.0 - smooth) / float(scaling["factor"]) + smooth)).astype(np.float32)
 
 
 def _opened(file: Path) -> GGUFReader:
