@@ -226,6 +226,7 @@ def test_messages_arrive_in_order_and_are_counted(world: World, run: Callable[..
     run(main())
 
 
+@pytest.mark.slow
 def test_tensors_of_every_size_come_back_equal(world: World, run: Callable[..., None]):
     async def main() -> None:
         listener = await listen(world, echo)
@@ -350,6 +351,7 @@ def test_a_buffer_may_be_reused_once_send_has_returned(world: World, run: Callab
     run(main())
 
 
+@pytest.mark.slow
 def test_many_channels_at_once(world: World, run: Callable[..., None]):
     async def main() -> None:
         listener = await listen(world, echo)

@@ -196,6 +196,7 @@ def test_parquet_in_bf16_with_momentum(pool: LivePool, tmp_path: Path):
     assert (changed.code, "a file changed since" in changed.err) == (2, True), changed.err
 
 
+@pytest.mark.long
 def test_conversations_until_evaluations_bring_nothing(pool: LivePool, tmp_path: Path):
     rows = [
         {"instruction": f"Say {WORDS[n % 15]}.", "input": "", "output": f"{WORDS[n % 15]}, {WORDS[n % 7]}."}

@@ -51,6 +51,7 @@ def test_greedy_takes_the_best_and_the_smallest_of_equals() -> None:
     assert choose(logits, greedy, TokenHistory(), 0) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [

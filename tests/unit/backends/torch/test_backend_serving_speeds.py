@@ -21,6 +21,7 @@ from fusionai.backends.torch.backend import (
 from fusionai.wire.serving import WeightFormat
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [True, False])
 def test_every_format_has_both_figures(monkeypatch: pytest.MonkeyPatch, *, compiled: bool) -> None:
     if not compiled:

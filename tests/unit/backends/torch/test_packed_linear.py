@@ -32,6 +32,7 @@ def product(order: Callable[[int, int], bool], dtype: torch.dtype = torch.bfloat
     return multiply
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_another_order_of_sums_shows_although_results_are_rounded(dtype: torch.dtype) -> None:
     assert tried(product(lambda place, rows: False, dtype), WEIGHT) == TRIED

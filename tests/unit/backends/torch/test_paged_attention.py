@@ -9,6 +9,8 @@ from fusionai.backends.semantics import Scores
 from fusionai.backends.serving.page_table import TILE_POSITIONS, RowSpan, first_key
 from fusionai.backends.torch.paged_attention import BLOCK_KEYS, tiled_attention, tiles
 
+pytestmark = pytest.mark.slow
+
 WIDTH, GROUPS, SHARED = 16, 3, 2
 LONG = BLOCK_KEYS + 3 * TILE_POSITIONS + 5
 

@@ -78,6 +78,7 @@ def trained(kit, load, graph: Graph, **options: object) -> tuple[list[float], di
     return losses, {name: bytes(tensor.data) for name, tensor in program.export_state(["model", "optimizer"])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"weight_lag": 2}, {"precision": "bf16"}], ids=["plain", "weights-later", "bf16"]
 )
@@ -87,6 +88,7 @@ def test_not_a_bit_differs(kit, load, dropout, options):
     assert trained(kit, load, graph, recompute=True, **options) == trained(kit, load, graph, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"weight_lag": 2}, {"precision": "bf16"}, {"offload": True}],

@@ -121,6 +121,7 @@ def test_pieces_get_shorter_as_the_text_gets_longer() -> None:
     assert (lengths[0], lengths[-1]) == (160, TILE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row_s", [0.0001, 0.001, 0.01, 1.0])
 @pytest.mark.parametrize("start", [0, 16, 80])
 def test_no_piece_behind_another_is_so_short_that_it_is_computed_in_another_way(row_s: float, start: int) -> None:

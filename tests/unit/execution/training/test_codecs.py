@@ -278,6 +278,7 @@ def test_signs_are_everybodys_for_ever() -> None:
         assert np.array_equal(group, turning.sequence()[start : start + 64])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["int4", "senary", "int2", "ternary", "sign"])
 @pytest.mark.parametrize("width", [64, 256, 384])
 def test_what_is_lost_of_rows_that_are_alike_cancels_out(codec: Packing, width: int, way: str) -> None:
@@ -307,6 +308,7 @@ def test_packing_says_whom_it_concerns() -> None:
 FEW = ("int4", "senary", "int2", "ternary")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", FEW)
 def test_of_rows_with_much_in_common_little_is_lost_of_what_they_differ_in(codec: Packing, way: str) -> None:
     """As activations are: alone, what they have in common takes the bits."""

@@ -298,6 +298,7 @@ def test_a_cut_connection_is_made_again_and_nothing_comes_twice(tmp_path: Path) 
     with_members(tmp_path, body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answers", range(1, 5))
 def test_a_download_killed_at_any_point_goes_on(tmp_path: Path, answers: int) -> None:
     async def body(members: Members) -> None:
