@@ -251,9 +251,7 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 def _environment(now: Callable[[], datetime], generation: type[_Generation]) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[generation, loopcontrols]
-    )
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[generation, loopcontrols])
 
     def strftime_now(form: str) -> str:
         return now().strftime(form)
@@ -263,6 +261,17 @@ def _environment(now: Callable[[], datetime], generation: type[_Generation]) -> 
     environment.globals["strftime_now"] = strftime_now
     environment.globals["namespace"] = _Namespace
     return environment
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox in which templates may lengthen and shorten the lists of their namespaces, as Kimi's do."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return (isinstance(obj, _OwnList) and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
+
+
+class _OwnList(list[Any]):
+    """A list that a template made for itself."""
 
 
 class _Generation(Extension):
@@ -296,7 +305,8 @@ class _Namespace(jinja2.utils.Namespace):
         this, values = args[0], dict(*args[1:], **named)
         for name in values:
             _refuse_inner(name)
-        jinja2.utils.Namespace.__init__(this, values)
+        own = {name: _OwnList(value) if isinstance(value, list) else value for name, value in values.items()}
+        jinja2.utils.Namespace.__init__(this, own)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _refuse_inner(name)

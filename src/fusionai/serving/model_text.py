@@ -15,7 +15,13 @@ from fusionai.corpus.conversations import for_template
 from fusionai.corpus.templates import PLAIN_STOPS, ChatTemplate, chat_templates
 from fusionai.primitives.errors import ModelError, UsageError
 from fusionai.serving.interface import Sampling
-from fusionai.serving.reasoning import ReasoningForm, ReasoningReader, effort_variables, reasoning_form
+from fusionai.serving.reasoning import (
+    ReasoningForm,
+    ReasoningReader,
+    effort_variables,
+    reasoning_form,
+    with_one_analysis,
+)
 from fusionai.serving.text import Decoder, Tokenizer, read_json
 from fusionai.serving.thinking_first import FreeThinking
 from fusionai.serving.tools import ToolForm, tool_form
@@ -75,8 +81,11 @@ class ModelText:
         `ConversationError`."""
         template = self.tool_template if tools else self.template
         special = () if trusted else [text for text, token in self.tokenizer.added.items() if self._is_special(token)]
+        chat: Sequence[Mapping[str, Any]] = for_template(messages)
+        if self.reasoning_form is ReasoningForm.HARMONY:
+            chat = [with_one_analysis(message) for message in chat]
         pieces = template.render_pieces(
-            for_template(messages),
+            chat,
             special,
             tools=tools,
             documents=documents,

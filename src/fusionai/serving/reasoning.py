@@ -10,7 +10,7 @@ the decoded text, the gateway sends the two apart.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Protocol
@@ -24,7 +24,7 @@ class ReasoningForm(Enum):
     """How a model writes its thinking; the enum value is the marks around it.
 
     `THINK`: Qwen3, DeepSeek-R1 and V3.1, GLM, MiniMax M2, Kimi K2 Thinking and most others.
-    `SEED`: ByteDance's Seed-OSS. `MISTRAL`: Mistral's Magistral. `GEMMA`: Google's Gemma 4.
+    `SEED`: ByteDance's Seed-OSS. `MISTRAL`: Mistral's Magistral. `GEMMA`: Google's Gemma 4. `COHERE`: Command A.
     `HARMONY`: gpt-oss, whose answer is a sequence of messages, each in a channel: `analysis` is thinking.
     """
 
@@ -32,6 +32,7 @@ class ReasoningForm(Enum):
     SEED = ("<seed:think>", "</seed:think>")
     MISTRAL = ("[THINK]", "[/THINK]")
     GEMMA = ("<|channel>thought", "<channel|>")
+    COHERE = ("<|START_THINKING|>", "<|END_THINKING|>")
     HARMONY = ("<|channel|>", "<|end|>")
 
     @property
@@ -77,6 +78,15 @@ def effort_variables(template: ChatTemplate, effort: str) -> dict[str, Any]:
     if not variables and effort != "none":
         raise UsageError("this model's chat template has no setting for how much the model thinks.")
     return variables
+
+
+def with_one_analysis(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An earlier answer for the template of gpt-oss, which refuses thinking and text together beside a tool call: it
+    writes either of them as the message in `analysis` before the call. The text becomes the end of the thinking."""
+    reasoning, content = message.get("reasoning_content"), message.get("content")
+    if not (message.get("tool_calls") and reasoning and content):
+        return message
+    return {**message, "reasoning_content": f"{reasoning}\n\n{content}", "content": ""}
 
 
 def _is_quoted(word: str, source: str) -> bool:

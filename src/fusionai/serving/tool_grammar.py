@@ -51,8 +51,9 @@ def call_grammar(
             check_levels(tool.parameters, limits)
         except ConstraintError as problem:
             raise ConstraintError(f"tool {tool.name}: {problem.message}", hint=problem.hint) from None
-    marks = [_mark(mark, tokenizer) for mark in form.marks]
-    rules = _rules(form, tools, marks, several=several)
+    written = _Writer(form, tokenizer)
+    marks = [written.text(mark) for mark in form.marks]
+    rules = _rules(form, tools, written, several=several)
     if instead is not None:
         channel = f'{marks[0]} "final" {marks[2]} ' if form is ToolForm.HARMONY else ""
         calls = rules[0].removeprefix("start: ")
@@ -61,17 +62,48 @@ def call_grammar(
     return Grammar("\n".join(rules) + "\n")
 
 
-def _rules(form: ToolForm, tools: Sequence[ToolDefinition], marks: Sequence[str], *, several: bool) -> list[str]:
-    opener, *others = marks
+class _Writer:
+    """Writes texts of a form in a grammar's notation: marks that are special tokens by their numbers."""
+
+    def __init__(self, form: ToolForm, tokenizer: Tokenizer) -> None:
+        ids = {mark: tokenizer.added[mark] for mark in form.marks if mark in tokenizer.added}
+        self._special = {mark: token for mark, token in ids.items() if token in tokenizer.special_ids}
+        self._split = re.compile("|".join(f"({re.escape(mark)})" for mark in self._special) or "(?!)")
+
+    def text(self, text: str) -> str:
+        return " ".join(
+            f"<[{self._special[part]}]>" if part in self._special else json.dumps(part) for part in self._parts(text)
+        )
+
+    def any_text_until(self, end: str) -> str:
+        """A rule named `text`: anything up to the first `end`."""
+        first, *others = self._parts(end)
+        ending = re.escape(first).replace("\\\n", "\\n").replace("/", "\\/")
+        if not others:
+            return f"text[lazy]: /(.|\\n)*{ending}/"
+        # A special token can't be part of a text, so that the text ends before the first one.
+        return f"text: /(.|\\n)*{ending}/ {' '.join(map(self.text, others))}"
+
+    def _parts(self, text: str) -> list[str]:
+        return [part for part in self._split.split(text) if part]
+
+
+def _rules(form: ToolForm, tools: Sequence[ToolDefinition], written: _Writer, *, several: bool) -> list[str]:
+    opener, *others = map(written.text, form.marks)
     match form:
-        case ToolForm.HERMES | ToolForm.QWEN_XML:
-            calls = _bodies(tools, "arguments") if form is ToolForm.HERMES else _functions(tools, TAG_FORMS[form])
+        case ToolForm.HERMES | ToolForm.QWEN_XML | ToolForm.SEED:
+            is_json = form is ToolForm.HERMES
+            calls = _bodies(tools, "arguments") if is_json else _functions(tools, TAG_FORMS[form], written)
             return [_repeated("call", "\n", several), f'call: {opener} "\\n" body "\\n" {others[0]}', *calls]
         case ToolForm.GLM:
-            return [_repeated("call", "\n", several), f"call: {opener} body", *_functions(tools, TAG_FORMS[form])]
-        case ToolForm.MINIMAX:
+            return [
+                _repeated("call", "\n", several),
+                f"call: {opener} body",
+                *_functions(tools, TAG_FORMS[form], written),
+            ]
+        case ToolForm.MINIMAX | ToolForm.DEEPSEEK_V32 | ToolForm.DEEPSEEK_V4:
             inside = _repeated("body", "\n", several).removeprefix("start: ")
-            return [f'start: {opener} "\\n" {inside} "\\n" {others[0]}', *_functions(tools, TAG_FORMS[form])]
+            return [f'start: {opener} "\\n" {inside} "\\n" {others[0]}', *_functions(tools, TAG_FORMS[form], written)]
         case ToolForm.LLAMA:
             return [_repeated("body", "; ", several), *_bodies(tools, "parameters")]
         case ToolForm.MISTRAL:
@@ -150,11 +182,10 @@ def _bodies(tools: Sequence[ToolDefinition], arguments: str) -> list[str]:
     return rules
 
 
-def _functions(tools: Sequence[ToolDefinition], tags: TagForm) -> list[str]:
+def _functions(tools: Sequence[ToolDefinition], tags: TagForm, written: _Writer) -> list[str]:
     """Rules for calls that `tool_tags` can read. A string ends with the first closing tag; of its schema only `enum`
     and `const` are enforced."""
-    ending = re.escape(tags.written_end).replace("\\\n", "\\n").replace("/", "\\/")
-    rules = ["body: " + " | ".join(f"body{n}" for n in range(len(tools))), f"text[lazy]: /(.|\\n)*{ending}/"]
+    rules = ["body: " + " | ".join(f"body{n}" for n in range(len(tools))), written.any_text_until(tags.written_end)]
     for number, tool in enumerate(tools):
         parameters = tool.parameters or {}
         properties = {key: schema_of(tool, key) for key in parameters.get("properties", {})}
@@ -167,17 +198,17 @@ def _functions(tools: Sequence[ToolDefinition], tags: TagForm) -> list[str]:
                     f"tool {tool.name}: this model's tool calls can't express the parameter name {key[:50]!r}."
                 )
             value = f"value{number}_{place}"
-            rules.append(f"{value}: {_written_value(schema, parameters, tags)}")
-            written = f"{json.dumps(tags.written_key.format(key))} {value}"
-            parts.append(written if key in required else f"({written})?")
-        head = json.dumps(tags.written_head.format(tool.name))
-        rules.append(f"body{number}: {' '.join([head, *parts, json.dumps(tags.call_end)])}")
+            rules.append(f"{value}: {_written_value(schema, parameters, written.text(tags.written_end))}")
+            is_text = json.dumps("string" in types_of(schema))
+            argument = f"{written.text(tags.written_key.format(key, is_text))} {value}"
+            parts.append(argument if key in required else f"({argument})?")
+        head = written.text(tags.written_head.format(tool.name))
+        rules.append(f"body{number}: {' '.join([head, *parts, written.text(tags.call_end)])}")
     return rules
 
 
-def _written_value(schema: Mapping[str, Any], whole: Mapping[str, Any], tags: TagForm) -> str:
+def _written_value(schema: Mapping[str, Any], whole: Mapping[str, Any], end: str) -> str:
     """Rule for a value with its closing tag and line end."""
-    end = json.dumps(tags.written_end)
     types = types_of(schema)
     if "string" not in types:
         definitions = {keyword: whole[keyword] for keyword in DEFINITIONS if keyword in whole}
@@ -191,9 +222,3 @@ def _written_value(schema: Mapping[str, Any], whole: Mapping[str, Any], tags: Ta
 def _schema(schema: Mapping[str, Any] | None, whitespace: str = WHITESPACE) -> str:
     plain = dict({"type": "object"} if schema is None else schema)
     return json.dumps({**plain, "x-guidance": {"whitespace_pattern": whitespace}})
-
-
-def _mark(mark: str, tokenizer: Tokenizer) -> str:
-    """A special token by its number, any other mark as text."""
-    token = tokenizer.added.get(mark)
-    return f"<[{token}]>" if token is not None and token in tokenizer.special_ids else json.dumps(mark)

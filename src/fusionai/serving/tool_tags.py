@@ -1,11 +1,11 @@
-"""Reads tool calls written in tags, piece by piece: those of Qwen's coder models, of GLM and of MiniMax. Decides where
-each argument begins and ends.
+"""Reads tool calls written in tags, piece by piece: those of Qwen's coder models, GLM, MiniMax, Seed and DeepSeek from
+V3.2 on. Decides where each argument begins and ends.
 
-Tags do not say what type a value has; the tool's schema decides, and without a schema the value is a string. Strings
-are passed on as they come, other values when they are complete.
+Most tags do not say what type a value has; the tool's schema decides, and without a schema the value is a string.
+Strings are passed on as they come, other values when they are complete.
 
 The forms are those of the models' chat templates and of vLLM's parsers for them (vllm/tool_parsers: qwen3coder,
-glm4_moe, glm47_moe, minimax_m2).
+glm4_moe, glm47_moe, minimax_m2, seed_oss, deepseekv32).
 
 Neighbours: `tool_reading` finds the announcement, `tool_grammar` writes the same tags, `tools` has the forms.
 """
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from fusionai.serving.text import overlap
@@ -46,8 +46,8 @@ class TagForm:
     """Tags of one form. `head`, `key`: what is read as the start of a call and of an argument; `value_end`, `call_end`:
     what ends them; `closer`: mark behind a call. `is_on_lines`: a value is on lines of its own.
 
-    `written_head`, `written_key`, `written_end`: the same as models write it, with `{}` for the name; `written_end` is
-    what follows a value."""
+    `written_head`, `written_key`, `written_end`: the same as models write it, with `{}` for the name, and for whether
+    the value is a text; `written_end` is what follows a value."""
 
     head: Sequence[Part]
     key: Sequence[Part]
@@ -60,7 +60,7 @@ class TagForm:
     written_end: str
 
 
-TAG_FORMS: Final[Mapping[ToolForm, TagForm]] = {
+_TAG_FORMS: Final[Mapping[ToolForm, TagForm]] = {
     ToolForm.QWEN_XML: TagForm(
         head=("<function=", re.compile(r"(?P<name>[^<>\s]+)"), ">"),
         key=("<parameter=", re.compile(r"(?P<key>[^<>\n]+)"), ">"),
@@ -92,6 +92,34 @@ TAG_FORMS: Final[Mapping[ToolForm, TagForm]] = {
         written_key='<parameter name="{}">',
         written_end="</parameter>\n",
     ),
+}
+_DSML: Final = TagForm(
+    head=('<｜DSML｜invoke name="', re.compile(r'(?P<name>[^"<>\s]+)'), '">'),
+    key=(
+        '<｜DSML｜parameter name="',
+        re.compile(r'(?P<key>[^"<>\n]+)'),
+        '" string="',
+        re.compile(r"(?P<string>[a-z]+)"),
+        '">',
+    ),
+    value_end="</｜DSML｜parameter>",
+    call_end="</｜DSML｜invoke>",
+    closer="</｜DSML｜function_calls>",
+    written_head='<｜DSML｜invoke name="{}">\n',
+    written_key='<｜DSML｜parameter name="{}" string="{}">',
+    written_end="</｜DSML｜parameter>\n",
+)
+TAG_FORMS: Final[Mapping[ToolForm, TagForm]] = {
+    **_TAG_FORMS,
+    ToolForm.SEED: replace(
+        _TAG_FORMS[ToolForm.QWEN_XML],
+        closer="</seed:tool_call>",
+        is_on_lines=False,
+        written_key="<parameter={}>",
+        written_end="</parameter>\n",
+    ),
+    ToolForm.DEEPSEEK_V32: _DSML,
+    ToolForm.DEEPSEEK_V4: replace(_DSML, closer="</｜DSML｜tool_calls>"),
 }
 
 
@@ -133,8 +161,10 @@ class TagBody:
             may_be_tag = key is CallState.MORE or self._tags.call_end.startswith(bare)
             if isinstance(key, Followed):
                 name = key.groups["key"]
-                schema = schema_of(self._tool, name)
-                self._value = _Value(self._tags, name, schema, is_first=not self._has_arguments)
+                # Where the tag says whether the value is a text, the schema need not.
+                told = {"true": {"string"}, "false": _TYPES.keys()}.get(key.groups.get("string", ""))
+                types = told or types_of(schema_of(self._tool, name))
+                self._value = _Value(self._tags, name, types, is_first=not self._has_arguments)
                 self._has_arguments = True
                 rest = bare[key.length :]
             elif may_be_tag and bare != self._tags.call_end and not final:
@@ -154,10 +184,10 @@ class TagBody:
 class _Value:
     """The reader is in one argument's value, from behind its opening tag to behind its closing tag."""
 
-    def __init__(self, tags: TagForm, key: str, schema: Mapping[str, Any], *, is_first: bool) -> None:
+    def __init__(self, tags: TagForm, key: str, types: Collection[str], *, is_first: bool) -> None:
         self._end = tags.value_end
         self._line = "\n" if tags.is_on_lines else ""
-        self._types = types_of(schema)
+        self._types = frozenset(types)
         self._is_text = self._types == {"string"}
         self._before = ("{" if is_first else ", ") + json.dumps(key, ensure_ascii=False) + ": "
         self._is_fresh = True
@@ -191,7 +221,7 @@ class _Value:
 
 def is_key(tags: TagForm, name: str) -> bool:
     """Return whether an argument's tag can hold this name."""
-    read = follow(tags.key, tags.written_key.format(name), final=True)
+    read = follow(tags.key, tags.written_key.format(name, "true"), final=True)
     return isinstance(read, Followed) and read.groups["key"] == name
 
 

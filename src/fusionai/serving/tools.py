@@ -32,9 +32,12 @@ class ToolForm(Enum):
     `HARMONY`: `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}` (gpt-oss).
     `DEEPSEEK_V3`: a section of calls, `function<｜tool▁sep｜>name` with the arguments in a block of code.
     `DEEPSEEK_V31`: a section of calls, `name<｜tool▁sep｜>{...}`.
+    `DEEPSEEK_V32`, `DEEPSEEK_V4`: a section of calls, `<｜DSML｜invoke name="name">`, then
+    `<｜DSML｜parameter name="x" string="true">value</｜DSML｜parameter>` for each argument.
     `KIMI`: a section of calls, `functions.name:0<|tool_call_argument_begin|>{...}`.
     `GLM`: `<tool_call>name`, then `<arg_key>x</arg_key><arg_value>value</arg_value>` for each argument.
     `MINIMAX`: `<minimax:tool_call>`, then `<invoke name="name"><parameter name="x">value</parameter></invoke>`.
+    `SEED`: as `QWEN_XML`, in `<seed:tool_call>` (ByteDance's Seed-OSS).
     """
 
     HERMES = "<tool_call>"
@@ -45,9 +48,12 @@ class ToolForm(Enum):
     HARMONY = "<|channel|>commentary to="
     DEEPSEEK_V3 = "<｜tool▁calls▁begin｜>```json"
     DEEPSEEK_V31 = "<｜tool▁calls▁begin｜>"
+    DEEPSEEK_V32 = "<｜DSML｜function_calls>"
+    DEEPSEEK_V4 = "<｜DSML｜tool_calls>"
     KIMI = "<|tool_calls_section_begin|>"
     GLM = "<tool_call><arg_key>"
     MINIMAX = "<minimax:tool_call>"
+    SEED = "<seed:tool_call>"
 
     @property
     def openers(self) -> tuple[str, ...]:
@@ -55,8 +61,12 @@ class ToolForm(Enum):
         match self:
             case ToolForm.QWEN_XML:
                 return ("<tool_call>", "<function=")
+            case ToolForm.SEED:
+                return ("<seed:tool_call>", "<function=")
             case ToolForm.MINIMAX:
                 return ("<minimax:tool_call>", "<invoke name=")
+            case ToolForm.DEEPSEEK_V32 | ToolForm.DEEPSEEK_V4:
+                return (self.value, "<｜DSML｜invoke name=")
             case ToolForm.HARMONY:
                 return (self.value,)
             case ToolForm.DEEPSEEK_V3 | ToolForm.DEEPSEEK_V31 | ToolForm.KIMI:
@@ -86,8 +96,10 @@ class ToolForm(Enum):
                 return tuple(f"<|tool_{name}|>" for name in names)
             case ToolForm.GLM:
                 return ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-            case ToolForm.MINIMAX:
-                return ("<minimax:tool_call>", "</minimax:tool_call>")
+            case ToolForm.MINIMAX | ToolForm.SEED:
+                return (self.value, self.value.replace("<", "</"))
+            case ToolForm.DEEPSEEK_V32 | ToolForm.DEEPSEEK_V4:
+                return (self.value, self.value.replace("<", "</"), "｜DSML｜")
 
     def new_id(self) -> str:
         """Make an id for a call to which the model gave none."""
@@ -103,16 +115,23 @@ def tool_form(template: str) -> ToolForm | None:
         return ToolForm.MISTRAL_ARGS if "[ARGS]" in template else ToolForm.MISTRAL
     if "<｜tool▁calls▁begin｜>" in template:
         return ToolForm.DEEPSEEK_V3 if "```json" in template else ToolForm.DEEPSEEK_V31
-    for form in (ToolForm.KIMI, ToolForm.MINIMAX):
+    if "｜DSML｜" in template:
+        return ToolForm.DEEPSEEK_V32 if "function_calls>" in template else ToolForm.DEEPSEEK_V4
+    for form in (ToolForm.KIMI, ToolForm.MINIMAX, ToolForm.SEED):
         if form.value in template:
             return form
     if "<|channel|>" in template and "functions" in template:
         return ToolForm.HARMONY
-    # Three forms share this mark.
+    # Three forms share this mark; MiniMax M3 has it in a form of its own.
+    if "<tool_call>" in template and "<invoke name=" in template:
+        return None
     if "<tool_call>" in template and "<function=" in template:
         return ToolForm.QWEN_XML if "<parameter=" in template else None
     if "<tool_call>" in template:
         return ToolForm.GLM if "<arg_key>" in template else ToolForm.HERMES
+    # Cohere's calls have this name in them.
+    if "tool_name" in template:
+        return None
     if "<|python_tag|>" in template or re.search(r'"parameters\\?"', template):
         return ToolForm.LLAMA
     return None

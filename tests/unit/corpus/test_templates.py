@@ -389,3 +389,15 @@ def test_the_variables_that_a_template_reads() -> None:
         "{% for m in messages %}{% set thinking = m %}{% endfor %}{% if enable_thinking %}x{% endif %}"
     )
     assert template.reads == {"messages", "enable_thinking"}
+
+
+def test_a_template_may_lengthen_its_own_lists() -> None:
+    """As Kimi's does, to number the calls; nothing else of a list or an object can be changed."""
+    template = ChatTemplate(
+        "{% set n = namespace(ids=[]) %}{% for m in messages %}{% set _ = n.ids.append(m.content) %}{% endfor %}"
+        "{{ n.ids.pop(0) }}{{ n.ids | length }}"
+    )
+    assert template.render([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]) == "a1"
+    for unsafe in ("{{ messages.append(1) }}", "{{ messages[0].update(x=1) }}", "{{ namespace(x=[]).x.clear() }}"):
+        with pytest.raises(ConversationError, match="unsafe"):
+            ChatTemplate(unsafe).render([{"role": "user", "content": "a"}])

@@ -36,7 +36,7 @@ from fusionai.serving.tool_reading import ToolReader
 from fusionai.serving.tools import ToolDefinition, ToolForm, calls_of
 
 TEXTS = ['{"name": "fox", "city": "Zürich"}', "quick brown foxes", "[1, 2, 30, 4.5, true, false, null]"] * 3
-SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|tool_call_begin|>", "<｜tool▁sep｜>")
+SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|tool_call_begin|>", "<｜tool▁sep｜>", "｜DSML｜")
 PADDING = 13
 """A model's logits are often wider than its tokenizer's vocabulary."""
 
@@ -409,7 +409,7 @@ INSTEAD = [
 def test_a_call_or_an_answer_of_a_form(form: ToolForm, instead: Any, pattern: str) -> None:
     grammar = call_grammar(form, TOOLS, tokenizer("byte_level"), instead=instead)
     called, answered = 0, 0
-    for seed in range(8):
+    for seed in range(6):
         text = drawn(grammar, seed, most=3000, special=True)
         assert text is not None
         if form is ToolForm.HARMONY:
@@ -420,7 +420,7 @@ def test_a_call_or_an_answer_of_a_form(form: ToolForm, instead: Any, pattern: st
         if said := read.text + rest.text:
             assert re.fullmatch(pattern, said), said
             answered += 1
-    assert called + answered == 8
+    assert called + answered == 6
 
 
 WRITE = ToolDefinition(

@@ -201,3 +201,22 @@ def test_a_conversation_the_template_refuses(tmp_path: Path) -> None:
     text = model(tmp_path, byte_level(), "{{ raise_exception('no system here') }}")
     with pytest.raises(ConversationError, match="no system here"):
         text.chat_tokens(TALK)
+
+
+def test_gpt_oss_gets_thinking_and_text_before_a_call_as_one(tmp_path: Path) -> None:
+    """Its template refuses both; clients send back what the gateway gave them."""
+    template = (
+        "{% for m in messages %}"
+        "{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+        "{{ m.thinking }}|{{ m.content }}{% endfor %}<|channel|><|message|>"
+    )
+    text = model(tmp_path, byte_level(), template)
+    said = {"role": "assistant", "content": "the dog", "reasoning_content": "the fox"}
+    call = {"function": {"name": "f", "arguments": "{}"}}
+
+    def rendered(**more: Any) -> str:
+        return text.tokenizer.decode(text.chat_tokens([{**said, **more}])).removesuffix("<|channel|><|message|>")
+
+    assert rendered() == "the fox|the dog"
+    assert rendered(tool_calls=[call]) == "the fox\n\nthe dog|"
+    assert rendered(tool_calls=[call], content=None) == "the fox|"

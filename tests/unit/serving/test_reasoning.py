@@ -54,6 +54,7 @@ ANSWERS: list[tuple[ReasoningForm, bool, str, tuple[str, str]]] = [
     (Form.SEED, False, "<seed:think>hm</seed:think>yes", ("hm", "yes")),
     (Form.MISTRAL, False, "[THINK]hm [1] [/TH[/THINK]yes", ("hm [1] [/TH", "yes")),
     (Form.GEMMA, False, "<|channel>thought\nhm\n<channel|>yes", ("hm", "yes")),
+    (Form.COHERE, True, "hm<|END_THINKING|>yes", ("hm", "yes")),
     (Form.HARMONY, False, f"{ANALYSIS}hm<|end|>{FINAL}yes", ("hm", "yes")),
     (Form.HARMONY, False, f"{ANALYSIS}a<|end|><|start|>assistant{ANALYSIS}b<|end|>{FINAL}c", ("a\n\nb", "c")),
     (Form.HARMONY, False, f"{ANALYSIS}a{FINAL}b < c", ("a", "b < c")),

@@ -107,6 +107,13 @@ MINIMAX_G = '<invoke name="g">\n</invoke>\n'
 MINIMAX_BEGIN, MINIMAX_END = "<minimax:tool_call>\n", "</minimax:tool_call>"
 HARMONY_F = '<|channel|>commentary to=functions.f<|message|>{"a": 1, "s": "</tool_call> ] ; } é"}'
 
+SEED_F = "<function=f>\n<parameter=a>1</parameter>\n<parameter=s></tool_call> ] ; } é</parameter>\n</function>\n"
+DSML_F = (
+    '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="s" string="true"></tool_call> ] ; } é</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+)
+DSML_G = '<｜DSML｜invoke name="g">\n</｜DSML｜invoke>\n'
+
 NAMED_ANSWERS: list[tuple[ToolForm, str, Told | None]] = [
     (ToolForm.DEEPSEEK_V3, f"{DS_BEGIN}{DS_CALL}{DS_F}\n{DS_CALL}{DS_G}{DS_END}", ("", [F, G])),
     (ToolForm.DEEPSEEK_V3, f"I look.\n{DS_BEGIN}{DS_CALL}{DS_F}", ("I look.\n", [F])),
@@ -132,6 +139,18 @@ NAMED_ANSWERS: list[tuple[ToolForm, str, Told | None]] = [
     (ToolForm.MINIMAX, f"So.\n{MINIMAX_BEGIN}{MINIMAX_G}", ("So.\n", [G])),
     (ToolForm.MINIMAX, f"{MINIMAX_F} and", ("and", [F])),
     (ToolForm.MINIMAX, f"{MINIMAX_BEGIN}<invoke f>", None),
+    (ToolForm.SEED, f"So. <seed:tool_call>\n{SEED_F}</seed:tool_call>", ("So. ", [F])),
+    (ToolForm.SEED, "<seed:tool_call>\n<function=g>\n</function>\n</seed:tool_call>", ("", [G])),
+    (ToolForm.DEEPSEEK_V32, f"<｜DSML｜function_calls>\n{DSML_F}{DSML_G}</｜DSML｜function_calls>", ("", [F, G])),
+    (ToolForm.DEEPSEEK_V32, f"I look.\n\n<｜DSML｜function_calls>\n{DSML_F}", ("I look.\n\n", [F])),
+    (
+        ToolForm.DEEPSEEK_V4,
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="new">\n'
+        '<｜DSML｜parameter name="x" string="false">[1]</｜DSML｜parameter>'
+        '\n<｜DSML｜parameter name="y" string="true">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        ("", [("new", {"x": [1], "y": "2"})]),
+    ),
+    (ToolForm.DEEPSEEK_V4, "<｜DSML｜tool_calls> and <｜DSML｜", None),
     (ToolForm.HARMONY, HARMONY_F, ("", [F])),
     (ToolForm.HARMONY, f"I look.{HARMONY_F}\n{HARMONY_F}", ("I look.", [F, F])),
     (ToolForm.HARMONY, "<|channel|>commentary to=browser.open<|message|>[1]", None),
@@ -249,7 +268,7 @@ def test_how_an_answer_is_cut_makes_no_difference(case: tuple[ToolForm, str, Tol
                 "<fun",
                 *(
                     mark
-                    for form in (ToolForm.DEEPSEEK_V3, ToolForm.KIMI, ToolForm.GLM, ToolForm.MINIMAX)
+                    for form in (ToolForm.DEEPSEEK_V3, ToolForm.KIMI, ToolForm.GLM, ToolForm.DEEPSEEK_V4)
                     for mark in form.marks
                 ),
                 "functions.f:0",
@@ -337,11 +356,16 @@ def test_ids_are_as_the_form_wants_them() -> None:
         ("{{ tools }}[TOOL_CALLS]f[ARGS]", ToolForm.MISTRAL_ARGS),
         ("{{ tools }}<tool_call>{name}\n<arg_key>", ToolForm.GLM),
         ("{{ tools }}<minimax:tool_call><invoke", ToolForm.MINIMAX),
+        ("{{ tools }}<seed:tool_call><function=", ToolForm.SEED),
+        ("{{ tools }}｜DSML｜ 'function_calls>'", ToolForm.DEEPSEEK_V32),
+        ("{{ tools }}｜DSML｜ 'tool_calls>'", ToolForm.DEEPSEEK_V4),
+        ("{{ tools }}<tool_call><invoke name=", None),
         ("{{ tools }}<|tool_calls_section_begin|>", ToolForm.KIMI),
         ("{{ tools }}<｜tool▁calls▁begin｜>", ToolForm.DEEPSEEK_V31),
         ("{{ tools }}<｜tool▁calls▁begin｜>```json", ToolForm.DEEPSEEK_V3),
         ("{{ message.tool_calls }}<｜tool▁calls▁begin｜>", None),
         ("{{ tools }}functions.<|channel|>commentary", ToolForm.HARMONY),
+        ('{{ tools }}"parameters": "tool_name": ', None),
         ("{{ messages }}<tool_call>", None),
         ("{{ tools }}", None),
     ],
