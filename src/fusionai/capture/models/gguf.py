@@ -45,7 +45,7 @@ _LLAMA3: Final[dict[str, Any]] = {
 """Scaling of rotations in Llama 3.1 to 3.3, but for the factor."""
 METHOD: Final = "gguf"
 """The `quant_method` of a config.json that names a GGUF file."""
-_LAYOUT: Final = 1
+_LAYOUT: Final = 2
 """Number of the form of the kept directories."""
 _PLAIN: Final = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "phi3", "starcoder2", "stablelm", "gemma2", "gemma3"}
@@ -101,6 +101,9 @@ def _write(file: Path, place: Path) -> None:
         place.mkdir(parents=True, exist_ok=True)
         tokenizer.save_pretrained(place)
         fields = {**config.to_dict(), "quantization_config": {"quant_method": METHOD, "file": str(file)}}
+        width = reader.get_field(f"{architecture}.attention.key_length")
+        if width is not None and "head_dim" in fields:
+            fields["head_dim"] = int(width.contents())  # which transformers does not read
         if scaled is not None:
             fields["rope_parameters"] = {**fields["rope_parameters"], **scaled}
         # Last: a directory with this file is complete.
@@ -203,11 +206,16 @@ def _matrix(
 
 
 def _checked(
-    file: Path, tensor: ReaderTensor, shape: tuple[int, ...], *, heads: int = 0, offset: float = 0.0
+    file: Path, tensor: ReaderTensor, shape: tuple[int, ...], *, parts: int = 1, heads: int = 0, offset: float = 0.0
 ) -> Packing:
-    """Return the packing of a tensor of the file, or of a part of its first dimension, if it fits `shape`."""
+    """Return the packing of each of the equal `parts` of a tensor of the file, if they fit `shape`."""
     width = int(tensor.shape[0])
     whole = tuple(int(size) for size in reversed(tensor.shape))
+    if prod(whole) != parts * prod(shape):
+        raise ModelError(
+            f"{file}: the weight {tensor.name} has the shape {list(whole)}, the model expects {list(shape)}.",
+            hint="Its metadata and weights belong to different models, or transformers misreads them: use safetensors.",
+        )
     bytes_per_row = int(tensor.n_bytes) // prod(whole[:-1])
     rows = prod(shape) // width
     packing = Packing(
@@ -234,7 +242,7 @@ def _experts(file: Path, parts: Mapping[str, ReaderTensor], shape: tuple[int, ..
     def pieces() -> Iterator[tuple[Packing, ByteRange]]:
         for expert in range(experts):
             for tensor in (parts["gate"], parts["up"]):
-                packing = _checked(file, tensor, (rows // 2, width))
+                packing = _checked(file, tensor, (rows // 2, width), parts=experts)
                 nbytes = int(tensor.n_bytes) // experts
                 yield packing, ByteRange(file, int(tensor.data_offset) + expert * nbytes, nbytes)
 

@@ -79,6 +79,33 @@ def test_transformers_reads_the_same(architecture: str, tmp_path: Path):
     assert loaded.config.rope_parameters == built.huggingface.config.rope_parameters
 
 
+def test_a_width_of_heads_of_its_own_is_read(tmp_path: Path):
+    """Qwen3's configuration has another width of heads by default, and transformers does not read the file's."""
+    file = written(tmp_path, "Q8_0", "qwen3", head_dim=32)
+    config = json.loads((gguf_directory(file) / "config.json").read_text(encoding="utf-8"))
+    assert config["head_dim"] == 32
+    built = build(parse_source(str(file)), 0)
+    assert built.huggingface is not None
+    assert built.huggingface.quantisation is not None
+    found = gguf_matrices(built.huggingface.quantisation, built.module, built.huggingface.config.to_dict())
+    expected = load_file(tmp_path / "plain" / "model.safetensors")
+    assert set(found.matrices) == set(expected)
+    for name, matrix in found.matrices.items():
+        assert torch.equal(torch.from_numpy(matrix.numbers()).reshape(expected[name].shape), expected[name])
+
+
+def test_weights_of_another_size_than_the_metadata_say_are_named(tmp_path: Path):
+    file = written(tmp_path, "Q8_0")
+    config = gguf_directory(file) / "config.json"
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps({**fields, "num_key_value_heads": 1}), encoding="utf-8")
+    built = build(parse_source(str(file)), 0)
+    assert built.huggingface is not None
+    assert built.huggingface.quantisation is not None
+    with pytest.raises(ModelError, match=r"blk\.0\.attn_k\.weight has the shape \[128, 256\]"):
+        gguf_matrices(built.huggingface.quantisation, built.module, built.huggingface.config.to_dict())
+
+
 def test_metadata_become_a_directory_made_once(tmp_path: Path):
     file = written(tmp_path, "Q8_0")
     directory = gguf_directory(file)
