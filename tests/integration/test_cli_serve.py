@@ -90,6 +90,44 @@ def test_a_local_pool_serves_transformers_tokens_and_outlives_a_peer(model: Path
         server.end()
 
 
+@pytest.mark.timeout(1200)
+def test_clients_of_every_api_get_the_same_answer(model: Path, tmp_path: Path) -> None:
+    anthropic, ollama, openai = (pytest.importorskip(name) for name in ("anthropic", "ollama", "openai"))
+    figures = tmp_path / "serve.json"
+    server = Process(
+        *("serve", model, "--local", 1, "--context", 128, "--sessions", 2, "--port", 0),
+        *("--home", tmp_path / "home", "--json", figures),
+    )
+    said = [{"role": "user", "content": "a pool of"}]
+    try:
+        heard(server, "curl ")
+        url = json.loads(figures.read_text())["url"]
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=CEILING_S) as api:
+            chat = api.chat.completions.create(model="tiny", messages=said, temperature=0, max_tokens=12)
+        expected = chat.choices[0].message.content
+        assert expected
+        sampling = {"temperature": 0}
+        with (
+            anthropic.Anthropic(base_url=url, api_key="none", timeout=CEILING_S) as api,
+            api.messages.stream(model="tiny", messages=said, max_tokens=12, extra_body=sampling) as stream,
+        ):
+            message = stream.get_final_message()
+        assert [block.text for block in message.content] == [expected]
+        assert message.usage.output_tokens == chat.usage.completion_tokens
+        with ollama.Client(host=url, timeout=CEILING_S) as api:
+            lines = list(api.chat("tiny", said, stream=True, options={**sampling, "num_predict": 12}))
+        assert "".join(line.message.content for line in lines) == expected
+        assert lines[-1].eval_count == chat.usage.completion_tokens
+        server.interrupt()
+        assert server.ended() == 0
+    finally:
+        if server.lives:
+            server.interrupt()
+            with suppress(subprocess.TimeoutExpired):
+                server.process.wait(timeout=CEILING_S)
+        server.end()
+
+
 OWNER = """
 import asyncio, sys
 from pathlib import Path
