@@ -13,6 +13,8 @@ from fusionai.cli.export import export
 from fusionai.primitives.errors import UsageError
 from harness.quantised_weights import write_tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:

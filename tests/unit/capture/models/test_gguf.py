@@ -22,6 +22,8 @@ from fusionai.primitives.errors import ModelError
 from harness.gguf_files import TEMPLATE, write_gguf
 from harness.quantised_weights import write_tokenizer
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 256,

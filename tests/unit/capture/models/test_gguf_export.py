@@ -18,6 +18,8 @@ from fusionai.primitives.errors import ModelError
 from fusionai.storage.adapter_files import read_adapter
 from harness.quantised_weights import write_tokenizer
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
