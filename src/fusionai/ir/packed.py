@@ -240,7 +240,7 @@ def _unpack(packing: Packing, arrays: Sequence[Array], made: Float32s) -> None:
         else:
             plain[first:last] = numbers
     if packing.heads:
-        _undo_rotation_order(plain, packing.heads)
+        _undo_rotation_order(made.reshape(packing.shape[0], -1), packing.heads)
 
 
 def _pieces(count: int, columns: int, *, within: int) -> Iterator[tuple[int, int]]:

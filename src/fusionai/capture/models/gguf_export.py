@@ -238,10 +238,10 @@ def _reader(
         if adapter is not None and layer in adapter.layers:
             part, of_adapter = adapter.layers[layer], SafetensorsFile(adapter.weights)
             up, down = _floats(of_adapter.read(part.b)), _floats(of_adapter.read(part.a))
-            weight = weight + np.float32(adapter.config.scale(layer, part.rank)) * (up @ down)
-        if architecture == "llama" and weight.ndim == 2 and ".self_attn.q_proj." in name:
+            weight += np.multiply(up @ down, adapter.config.scale(layer, part.rank), dtype=np.float32)
+        if architecture == "llama" and ".self_attn.q_proj." in name:
             return _in_pairs(weight, int(config["num_attention_heads"]))
-        if architecture == "llama" and weight.ndim == 2 and ".self_attn.k_proj." in name:
+        if architecture == "llama" and ".self_attn.k_proj." in name:
             return _in_pairs(weight, int(config.get("num_key_value_heads") or config["num_attention_heads"]))
         return weight
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from fusionai.capture.models.gguf import gguf_matrices
 from fusionai.capture.models.gguf_export import GgufType, export_gguf
 from fusionai.primitives.errors import ModelError
 from fusionai.storage.adapter_files import read_adapter
@@ -70,6 +71,21 @@ def test_numbers_and_settings_come_back(architecture: str, tied: bool, tmp_path:
     assert written.kept_wider == ()
     assert torch.equal(logits(read_back(file)), logits(model))
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_biases_of_rotated_rows_are_in_the_same_order(tmp_path: Path):
+    model = saved(tmp_path / "model", attention_bias=True)
+    with torch.no_grad():
+        for name, bias in model.named_parameters():
+            if name.endswith("bias"):
+                bias.normal_()
+    model.save_pretrained(tmp_path / "model")
+    export_gguf(tmp_path / "model", tmp_path / "small.gguf", "f32")
+    found = gguf_matrices({"file": str(tmp_path / "small.gguf")}, model, SIZES)
+    assert len(found.matrices) == 9 * 2 + 3 + 8
+    for name, matrix in found.matrices.items():
+        ours = model.state_dict()[name]
+        assert torch.equal(torch.from_numpy(matrix.numbers()).reshape(ours.shape), ours), name
 
 
 @pytest.mark.parametrize(
