@@ -256,7 +256,6 @@ def test_conversations_until_evaluations_bring_nothing(pool: LivePool, tmp_path:
     assert (again.code, "already ended early" in again.out) == (0, True), again.err
 
 
-@pytest.mark.long
 def test_the_shipped_recipe_of_own_code_on_arrays(pool: LivePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("cnn_classifier.toml", "cnn_model.py"):
         shutil.copy(RECIPES / name, tmp_path)
