@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fusionai.capture.capture import aliases
+from fusionai.capture.capture import aliases, capture
 from fusionai.capture.models.build import build
 from fusionai.capture.models.source import ConfigSource, DirectorySource
 from fusionai.capture.models.state import CapturedState, index_checkpoint
@@ -171,9 +171,9 @@ def test_another_models_experts_are_named_with_their_shapes(mixtral: Saved) -> N
     assert "expects [4, 32, 48]" in said
 
 
-def test_quantized_weights_are_refused_by_their_method(mixtral: Saved) -> None:
+def test_weights_that_only_their_configuration_calls_quantised_are_refused(mixtral: Saved) -> None:
     path = mixtral.directory / "config.json"
     fields = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     path.write_text(json.dumps(fields))
-    with pytest.raises(ModelError, match="quantized \\(fp8\\)"):
-        build(DirectorySource(mixtral.directory), 0)
+    with pytest.raises(ModelError, match="are quantised \\(fp8\\), but none of them is"):
+        capture(DirectorySource(mixtral.directory), batch=(1, 2), sequence=(1, 8))
