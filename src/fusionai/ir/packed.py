@@ -5,7 +5,7 @@ cached as they lie there, one tensor behind the other (`Packing.parts`); a stage
 the weight. Each form's numbers are those that the library which wrote the file computes in float32. Work is done in
 pieces of a few million numbers, so that the memory needed is the result and little more.
 
-Neighbours: `storage.quantised_files` and `storage.gguf_file` find the parts in files, `ir.validate` calls
+Neighbours: `storage.quantised_files` and `capture.models.gguf` find the parts in files, `ir.validate` calls
 `check_packing` on received graphs, `backends.serving.base` unpacks.
 
 Sources of the layouts: GGUF: the `gguf` package, which also decodes it. FP8: DeepSeek-V3's `inference/kernel.py`
@@ -17,14 +17,15 @@ bitsandbytes: Dettmers et al. 2023, arXiv 2305.14314. `compressed-tensors`: its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
+from math import isfinite, prod
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.ir.schema import Graph, PackedPart, Packing
+from fusionai.ir.schema import Graph, PackedForm, PackedPart, Packing
+from fusionai.ir.weights import floats_of_bfloat16
 from fusionai.primitives.errors import GraphError
 
 Float32s = npt.NDArray[np.float32]
@@ -44,6 +45,18 @@ _ITEMSIZE_BYTES: Final = {
     "float8_e5m2": 1,
     "float8_e8m0fnu": 1,
 }
+_SCALES: Final = frozenset({"float16", "bfloat16", "float32"})
+_DTYPES: Final[Mapping[PackedForm, tuple[frozenset[str], ...]]] = {
+    "gguf": (frozenset({"uint8"}),),
+    "float8": (frozenset({"float8_e4m3fn", "float8_e5m2"}), _SCALES | {"float8_e8m0fnu"}),
+    "float4": (frozenset({"uint8"}), _SCALES | {"float8_e8m0fnu", "float8_e4m3fn"}, _SCALES),
+    "gptq": (frozenset({"int32"}), frozenset({"int32"}), _SCALES, frozenset({"int32"})),
+    "awq": (frozenset({"int32"}), frozenset({"int32"}), _SCALES),
+    "packed_int": (frozenset({"int32"}), _SCALES, frozenset({"int32"}), frozenset({"int32"})),
+    "int8": (frozenset({"int8"}), _SCALES, frozenset({"int8"})),
+    "codes4": (frozenset({"uint8"}), _SCALES | {"uint8"}, _SCALES, _SCALES, _SCALES),
+}
+"""Which types each part may have; a part that is not there has any."""
 _FP4: Final = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _AWQ_ORDER: Final = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """Position within its word of each of eight consecutive numbers."""
@@ -86,7 +99,8 @@ def unpacked(packings: Sequence[Packing], data: memoryview) -> Float32s:
             arrays.append(_array(part, data[first_byte:end]))
             first_byte = end
         count = prod(packing.shape)
-        _unpack(packing, arrays, made[first : first + count])
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # numbers are checked by their users
+            _unpack(packing, arrays, made[first : first + count])
         first += count
     return made
 
@@ -96,11 +110,12 @@ def check_packing(packing: Packing) -> None:
     *outer, rows, columns = _stored_shape(packing)
     shapes = [part.shape for part in packing.parts]
     sizes = (packing.group, packing.heads, *(size for shape in shapes for size in shape))
-    if (
-        min(sizes) < 0
-        or min(packing.block or (1,)) < 1
-        or any(part.dtype not in _ITEMSIZE_BYTES for part in packing.parts)
-    ):
+    if min(sizes) < 0 or min(packing.block or (1,)) < 1 or not isfinite(packing.offset + packing.factor):
+        raise _wrong(packing)
+    allowed = _DTYPES[packing.form]
+    if len(allowed) != len(shapes) or any(part.dtype not in _ITEMSIZE_BYTES for part in packing.parts):
+        raise _wrong(packing)
+    if any(prod(part.shape) and part.dtype not in one for part, one in zip(packing.parts, allowed, strict=True)):
         raise _wrong(packing)
     expected = _expected(packing, prod(outer), rows, columns, shapes)
     if expected is None or [prod(shape) for shape in shapes] != [prod(shape) for shape in expected]:
@@ -143,7 +158,7 @@ def _expected(
             packed_columns = columns * bits // _WORD_BITS
             words = rows * bits // _WORD_BITS
             ordered = prod(order) == rows or (not prod(order) and rows % groups == 0)
-            ordered = ordered and packing.group in (0, -(-rows // groups))
+            ordered = ordered and packing.group in (0, -(-rows // groups)) and packing.offset in (0.0, 1.0)
             return [(words, columns), (groups, packed_columns), (groups, columns), order] if ordered else None
         case "awq", [_, _, scales]:
             groups = prod(scales) // columns
@@ -165,6 +180,8 @@ def _expected(
             numbers = count * columns
             per_scale = packing.group
             if not per_scale or prod(largest) != -(-numbers // per_scale) or numbers % 2:
+                return None
+            if (packing.parts[1].dtype == "uint8") != bool(prod(nested)):
                 return None
             tables = (256,) if prod(nested) else (0,)
             ends = (-(-prod(largest) // _NESTED),) if prod(nested) else (0,)
@@ -195,7 +212,7 @@ def _floats(part: PackedPart, array: Array) -> Float32s:
     """The part's values in float32."""
     match part.dtype:
         case "bfloat16":
-            return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            return floats_of_bfloat16(array)
         case "float8_e4m3fn":
             return _E4M3[array]
         case "float8_e5m2":

@@ -233,7 +233,7 @@ def pack_stored(values: npt.NDArray[Any], form: Stored) -> Bytes:
             return bfloat16_bits(rows.copy()).view(np.uint8).reshape(-1)
         case "int8":
             scales = bfloat16_bits(np.maximum(np.abs(rows).max(axis=1) / np.float32(127), _TINY))
-            codes = np.clip(np.rint(rows / _floats(scales)[:, None]), -127, 127).astype(np.int8)
+            codes = np.clip(np.rint(rows / floats_of_bfloat16(scales)[:, None]), -127, 127).astype(np.int8)
             return np.concatenate([codes.view(np.uint8).reshape(-1), scales.view(np.uint8)])
         case "int4" if (group := group_of(weight.shape)) is not None:
             return _pack_groups(rows, group)
@@ -247,12 +247,13 @@ def _pack_groups(rows: Float32s, group: int) -> Bytes:
     grouped = rows.reshape(-1, group)
     low, high = grouped.min(axis=1), grouped.max(axis=1)
     scales = bfloat16_bits(np.maximum((high - low) / np.float32(15), _TINY))
-    middles = bfloat16_bits(low + np.float32(8) * _floats(scales))
-    steps = (grouped - _floats(middles)[:, None]) / _floats(scales)[:, None] + np.float32(8)
+    middles = bfloat16_bits(low + np.float32(8) * floats_of_bfloat16(scales))
+    steps = (grouped - floats_of_bfloat16(middles)[:, None]) / floats_of_bfloat16(scales)[:, None] + np.float32(8)
     levels = np.clip(np.rint(steps), 0, 15).astype(np.uint8).reshape(-1, 2)
     codes = levels[:, 0] | (levels[:, 1] << np.uint8(4))
     return np.concatenate([codes, np.stack([scales, middles], axis=1).reshape(-1).view(np.uint8)])
 
 
-def _floats(halves: npt.NDArray[np.uint16]) -> Float32s:
+def floats_of_bfloat16(halves: npt.NDArray[np.uint16]) -> Float32s:
+    """Return the numbers whose upper 16 bits these are."""
     return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)

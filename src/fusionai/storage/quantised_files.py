@@ -74,7 +74,13 @@ def quantised_files(scheme: Mapping[str, Any], files: Iterable[Path]) -> Quantis
     matrices: dict[str, PackedMatrix] = {}
     taken: set[str] = set()
     for name in sorted(stored):
-        found = reader(name, stored)
+        try:
+            found = reader(name, stored)
+        except (ValueError, TypeError, AttributeError) as problem:
+            raise ModelError(
+                f"the tensor {name} and `quantization_config` in config.json do not fit together: {problem}.",
+                hint="They belong to different models, or a file is damaged: fetch the model again.",
+            ) from problem
         if found is None:
             continue
         matrix, packing, parts = found
@@ -155,7 +161,8 @@ def _float8(
     scale = next((one for end in scales if (one := f"{stem}{end}") in stored), f"{name}_scale_inv")
     factors = _beside(stored, scale, name)
     block: tuple[int, int] | None = None
-    if len(factors.shape) == len(codes.shape) and factors.shape[-1] > 1:
+    per_row = factors.shape[-1:] == (1,) and factors.shape[-2:-1] in ((1,), codes.shape[-2:-1])
+    if len(factors.shape) == len(codes.shape) and not per_row:
         said = scheme.get("weight_block_size") or (None, None)
         high, wide = map(_block, codes.shape[-2:], factors.shape[-2:], said)
         block = (high, wide)
@@ -169,7 +176,7 @@ def _block(size: int, groups: int, said: int | None) -> int:
     """Rows or columns that share a scale: as config.json says, else the power of two that gives this number of groups,
     else an equal share."""
     if said:
-        return said
+        return int(said)
     powers = (1 << exponent for exponent in range(3, 13))
     return next((power for power in powers if -(-size // power) == groups), -(-size // groups))
 
@@ -273,9 +280,9 @@ def _compressed(scheme: Mapping[str, Any], name: str, stored: Mapping[str, Store
         parts = (_part(stored, name), factors, _part(stored, overall))
         packing = Packing(form="float4", shape=(rows, 2 * half), parts=parts)
         return matrix, packing, _present(stored, (name, scale, overall))
-    shape = tuple(int(size) for size in np.frombuffer(stored[f"{stem}.weight_shape"].range.mapped(), "<i8"))
-    if stored[f"{stem}.weight_shape"].dtype == "int32":
-        shape = tuple(int(size) for size in np.frombuffer(stored[f"{stem}.weight_shape"].range.mapped(), "<i4"))
+    of_shape = _beside(stored, f"{stem}.weight_shape", matrix)
+    sizes = stored[f"{stem}.weight_shape"].range.mapped()
+    shape = tuple(int(size) for size in np.frombuffer(sizes, "<i4" if of_shape.dtype == "int32" else "<i8"))
     parts = (_part(stored, name), _beside(stored, scale, matrix), _part(stored, zeros), _part(stored, order))
     bits = _bits(scheme, stem)
     packing = Packing(form="packed_int", shape=shape, parts=parts, bits=bits)

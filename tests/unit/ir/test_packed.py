@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
 from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import numpy as np
@@ -10,12 +14,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from fusionai.ir import packed
 from fusionai.ir.packed import check_packing, packed_bytes, unpacked
 from fusionai.ir.schema import Graph, PackedPart, Packing
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import GraphError
+from fusionai.storage.quantised_files import quantised_files
+from harness.quantised_weights import FORMS
 
 FLOAT8 = Packing(
     form="float8",
@@ -136,6 +144,74 @@ def test_a_received_packing_is_unpacked_or_refused(packing: Packing, data: bytes
         except GraphError:
             return
         assert made.size == prod(again.shape)
+
+
+@st.composite
+def nearly_right(draw: st.DrawFn) -> Packing:
+    """A packing that a real file has, with a few changes."""
+    packing = draw(st.sampled_from(real_packings()))
+    parts = list(packing.parts)
+    for _ in range(draw(st.integers(0, 2))):
+        place = draw(st.integers(0, len(parts) - 1))
+        dtype = draw(st.sampled_from([*packed._ITEMSIZE_BYTES]))
+        shape = draw(st.sampled_from([parts[place].shape, parts[place].shape[::-1], (0,), (1,), (7, 3)]))
+        parts[place] = PackedPart(dtype, shape)
+    changes = {
+        "form": st.sampled_from(sorted(packed._READERS)),
+        "bits": st.integers(-1, 40),
+        "group": st.sampled_from([0, 1, 32, 64, 2**40]),
+        "block": st.sampled_from([None, (1, 1), (64, 64), (2**40, 1)]),
+        "turned": st.booleans(),
+        "offset": st.sampled_from([0.0, 1.0, -3.0, 1e300, float("nan"), float("inf")]),
+        "factor": st.sampled_from([1.0, 1e300, float("nan")]),
+        "heads": st.sampled_from([0, 1, 3, 2**40]),
+    }
+    chosen = draw(st.sets(st.sampled_from(sorted(changes)), max_size=2))
+    return msgspec.structs.replace(packing, parts=tuple(parts), **{name: draw(changes[name]) for name in chosen})
+
+
+@cache
+def real_packings() -> tuple[Packing, ...]:
+    written = [*(Path(__file__).parents[2] / "data" / "quantised").glob("*.safetensors")]
+    found: list[Packing] = []
+    for path in sorted(written):
+        with safe_open(path, framework="np") as file:
+            scheme = json.loads(file.metadata()["quantization_config"])
+        found += [packing for one in quantised_files(scheme, [path]).matrices.values() for packing in one.packings]
+    with TemporaryDirectory() as directory:
+        for form in FORMS.values():
+            tensors, _ = form.write("a.weight", torch.ones(64, 128))
+            path = Path(directory) / "model.safetensors"
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+            matrices = quantised_files(form.scheme, [path]).matrices.values()
+            found += [packing for one in matrices for packing in one.packings]
+    return (*found, Packing(form="gguf", shape=(8, 256), parts=(PackedPart("uint8", (8, 144)),), kind="Q4_K", heads=2))
+
+
+@given(nearly_right(), st.binary(min_size=1, max_size=64))
+def test_a_packing_that_is_nearly_right_is_unpacked_or_refused(packing: Packing, data: bytes):
+    try:
+        check_packing(packing)
+    except GraphError:
+        return
+    needed = packed_bytes((packing,))
+    try:
+        made = unpacked((packing,), memoryview((data * (needed // len(data) + 1))[:needed]))
+    except GraphError:
+        return
+    assert made.size == prod(packing.shape)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_parts_of_another_type_are_refused(place: int):
+    for dtype in ("int8", "uint8", "float16", "int32"):
+        part = FLOAT8.parts[place]
+        if dtype == "float16" and place == 1:
+            continue  # scales may be of half precision
+        parts = [*FLOAT8.parts]
+        parts[place] = PackedPart(dtype, part.shape)
+        with pytest.raises(GraphError, match="can't be packed"):
+            check_packing(msgspec.structs.replace(FLOAT8, parts=tuple(parts)))
 
 
 def test_a_graph_with_a_false_packing_is_refused(model: Graph):

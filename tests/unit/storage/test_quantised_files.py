@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from fusionai.primitives.errors import ModelError
 from fusionai.storage.quantised_files import QuantisedFiles, quantised_files
-from harness.quantised_weights import FORMS
+from harness.quantised_weights import FORMS, Writer
 
 WRITTEN = Path(__file__).parents[2] / "data" / "quantised"
 NAME = "model.layers.0.mlp.down_proj.weight"
@@ -99,3 +99,39 @@ def test_experts_in_4_bit_floats_are_those_of_transformers(tmp_path: Path):
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     assert matrix.packings[0].shape == tuple(theirs.shape) == (3, 64, 40)
     assert torch.equal(torch.from_numpy(matrix.numbers()).reshape(theirs.shape), theirs)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tensors", "message"),
+    [
+        ({"quant_method": "gptq", "bits": "four"}, FORMS["gptq-4"].write, "do not fit together"),
+        ({"quant_method": "gptq", "bits": 5}, FORMS["gptq-4"].write, "can't be packed as gptq"),
+        ({"quant_method": "gptq", "group_size": 32}, FORMS["gptq-4"].write, "can't be packed as gptq"),
+        ({"quant_method": "fp8", "weight_block_size": ["a", "b"]}, FORMS["fp8"].write, "do not fit together"),
+    ],
+)
+def test_a_description_that_does_not_fit_is_refused(
+    scheme: dict[str, object], tensors: Writer, message: str, tmp_path: Path
+):
+    path = tmp_path / "model.safetensors"
+    save_file({name: one.contiguous() for name, one in tensors(NAME, torch.randn(128, 256))[0].items()}, path)
+    with pytest.raises(ModelError, match=message):
+        quantised_files(scheme, [path])
+
+
+def test_a_lost_shape_is_named(tmp_path: Path):
+    with safe_open(WRITTEN / "ct-int4.safetensors", framework="pt") as file:
+        scheme = json.loads(file.metadata()["quantization_config"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    del tensors["model.layers.0.mlp.down_proj.weight_shape"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"lacks its part model\.layers\.0\.mlp\.down_proj\.weight_shape"):
+        quantised_files(scheme, [tmp_path / "model.safetensors"])
+
+
+@pytest.mark.parametrize("shape", [(128, 64), (64, 256), (64, 64)])
+def test_blocks_in_one_row_or_column_are_blocks(shape: tuple[int, int], tmp_path: Path):
+    torch.manual_seed(0)
+    tensors, numbers = FORMS["fp8"].write(NAME, torch.randn(shape))
+    matrix = _found("fp8", tensors, tmp_path).matrices[NAME]
+    assert torch.equal(torch.from_numpy(matrix.numbers()).reshape(shape), numbers)

@@ -24,7 +24,7 @@ from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.packed import unpacked
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.serving import ADAPTERS, BATCH, FROM_SEGMENTS, POSITIONS, RANDOM, SEQUENCE
-from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.errors import ExecutionError, GraphError
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.wire.serving import Segment, ServeOptions
 
@@ -233,7 +233,10 @@ def _numbers(spec: ParamSpec, tensor: HostTensor) -> HostTensor:
         return tensor
     if tensor.dtype != "uint8":
         raise ExecutionError(f"weight {spec.key!r} came as {tensor.dtype}, expected the packed bytes of its files.")
-    return host_tensor("float32", spec.shape, unpacked(spec.packed, tensor.data).data)
+    try:
+        return host_tensor("float32", spec.shape, unpacked(spec.packed, tensor.data).data)
+    except GraphError as problem:  # the bytes contradict the packing, whose own sizes were checked with the graph
+        raise ExecutionError(f"weight {spec.key!r}: {problem.message}", hint=problem.hint) from problem
 
 
 def _check_weight(spec: ParamSpec, tensor: HostTensor) -> None:

@@ -28,7 +28,7 @@ from torch import nn
 from fusionai.ir.packed import check_packing
 from fusionai.ir.schema import PackedPart, Packing
 from fusionai.primitives.errors import GraphError, ModelError
-from fusionai.storage.atomic import storage_errors
+from fusionai.storage.atomic import storage_errors, write_atomic
 from fusionai.storage.quantised_files import PackedMatrix, QuantisedFiles
 from fusionai.storage.safetensors_file import ByteRange
 
@@ -81,6 +81,12 @@ def _write(file: Path, place: Path) -> None:
             f"{file} holds a model of the architecture {architecture!r}, whose GGUF files can't be read.",
             hint=f"Use the model's safetensors, or a GGUF file of one of {', '.join(sorted(_PLAIN))}.",
         )
+    parts = reader.get_field("split.count")
+    if parts is not None and int(parts.contents()) > 1:
+        raise ModelError(
+            f"{file} is one of {parts.contents()} files that hold a model together, which can't be read.",
+            hint="Join them with llama.cpp's llama-gguf-split --merge.",
+        )
     scaled = _scaled_rotations(reader, file)
     layers = reader.get_field(f"{architecture}.block_count")
     if layers is not None and (architecture, int(layers.contents())) in _OTHER_SCALE:
@@ -106,8 +112,8 @@ def _write(file: Path, place: Path) -> None:
             fields["head_dim"] = int(width.contents())  # which transformers does not read
         if scaled is not None:
             fields["rope_parameters"] = {**fields["rope_parameters"], **scaled}
-        # Last: a directory with this file is complete.
-        (place / "config.json").write_text(json.dumps(fields, default=str), encoding="utf-8")
+    # Last: a directory with this file is complete.
+    write_atomic(place / "config.json", json.dumps(fields, default=str).encode())
 
 
 def _scaled_rotations(reader: GGUFReader, file: Path) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ like transformers are written: others are refused by name. The file appears unde
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -17,6 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionai.capture.models.gguf import llama3_divisors
+from fusionai.capture.models.huggingface import resolve
+from fusionai.capture.models.source import DirectorySource
+from fusionai.ir.weights import floats_of_bfloat16
 from fusionai.primitives.errors import ModelError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.adapter_files import AdapterFiles
@@ -64,14 +67,13 @@ def export_gguf(
     `StorageError`."""
     from gguf import GGUFWriter
 
-    config = _json(directory / "config.json")
-    architecture = _ARCHITECTURES.get(str(config.get("model_type")))
+    built = resolve(DirectorySource(directory))
+    # As transformers understands it: older files hold some settings under other names, or leave defaults out.
+    config = built.config.to_dict()
+    architecture = _ARCHITECTURES.get(built.config.model_type)
     if architecture is None:
-        raise ModelError(
-            f"{config.get('model_type')} models can't be written as GGUF; expected one of {', '.join(_ARCHITECTURES)}.",
-            hint="Convert the directory with llama.cpp's convert_hf_to_gguf.py.",
-        )
-    if "quantization_config" in config:
+        raise _refused(f"{built.config.model_type} models", f"expected one of {', '.join(_ARCHITECTURES)}")
+    if built.quantisation is not None:
         raise ModelError(
             f"the weights of {directory} are quantised; only plain weights are written as GGUF.",
             hint="Use the model that they were made from.",
@@ -82,8 +84,9 @@ def export_gguf(
         writer = GGUFWriter(partial, architecture)
         try:
             _metadata(writer, config, directory)
-            _vocabulary(writer, directory, int(config["vocab_size"]))
-            count, wider = _weights(writer, _tensors(directory, config, architecture, adapter), kind, on_progress)
+            _vocabulary(writer, config, directory)
+            tensors = _tensors(built.weights, config, architecture, adapter)
+            count, wider = _weights(writer, tensors, kind, on_progress)
             writer.close()
             partial.replace(file)
         finally:
@@ -107,17 +110,13 @@ def _json(path: Path) -> dict[str, Any]:
 def _metadata(writer: GGUFWriter, config: Mapping[str, Any], directory: Path) -> None:
     heads = int(config["num_attention_heads"])
     width = int(config.get("head_dim") or config["hidden_size"] // heads)
-    rotations = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
+    rotations = config["rope_parameters"]
     if (scaling := rotations.get("rope_type", "default")) not in ("default", "llama3"):
-        raise ModelError(
-            f"rotations of the type {scaling!r} can't be written as GGUF.",
-            hint="Convert the directory with llama.cpp's convert_hf_to_gguf.py.",
-        )
+        raise _refused(f"rotations of the type {scaling!r}", "expected 'default' or 'llama3'")
     if config.get("sliding_window") and config.get("use_sliding_window", True):
-        raise ModelError(
-            f"a sliding window of {config['sliding_window']} positions can't be written as GGUF for this architecture.",
-            hint="Convert the directory with llama.cpp's convert_hf_to_gguf.py.",
-        )
+        raise _refused(f"a sliding window of {config['sliding_window']} positions", "expected none")
+    if (function := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise _refused(f"the activation {function!r}", "expected 'silu'")
     writer.add_name(directory.resolve().name)
     writer.add_context_length(int(config["max_position_embeddings"]))
     writer.add_embedding_length(int(config["hidden_size"]))
@@ -133,7 +132,15 @@ def _metadata(writer: GGUFWriter, config: Mapping[str, Any], directory: Path) ->
     writer.add_vocab_size(int(config["vocab_size"]))
 
 
-def _vocabulary(writer: GGUFWriter, directory: Path, size: int) -> None:
+def _refused(what: str, expected: str) -> ModelError:
+    """Return the error for what llama.cpp would run otherwise than transformers."""
+    return ModelError(
+        f"{what} can't be written as GGUF; {expected}.",
+        hint="Convert the directory with llama.cpp's convert_hf_to_gguf.py.",
+    )
+
+
+def _vocabulary(writer: GGUFWriter, config: Mapping[str, Any], directory: Path) -> None:
     from gguf import TokenType
 
     tokenizer, settings = _json(directory / "tokenizer.json"), {}
@@ -141,15 +148,19 @@ def _vocabulary(writer: GGUFWriter, directory: Path, size: int) -> None:
         settings = _json(directory / "tokenizer_config.json")
     model = tokenizer.get("model") or {}
     if model.get("type") != "BPE" or "ByteLevel" not in json.dumps(tokenizer.get("pre_tokenizer")):
+        raise _refused(f"a tokenizer like that of {directory}", "expected a byte-level BPE")
+    size, added_tokens = int(config["vocab_size"]), tokenizer.get("added_tokens") or ()
+    largest = max((*model["vocab"].values(), *(added["id"] for added in added_tokens)), default=0)
+    if largest >= size:
         raise ModelError(
-            f"the tokenizer of {directory} is no byte-level BPE, the only kind that is written as GGUF.",
-            hint="Convert the directory with llama.cpp's convert_hf_to_gguf.py.",
+            f"the tokenizer of {directory} has token {largest}, but the model's vocabulary has {size} tokens.",
+            hint="The tokenizer belongs to another model: save the model's own beside it.",
         )
     tokens = [f"[PAD{number}]" for number in range(size)]
     kinds = [int(TokenType.UNUSED)] * size
     for text, number in model["vocab"].items():
         tokens[number], kinds[number] = text, int(TokenType.NORMAL)
-    for added in tokenizer.get("added_tokens") or ():
+    for added in added_tokens:
         tokens[added["id"]] = added["content"]
         kinds[added["id"]] = int(TokenType.CONTROL if added.get("special") else TokenType.USER_DEFINED)
     writer.add_tokenizer_model("gpt2")
@@ -157,7 +168,6 @@ def _vocabulary(writer: GGUFWriter, directory: Path, size: int) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
-    config = _json(directory / "config.json")
     for name, add in (("bos_token_id", writer.add_bos_token_id), ("eos_token_id", writer.add_eos_token_id)):
         ids = config.get(name)
         first = ids[0] if isinstance(ids, list) and ids else ids
@@ -178,9 +188,8 @@ def _split(tokenizer: Mapping[str, Any]) -> str:
         return "gpt-2"
     if len(patterns) == 1 and patterns[0] in _SPLITS:
         return _SPLITS[patterns[0]]
-    raise ModelError(
-        f"the tokenizer splits texts by a pattern that llama.cpp has no known name for: {str(patterns)[:200]}.",
-        hint="Convert the directory with llama.cpp's convert_hf_to_gguf.py.",
+    raise _refused(
+        f"a tokenizer that splits texts by {str(patterns)[:200]}", "expected Llama 3's, Qwen2's or GPT-2's way"
     )
 
 
@@ -194,7 +203,7 @@ class _Tensor:
 
 
 def _tensors(
-    directory: Path, config: Mapping[str, Any], architecture: str, adapter: AdapterFiles | None
+    files: Sequence[Path], config: Mapping[str, Any], architecture: str, adapter: AdapterFiles | None
 ) -> list[_Tensor]:
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -202,7 +211,7 @@ def _tensors(
     names = get_tensor_name_map(of_architecture, int(config["num_hidden_layers"]))
     changed = {} if adapter is None else dict(adapter.layers)
     found: list[_Tensor] = []
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in files:
         file = SafetensorsFile(path)
         for name in file.names:
             if name.endswith("rotary_emb.inv_freq"):
@@ -222,8 +231,8 @@ def _tensors(
             hint="Give the adapter's own base model.",
         )
     if not found:
-        raise ModelError(f"{directory} holds no weights (*.safetensors).", hint="Save the model, weights included.")
-    if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
+        raise ModelError("the model has no weights (*.safetensors).", hint="Save the model, weights included.")
+    if config["rope_parameters"].get("rope_type") == "llama3":
         table = llama3_divisors(config)
         found.append(_Tensor("rope_freqs.weight", table.shape, lambda: table))
     return found
@@ -250,8 +259,7 @@ def _reader(
 
 def _floats(tensor: HostTensor) -> Float32s:
     if tensor.dtype == "bfloat16":
-        bits = np.frombuffer(tensor.data, "<u2").astype(np.uint32) << np.uint32(16)
-        return bits.view(np.float32).reshape(tensor.shape)
+        return floats_of_bfloat16(np.frombuffer(tensor.data, np.uint16)).reshape(tensor.shape)
     return np.frombuffer(tensor.data, tensor.dtype).reshape(tensor.shape).astype(np.float32)
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from fusionai.backends.registry import open_backend
 from fusionai.client.pool.job_trust import job_trust
 from fusionai.client.pool.session import OWNER_DIRECTORY, PoolMember, PoolSession
 from fusionai.execution.host import ComputeThread, Host
-from fusionai.execution.measurement import measured_device
+from fusionai.execution.measurement import FILE, measured_device
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.privacy import PrivacyLevel
@@ -110,18 +111,23 @@ class OwnMachine:
 
 
 @asynccontextmanager
-async def own_machine(device: str, threads: int | None, home: Path) -> AsyncIterator[OwnMachine]:
-    """Open the torch backend and measure it, or take the measurement kept in the owner's part of `home`. It computes in
-    a thread that lasts as long as the block."""
+async def own_machine(
+    device: str, threads: int | None, home: Path, note: Callable[[str], None]
+) -> AsyncIterator[OwnMachine]:
+    """Open the torch backend and measure it, or take the measurement kept in the owner's part of `home`, which is said
+    by `note`. It computes in a thread that lasts as long as the block."""
     compute = ComputeThread()
+    owner_home = home / OWNER_DIRECTORY
 
-    def measured() -> tuple[Backend, DeviceReport]:
+    def measured() -> tuple[Backend, DeviceReport, float | None]:
         backend = open_backend("torch", device=device, threads=threads)
-        owner_home = home / OWNER_DIRECTORY
-        return backend, measured_device(backend, owner_home, share=1.0, anew=False, clock=SystemClock())[0]
+        return backend, *measured_device(backend, owner_home, share=1.0, anew=False, clock=SystemClock())
 
     try:
-        (backend, report), _ = await compute.run(measured)
+        (backend, report, measured_at_s), _ = await compute.run(measured)
+        if measured_at_s is not None:
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(measured_at_s))
+            note(f"using this machine's speed as measured on {when}; delete {owner_home / FILE} to measure it again")
         yield OwnMachine(compute, backend, report)
     finally:
         compute.close()

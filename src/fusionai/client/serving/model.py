@@ -54,6 +54,8 @@ LONGEST_PASS: Final = 2048
 """Most positions per pass for which the graph is captured (chosen), unless the model has a lower limit."""
 MEASURED: Final = 4
 """Matrices on which rounding is measured; chosen."""
+LARGEST_MEASURED: Final = 2**25
+"""Most numbers of such a matrix: it is in memory several times, in float32; chosen."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 
@@ -252,11 +254,11 @@ def _has_caches(graph: Graph, captured: Captured) -> bool:
 
 def rounding_words(model: ServedModel, form: WeightFormat) -> str | None:
     """Say by how much `form` changes the numbers of the model's files, measured on some of the matrices; None if it
-    keeps them. Blocking."""
+    keeps them, or if all are too large to be measured. Blocking."""
     matrices = sorted(
         spec.key
         for spec in model.captured.graph.params.values()
-        if spec.kind == "parameter" and len(spec.shape) == 2 and prod(spec.shape) >= SMALLEST
+        if spec.kind == "parameter" and len(spec.shape) == 2 and SMALLEST <= prod(spec.shape) <= LARGEST_MEASURED
     )
     some = matrices[:: max(1, len(matrices) // MEASURED)][:MEASURED]
     if form == "fp32" or not some:

@@ -260,7 +260,9 @@ class _Start:
         for text in (*(adapter.words for adapter in model.adapters), *model.captured.notes):
             self._on_event(Noted(text))
         threads = request.threads or (None if request.local is None else local_threads(request.local))
-        machine = await stack.enter_async_context(own_machine(request.device, threads, request.home))
+        machine = await stack.enter_async_context(
+            own_machine(request.device, threads, request.home, lambda text: self._on_event(Noted(text)))
+        )
         weights = await hashing
         stack.callback(weights.close)
         form = request.needs(model.positions).weights

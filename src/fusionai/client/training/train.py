@@ -196,7 +196,9 @@ class _Run:
         async with self.process.pool:
             # Quick checks come before long work: first the broker and the device, then data and model.
             members = await self._look()
-            async with own_machine(self.options.device, self.options.threads, self.options.home) as machine:
+            async with own_machine(
+                self.options.device, self.options.threads, self.options.home, self.process.note
+            ) as machine:
                 return await self._drive(machine, await self._begin(machine, members))
 
     async def _look(self) -> tuple[PoolMember, ...] | None:

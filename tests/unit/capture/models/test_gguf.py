@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -13,12 +14,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from fusionai.capture.capture import capture
 from fusionai.capture.models import gguf as read_gguf
 from fusionai.capture.models.build import build
 from fusionai.capture.models.gguf import gguf_directory, gguf_matrices
-from fusionai.capture.models.source import parse_source
+from fusionai.capture.models.source import DirectorySource, parse_source
 from fusionai.ir.packed import unpacked
 from fusionai.primitives.errors import ModelError
+from fusionai.storage.quantised_files import QuantisedFiles
 from harness.gguf_files import TEMPLATE, write_gguf
 from harness.quantised_weights import write_tokenizer
 
@@ -53,32 +56,35 @@ def written(directory: Path, kind: str, architecture: str = "llama", **more: obj
     return file
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ4_NL"])
-def test_numbers_are_those_that_the_file_stands_for(kind: str, tmp_path: Path):
-    file = written(tmp_path, kind)
+def found_in(file: Path) -> QuantisedFiles:
+    """The weights of a file, as a capture finds them."""
     built = build(parse_source(str(file)), 0)
     assert built.huggingface is not None
     assert built.huggingface.quantisation is not None
-    found = gguf_matrices(built.huggingface.quantisation, built.module, built.huggingface.config.to_dict())
-    expected = load_file(tmp_path / "plain" / "model.safetensors")
+    return gguf_matrices(built.huggingface.quantisation, built.module, built.huggingface.config.to_dict())
+
+
+def assert_same(found: QuantisedFiles, expected: Mapping[str, torch.Tensor]) -> None:
     assert set(found.matrices) == set(expected)
     for name, matrix in found.matrices.items():
-        assert torch.equal(torch.from_numpy(matrix.numbers()).reshape(expected[name].shape), expected[name])
+        assert torch.equal(torch.from_numpy(matrix.numbers()).reshape(expected[name].shape), expected[name]), name
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ4_NL"])
+def test_numbers_are_those_that_the_file_stands_for(kind: str, tmp_path: Path):
+    file = written(tmp_path, kind)
+    found = found_in(file)
+    assert_same(found, load_file(tmp_path / "plain" / "model.safetensors"))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_transformers_reads_the_same(architecture: str, tmp_path: Path):
     file = written(tmp_path, "Q4_0", architecture)
-    built = build(parse_source(str(file)), 0)
-    assert built.huggingface is not None
-    assert built.huggingface.quantisation is not None
-    found = gguf_matrices(built.huggingface.quantisation, built.module, built.huggingface.config.to_dict())
+    found = found_in(file)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    theirs = loaded.state_dict()
-    assert len(found.matrices) == len(theirs)
-    for name, matrix in found.matrices.items():
-        assert torch.equal(torch.from_numpy(matrix.numbers()).reshape(theirs[name].shape), theirs[name]), name
-    assert loaded.config.rope_parameters == built.huggingface.config.rope_parameters
+    assert_same(found, loaded.state_dict())
+    config = json.loads((gguf_directory(file) / "config.json").read_text(encoding="utf-8"))
+    assert loaded.config.rope_parameters == config["rope_parameters"]
 
 
 def test_a_width_of_heads_of_its_own_is_read(tmp_path: Path):
@@ -86,14 +92,8 @@ def test_a_width_of_heads_of_its_own_is_read(tmp_path: Path):
     file = written(tmp_path, "Q8_0", "qwen3", head_dim=32)
     config = json.loads((gguf_directory(file) / "config.json").read_text(encoding="utf-8"))
     assert config["head_dim"] == 32
-    built = build(parse_source(str(file)), 0)
-    assert built.huggingface is not None
-    assert built.huggingface.quantisation is not None
-    found = gguf_matrices(built.huggingface.quantisation, built.module, built.huggingface.config.to_dict())
-    expected = load_file(tmp_path / "plain" / "model.safetensors")
-    assert set(found.matrices) == set(expected)
-    for name, matrix in found.matrices.items():
-        assert torch.equal(torch.from_numpy(matrix.numbers()).reshape(expected[name].shape), expected[name])
+    found = found_in(file)
+    assert_same(found, load_file(tmp_path / "plain" / "model.safetensors"))
 
 
 def test_weights_of_another_size_than_the_metadata_say_are_named(tmp_path: Path):
@@ -101,11 +101,8 @@ def test_weights_of_another_size_than_the_metadata_say_are_named(tmp_path: Path)
     config = gguf_directory(file) / "config.json"
     fields = json.loads(config.read_text(encoding="utf-8"))
     config.write_text(json.dumps({**fields, "num_key_value_heads": 1}), encoding="utf-8")
-    built = build(parse_source(str(file)), 0)
-    assert built.huggingface is not None
-    assert built.huggingface.quantisation is not None
     with pytest.raises(ModelError, match=r"blk\.0\.attn_k\.weight has the shape \[128, 256\]"):
-        gguf_matrices(built.huggingface.quantisation, built.module, built.huggingface.config.to_dict())
+        found_in(file)
 
 
 def test_metadata_become_a_directory_made_once(tmp_path: Path):
@@ -198,9 +195,19 @@ def test_what_can_not_be_read_is_refused_by_name(tmp_path: Path):
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path):
     file = written(tmp_path, "Q8_0")
-    built = build(parse_source(str(file)), 0)
-    assert built.huggingface is not None
-    assert built.huggingface.quantisation is not None
+    directory = gguf_directory(file)
     file.unlink()
     with pytest.raises(ModelError, match=r"small\.gguf is not there any more"):
-        gguf_matrices(built.huggingface.quantisation, built.module, {})
+        capture(DirectorySource(directory), batch=(1, 2), sequence=(1, 8))
+
+
+def test_one_of_several_files_is_refused(tmp_path: Path):
+    file = tmp_path / "small-00001-of-00003.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_uint16("split.count", 3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="one of 3 files"):
+        gguf_directory(file)

@@ -32,8 +32,11 @@ async def test_the_owners_machine_is_measured_at_the_first_job_alone(
     device = Device()
     monkeypatch.setattr(job_process, "open_backend", lambda name, device, threads, opened=device: opened)
     reports: list[DeviceReport] = []
+    said: list[str] = []
     for _ in range(2):
-        async with own_machine("cpu", 1, tmp_path) as machine:
+        async with own_machine("cpu", 1, tmp_path, said.append) as machine:
             reports.append(machine.report)
     assert device.probes == [True, False]
     assert reports[0] == reports[1]
+    (kept,) = said
+    assert f"delete {tmp_path / 'owner' / 'measurement.json'} to measure it again" in kept
