@@ -36,6 +36,12 @@ Script = Callable[[str, Generation], str]
 STAGES = ("owner", "laptop", "tower", "owner")
 
 
+def calls_weather(prompt: str, generation: Generation) -> str:
+    """A script that calls a tool after a few words."""
+    del prompt, generation
+    return 'Let me look. <tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
 def says_it_again(prompt: str, generation: Generation) -> str:
     """The default script: it names the seed if the answer is sampled."""
     last = prompt.rsplit("user\n", 1)[-1].split("<|im_end|>")[0].strip()

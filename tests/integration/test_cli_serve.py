@@ -15,7 +15,7 @@ import pytest
 
 from harness.live_pool import Process
 from harness.patience import CEILING_S
-from harness.saved_model import asked, greedy, heard, saved_model
+from harness.saved_model import asked, greedy, heard, saved_model, stopped
 from harness.slow_machine import standing_still
 
 pytestmark = pytest.mark.slow
@@ -83,11 +83,7 @@ def test_a_local_pool_serves_transformers_tokens_and_outlives_a_peer(model: Path
         assert "Predicted and measured" in server.text
         assert list((home / "local").iterdir()) == []
     finally:
-        if server.lives:  # its pool is ended by nobody else
-            server.interrupt()
-            with suppress(subprocess.TimeoutExpired):
-                server.process.wait(timeout=CEILING_S)
-        server.end()
+        stopped(server)
 
 
 @pytest.mark.timeout(1200)
@@ -121,11 +117,7 @@ def test_clients_of_every_api_get_the_same_answer(model: Path, tmp_path: Path) -
         server.interrupt()
         assert server.ended() == 0
     finally:
-        if server.lives:
-            server.interrupt()
-            with suppress(subprocess.TimeoutExpired):
-                server.process.wait(timeout=CEILING_S)
-        server.end()
+        stopped(server)
 
 
 OWNER = """
@@ -206,8 +198,4 @@ def test_adapters_are_chosen_by_a_requests_model(model: Path, tmp_path: Path) ->
         server.interrupt()
         assert server.ended() == 0
     finally:
-        if server.lives:
-            server.interrupt()
-            with suppress(subprocess.TimeoutExpired):
-                server.process.wait(timeout=CEILING_S)
-        server.end()
+        stopped(server)

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.live_pool import WORDS, LivePool, Process, fusion, write_recipe
+from harness.quantised_weights import FORMS, write_quantised
 from harness.saved_model import asked, greedy, heard, saved_model, stopped
 
 pytestmark = [
@@ -55,7 +58,6 @@ def conversations(file: Path, count: int = 120) -> Path:
 
 def test_conversations_tune_an_adapter_that_peft_loads_and_a_pool_serves(pool: LivePool, tmp_path: Path):
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     base = saved_model(tmp_path / "tiny")
     conversations(tmp_path / "talk.jsonl")
@@ -110,3 +112,39 @@ def test_conversations_tune_an_adapter_that_peft_loads_and_a_pool_serves(pool: L
         assert server.ended() == 0
     finally:
         stopped(server)
+
+
+def test_an_adapter_is_trained_on_a_quantised_base(pool: LivePool, tmp_path: Path):
+    """The losses are those of the same numbers in plain files."""
+    config = AutoConfig.for_model(
+        "llama", hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=320, max_position_embeddings=256, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    write_quantised(tmp_path / "quantised", FORMS["awq"], model=model, plain=tmp_path / "plain")
+    conversations(tmp_path / "talk.jsonl")
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    losses: dict[str, Any] = {}
+    for name in ("quantised", "plain"):
+        settings: dict[str, Any] = {
+            "job__steps": 4,
+            "job__directory": f"runs-{name}",
+            "model": {"path": name},
+            "adapter": {"rank": 4, "targets": ["q_proj", "v_proj"]},
+            "data": {
+                "files": ["talk.jsonl"],
+                "format": "chat",
+                "template": "template.jinja",
+                "evaluation_fraction": 0.2,
+                "sequence_length": 64,
+            },
+            "evaluation": {"every": 2, "batches": 2},
+            "placement": {"stages": 2},
+        }
+        said = tmp_path / f"{name}.json"
+        recipe = write_recipe(tmp_path / f"{name}.toml", **settings)
+        tuned = fusion("train", recipe, "--home", pool.owner, "--threads", 1, "--json", said)
+        assert tuned.code == 0, tuned.err + tuned.out
+        losses[name] = [entry["loss"] for entry in json.loads(said.read_text())["evaluations"]]
+    assert losses["quantised"] == losses["plain"]

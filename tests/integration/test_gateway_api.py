@@ -18,19 +18,8 @@ from fusionai.serving.interface import FaultNote
 from harness.gateway_stand import Stand, chat, gateway_stand, until
 from harness.patience import CEILING_S
 from harness.scripted_engine import STAGES, ScriptedEngine
-from harness.tiny_text import write_tiny_text
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory):
-    return write_tiny_text(tmp_path_factory.mktemp("tiny-text"))
-
-
-@pytest.fixture
-def engine(text: Any) -> ScriptedEngine:
-    return ScriptedEngine(text)
 
 
 def client(stand: Stand, **options: Any) -> httpx.AsyncClient:

@@ -15,7 +15,7 @@ from fusionai.serving.model_text import ModelText
 from fusionai.serving.tools import ToolForm
 from harness.gateway_stand import Stand, gateway_stand, until
 from harness.patience import CEILING_S
-from harness.scripted_engine import ScriptedEngine
+from harness.scripted_engine import ScriptedEngine, calls_weather
 from harness.tiny_text import write_tiny_text
 
 pytestmark = pytest.mark.slow
@@ -44,23 +44,8 @@ AGE: Any = {
 }
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory):
-    return write_tiny_text(tmp_path_factory.mktemp("tiny-text"))
-
-
-@pytest.fixture
-def engine(text: Any) -> ScriptedEngine:
-    return ScriptedEngine(text)
-
-
 def client(stand: Stand, key: str = "none") -> Any:
     return openai.AsyncOpenAI(base_url=f"{stand.url}/v1", api_key=key, max_retries=0, timeout=CEILING_S)
-
-
-def calls_weather(prompt: str, generation: Any) -> str:
-    del prompt, generation
-    return 'Let me look. <tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
 def test_openai_chat_whole_and_streamed_say_the_same(engine: ScriptedEngine):

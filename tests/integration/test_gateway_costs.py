@@ -19,7 +19,6 @@ from fusionai.gateway.errors import nearest
 from harness.gateway_stand import Stand, chat, gateway_stand, until
 from harness.patience import CEILING_S
 from harness.scripted_engine import ScriptedEngine
-from harness.tiny_text import write_tiny_text
 
 CHAT = "/v1/chat/completions"
 LONG = "x" * 400_000
@@ -36,11 +35,6 @@ def nested(levels: int) -> dict[str, Any]:
     for _ in range(levels):
         value = {"properties": value}
     return value
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory):
-    return write_tiny_text(tmp_path_factory.mktemp("tiny-text"))
 
 
 @pytest.fixture

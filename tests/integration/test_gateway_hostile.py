@@ -16,18 +16,12 @@ from fusionai.serving.interface import Generation
 from harness.gateway_stand import Stand, chat, gateway_stand, until
 from harness.patience import CEILING_S
 from harness.scripted_engine import ScriptedEngine
-from harness.tiny_text import write_tiny_text
 
 pytestmark = pytest.mark.slow
 
 CHAT = "/v1/chat/completions"
 HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
 LONG = "word " * 100
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory):
-    return write_tiny_text(tmp_path_factory.mktemp("tiny-text"))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from fusionai.gateway.config import GatewayConfig, KeyRing, RequestLimits
 from harness.gateway_stand import Stand, gateway_stand, until
 from harness.patience import CEILING_S
-from harness.scripted_engine import STAGES, ScriptedEngine
+from harness.scripted_engine import STAGES, ScriptedEngine, calls_weather
 from harness.tiny_text import TEMPLATE, write_tiny_text
 
 pytestmark = pytest.mark.slow
@@ -35,27 +35,12 @@ WEATHER: Any = {
 THINKING = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory):
-    return write_tiny_text(tmp_path_factory.mktemp("tiny-text"))
-
-
-@pytest.fixture
-def engine(text: Any) -> ScriptedEngine:
-    return ScriptedEngine(text)
-
-
 def client(stand: Stand, key: str = "none") -> Any:
     return anthropic.AsyncAnthropic(base_url=stand.url, api_key=key, max_retries=0, timeout=CEILING_S)
 
 
 def prompt_of(engine: ScriptedEngine) -> str:
     return engine.text.tokenizer.decode(engine.given[-1].prompt, special=True)
-
-
-def calls_weather(prompt: str, generation: Any) -> str:
-    del prompt, generation
-    return 'Let me look. <tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
 def test_a_message_whole_and_streamed_says_the_same(engine: ScriptedEngine):

@@ -26,16 +26,6 @@ ASKED: Any = {"model": "tiny", "options": {"temperature": 0, "num_predict": 100}
 THINKING = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory):
-    return write_tiny_text(tmp_path_factory.mktemp("tiny-text"))
-
-
-@pytest.fixture
-def engine(text: Any) -> ScriptedEngine:
-    return ScriptedEngine(text)
-
-
 @asynccontextmanager
 async def client(stand: Stand, **options: Any) -> AsyncIterator[Any]:
     api = ollama.AsyncClient(host=stand.url, timeout=CEILING_S, **options)

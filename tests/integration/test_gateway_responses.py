@@ -53,16 +53,6 @@ class Age(BaseModel):
     age: int
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory):
-    return write_tiny_text(tmp_path_factory.mktemp("tiny-text"))
-
-
-@pytest.fixture
-def engine(text: Any) -> ScriptedEngine:
-    return ScriptedEngine(text)
-
-
 def client(stand: Stand, key: str = "none") -> Any:
     return openai.AsyncOpenAI(base_url=f"{stand.url}/v1", api_key=key, max_retries=0, timeout=CEILING_S)
 

@@ -9,7 +9,6 @@ import asyncio
 import socket
 import ssl
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -20,19 +19,8 @@ from fusionai.primitives.errors import UsageError
 from harness.certificates import self_signed
 from harness.gateway_stand import chat, gateway_stand
 from harness.scripted_engine import ScriptedEngine
-from harness.tiny_text import write_tiny_text
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return write_tiny_text(tmp_path_factory.mktemp("tiny-text"))
-
-
-@pytest.fixture
-def engine(text: Any) -> ScriptedEngine:
-    return ScriptedEngine(text)
 
 
 def test_answers_and_streams_arrive_over_tls(engine: ScriptedEngine, tmp_path: Path) -> None:

@@ -7,18 +7,23 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import platformdirs
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from fusionai.backends.registry import open_backend
+from fusionai.backends.serving.base import array_of
 from fusionai.client.serving.model import ServedModel, find_model, hash_weights, open_model, rounding_words
 from fusionai.primitives.errors import ModelError
+from fusionai.primitives.tensors import host_tensor
 from fusionai.scheduling.problem.types import Standby
 from fusionai.serving import job as progress
 from fusionai.serving.interface import Emitted, Finished, Generation, Sampling
 from fusionai.storage.weight_store import WeightStore
+from fusionai.wire.serving import Segment, ServeOptions
 from harness.gguf_files import write_gguf
 from harness.patience import CEILING_S
 from harness.pool import peer_id
@@ -127,6 +132,29 @@ def test_tokens_are_those_of_the_numbers_and_weights_travel_packed(form: str, tm
     assert 1.0 < float(words.split("by ")[1].split("%")[0]) < 12.0
     stages = 1.25 if form == "awq" else 1  # the standby has fetched a stage as well
     assert 0.3 * numbers < kept <= FORMS[form].bytes_per_number * numbers * stages * 1.35 + 16_384
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax", "onnxruntime"])
+def test_each_backend_computes_with_the_numbers_of_packed_weights(backend: str, tmp_path: Path):
+    write_quantised(tmp_path / "model", FORMS["awq"], model=llama(), plain=tmp_path / "plain")
+    model = open_model(find_model(str(tmp_path / "model")))
+    weights = hash_weights(model, WeightStore(tmp_path / "own"), tmp_path / "hashes.json", lambda _done, _all: None)
+    options = ServeOptions(page_tokens=4, pages=8, sessions=2, pass_tokens=16)
+    program = open_backend(backend, device="cpu", threads=1).serve(
+        model.graph, options=options, memory_limit_bytes=None
+    )
+    program.import_weights((spec.key, weights.read(spec)) for spec in weights.specs)
+    ids = np.array([PROMPT], np.int64)
+    made = program.run(
+        [Segment(session=1, start=0, length=len(PROMPT), pages=(0, 1, 2))],
+        {"input_ids": host_tensor("int64", ids.shape, ids.data)},
+        wanted=["logits"],
+    )["logits"]
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = reference(torch.from_numpy(ids)).logits
+    ours = torch.from_numpy(array_of(made).copy())
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])

@@ -13,10 +13,10 @@ from fusionai.gateway.errors import invalid
 from fusionai.gateway.requests import ChatRequest, JsonObjectFormat, JsonSchemaFormat, Settings, StructuredOutputs
 from fusionai.serving.constraint import Choices, ClientGrammar, JsonObject, JsonSchema, Pattern
 
-AnswerForm = JsonSchema | JsonObject | Pattern | Choices | ClientGrammar
+EnforcedForm = JsonSchema | JsonObject | Pattern | Choices | ClientGrammar
 
 
-def enforced_form(body: Settings) -> AnswerForm | None:
+def enforced_form(body: Settings) -> EnforcedForm | None:
     """Return the form that the answer must have, None if it is free. Raises `ApiError` if the request gives several."""
     guided = StructuredOutputs(body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
     given = [
@@ -38,7 +38,7 @@ def enforced_form(body: Settings) -> AnswerForm | None:
     return wanted[0][1] if wanted else None
 
 
-def _of_format(body: Settings) -> AnswerForm | None:
+def _of_format(body: Settings) -> EnforcedForm | None:
     match body:
         case ChatRequest(response_format=JsonObjectFormat()):
             return JsonObject()
@@ -50,7 +50,7 @@ def _of_format(body: Settings) -> AnswerForm | None:
             return None
 
 
-def _of_outputs(outputs: StructuredOutputs, prefix: str) -> list[tuple[str, AnswerForm | None]]:
+def _of_outputs(outputs: StructuredOutputs, prefix: str) -> list[tuple[str, EnforcedForm | None]]:
     is_compact = outputs.disable_any_whitespace is True
     schema = None if outputs.json is None else JsonSchema(_text(outputs.json), is_compact)
     return [
