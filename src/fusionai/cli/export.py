@@ -50,12 +50,9 @@ def export(
 
     found = find_model(model)
     merged = None if adapter is None else find_adapters([("merged", adapter)])[0].files
-    shown = 0
 
     def progress(done: int, total: int) -> None:
-        nonlocal shown
-        if 10 * done // total > shown:
-            shown = 10 * done // total
+        if 10 * done // total > 10 * (done - 1) // total:
             console.note(f"{done} of {total} tensors are written")
 
     written = export_gguf(found.directory, file, type, adapter=merged, on_progress=progress)

@@ -64,13 +64,12 @@ _AWQ_ORDER: Final = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 
 def with_packed(graph: Graph, packings: Mapping[str, tuple[Packing, ...]]) -> Graph:
     """Return the graph with the weights of these keys, which are then frozen, as their files hold them."""
-    params = {
+    packed = {
         value: msgspec.structs.replace(spec, packed=packings[spec.key], trainable=False)
-        if spec.key in packings
-        else spec
         for value, spec in graph.params.items()
+        if spec.key in packings
     }
-    return msgspec.structs.replace(graph, params=params) if packings else graph
+    return msgspec.structs.replace(graph, params={**graph.params, **packed})
 
 
 def packed_bytes(packings: Sequence[Packing]) -> int:
@@ -418,12 +417,13 @@ def _packed_int(packing: Packing, arrays: Sequence[Array], count: int, columns: 
 def _int8(packing: Packing, arrays: Sequence[Array], count: int, columns: int) -> Rows:
     codes = arrays[0].reshape(count, columns)
     scales = _floats(packing.parts[1], arrays[1])
-    scales = np.broadcast_to(scales.reshape(1, 1), (count, 1)) if scales.size == 1 else scales.reshape(count, -1)
-    zeros = _floats(packing.parts[2], arrays[2]).reshape(-1) if arrays[2].size else np.zeros(1, np.float32)
-    zeros = np.broadcast_to(zeros.reshape(1, 1), (count, 1)) if zeros.size == 1 else zeros.reshape(count, -1)
+    zeros = _floats(packing.parts[2], arrays[2]) if arrays[2].size else np.zeros(1, np.float32)
 
     def spread(of: Float32s, first: int, last: int) -> Float32s:
-        return np.repeat(of[first:last], columns // of.shape[1], axis=1)
+        if of.size == 1:
+            return of.reshape(1, 1)
+        rows = of.reshape(count, -1)[first:last]
+        return np.repeat(rows, columns // rows.shape[1], axis=1)
 
     def numbers(first: int, last: int) -> Float32s:
         steps = codes[first:last].astype(np.float32) - spread(zeros, first, last)

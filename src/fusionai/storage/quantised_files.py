@@ -200,10 +200,8 @@ def _mxfp4(name: str, stored: Mapping[str, StoredPart]) -> _Found | None:
 def _gptq(scheme: Mapping[str, Any], name: str, stored: Mapping[str, StoredPart]) -> _Found | None:
     if not name.endswith(".qweight"):
         return None
-    stem = name.removesuffix(".qweight")
+    stem, names, parts = _by_columns(name, stored)
     bits = int(scheme.get("bits", 4))
-    names = tuple(f"{stem}.{end}" for end in ("qweight", "qzeros", "scales"))
-    parts = tuple(_beside(stored, one, f"{stem}.weight") for one in names)
     words, columns = stored[name].shape
     order = f"{stem}.g_idx"
     packing = Packing(
@@ -218,6 +216,13 @@ def _gptq(scheme: Mapping[str, Any], name: str, stored: Mapping[str, StoredPart]
     return f"{stem}.weight", packing, _present(stored, (*names, order))
 
 
+def _by_columns(name: str, stored: Mapping[str, StoredPart]) -> tuple[str, tuple[str, ...], tuple[PackedPart, ...]]:
+    """Return a layer's name, and codes, zero points and scales with their names."""
+    stem = name.removesuffix(".qweight")
+    names = tuple(f"{stem}.{end}" for end in ("qweight", "qzeros", "scales"))
+    return stem, names, tuple(_beside(stored, one, f"{stem}.weight") for one in names)
+
+
 def _group(scheme: Mapping[str, Any]) -> int:
     """Numbers of a column that share a scale; 0: not said, or all."""
     return max(0, int(scheme.get("group_size", 0)))
@@ -226,9 +231,7 @@ def _group(scheme: Mapping[str, Any]) -> int:
 def _awq(scheme: Mapping[str, Any], name: str, stored: Mapping[str, StoredPart]) -> _Found | None:
     if not name.endswith(".qweight"):
         return None
-    stem = name.removesuffix(".qweight")
-    names = tuple(f"{stem}.{end}" for end in ("qweight", "qzeros", "scales"))
-    parts = tuple(_beside(stored, one, f"{stem}.weight") for one in names)
+    stem, names, parts = _by_columns(name, stored)
     rows, words = stored[name].shape
     packing = Packing(form="awq", shape=(words * 8, rows), parts=parts, bits=4, group=_group(scheme), turned=True)
     return f"{stem}.weight", packing, names

@@ -176,25 +176,24 @@ def gguf_matrices(scheme: Mapping[str, Any], module: nn.Module, config: Mapping[
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     stacks: dict[str, dict[str, ReaderTensor]] = {}
     matrices: dict[str, PackedMatrix] = {}
-    unknown: list[str] = []
     for tensor in reader.tensors:
-        name = names.get(tensor.name)
         if tensor.name == _TABLE:
             continue  # read into the configuration
+        name = names.get(tensor.name)
         if name is None or name not in shapes:
-            unknown.append(tensor.name)
-        elif (stacked := _EXPERTS.fullmatch(tensor.name)) is not None:
+            raise ModelError(
+                f"{file} has weights that its model does not know, such as {tensor.name}.",
+                hint="Use the model's safetensors.",
+            )
+        if (stacked := _EXPERTS.fullmatch(tensor.name)) is not None:
             stacks.setdefault(name, {})[stacked[2]] = tensor
         else:
             heads = _heads(architecture, tensor.name, config)
             offset = -1.0 if architecture in _ONE_ADDED and "norm.weight" in tensor.name else 0.0
-            matrices[name] = _matrix(file, tensor, shapes[name], heads=heads, offset=offset)
+            packing = _checked(file, tensor, shapes[name], heads=heads, offset=offset)
+            place = ByteRange(file, int(tensor.data_offset), int(tensor.n_bytes))
+            matrices[name] = PackedMatrix((packing,), (place,))
     matrices |= {name: _experts(file, parts, shapes[name]) for name, parts in stacks.items()}
-    if unknown:
-        raise ModelError(
-            f"{file} has weights that its model does not know, such as {unknown[0]}.",
-            hint="Use the model's safetensors.",
-        )
     return QuantisedFiles(matrices)
 
 
@@ -202,13 +201,6 @@ def _heads(architecture: str, name: str, config: Mapping[str, Any]) -> int:
     """Heads whose rows llama.cpp reordered; 0: none."""
     part = next((part for part in _ROTATED if f".{part}." in name), None)
     return int(config[_ROTATED[part]]) if architecture == "llama" and part is not None else 0
-
-
-def _matrix(
-    file: Path, tensor: ReaderTensor, shape: tuple[int, ...], *, heads: int = 0, offset: float = 0.0
-) -> PackedMatrix:
-    packing = _checked(file, tensor, shape, heads=heads, offset=offset)
-    return PackedMatrix((packing,), (ByteRange(file, int(tensor.data_offset), int(tensor.n_bytes)),))
 
 
 def _checked(

@@ -68,7 +68,7 @@ def export_gguf(
     from gguf import GGUFWriter
 
     built = resolve(DirectorySource(directory))
-    # As transformers understands it: older files hold some settings under other names, or leave defaults out.
+    # Older files hold some settings under other names or leave defaults out, so transformers reads them.
     config = built.config.to_dict()
     architecture = _ARCHITECTURES.get(built.config.model_type)
     if architecture is None:

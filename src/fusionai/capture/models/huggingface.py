@@ -113,16 +113,10 @@ class HuggingFaceModel:
 
 def resolve(source: ConfigSource | DirectorySource | GgufSource | HubSource) -> HuggingFaceModel:
     """Read the configuration and find the weights. Raises `ModelError`."""
-    match source:
-        case ConfigSource(config=config, architecture=architecture):
-            made, notes = _from_fields(config)
-            return HuggingFaceModel(made, architecture, notes=notes)
-        case DirectorySource(path=path, architecture=architecture):
-            return _from_directory(path, architecture)
-        case GgufSource(path=path, architecture=architecture):
-            return _from_directory(gguf_directory(path), architecture)
-        case HubSource(architecture=architecture):
-            return _from_directory(model_directory(source), architecture)
+    if isinstance(source, ConfigSource):
+        made, notes = _from_fields(source.config)
+        return HuggingFaceModel(made, source.architecture, notes=notes)
+    return _from_directory(model_directory(source), source.architecture)
 
 
 def model_directory(source: DirectorySource | GgufSource | HubSource) -> Path:

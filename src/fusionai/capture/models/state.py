@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
@@ -78,13 +77,14 @@ class Checkpoint:
 
     def _joined(self, assembly: Assembly, key: str, like: torch.Tensor) -> torch.Tensor:
         """Return the assembled tensor in the dtype of `like`. Reads only the tensors that it needs, one at a time."""
-        if self.matrices.keys().isdisjoint(assembly.sources):
-            return _joined(assembly, self.files, key, like)
-        parts: list[torch.Tensor] = []
+        made = torch.empty(prod(assembly.shape), dtype=like.dtype)
+        start = 0
         for name, extents in groupby(assembly.extents, key=lambda extent: extent.tensor):
             source = self._source(name, key, like).reshape(-1)
-            parts += [source[extent.first : extent.first + extent.count] for extent in extents]
-        return torch.cat(parts).reshape(assembly.shape)
+            for extent in extents:
+                made[start : start + extent.count] = source[extent.first : extent.first + extent.count]
+                start += extent.count
+        return made.reshape(assembly.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,28 +300,6 @@ def _names(source: Assembly | Computed) -> tuple[str, ...]:
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:_SHOWN])
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
-
-
-def _joined(assembly: Assembly, files: Mapping[str, Path], key: str, like: torch.Tensor) -> torch.Tensor:
-    """Return the assembled tensor in the dtype of `like`. Reads only the tensors that it needs, one at a time."""
-    from safetensors import SafetensorError, safe_open
-
-    made = torch.empty(prod(assembly.shape), dtype=like.dtype)
-    start = 0
-    try:
-        with ExitStack() as opened:
-            paths = sorted({files[name] for name in assembly.sources})
-            handles = {path: opened.enter_context(safe_open(path, framework="pt")) for path in paths}
-            for name, extents in groupby(assembly.extents, key=lambda extent: extent.tensor):
-                source = handles[files[name]].get_tensor(name).reshape(-1)
-                for extent in extents:
-                    made[start : start + extent.count] = source[extent.first : extent.first + extent.count]
-                    start += extent.count
-    except (SafetensorError, OSError) as error:
-        raise ModelError(
-            f"the weight {key} can't be read from its files: {error}", hint="Fetch or save the files again."
-        ) from error
-    return made.reshape(assembly.shape)
 
 
 def _read(path: Path, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
