@@ -15,6 +15,7 @@ from typing import Any
 from fusionai.gateway.app import Gateway, make_app
 from fusionai.gateway.config import GatewayConfig
 from fusionai.gateway.server import open_listener, serve
+from fusionai.gateway.tracing import Tracer
 from harness.patience import CEILING_S
 from harness.scripted_engine import ScriptedEngine
 
@@ -36,9 +37,12 @@ class Stand:
 
 @asynccontextmanager
 async def gateway_stand(
-    engine: ScriptedEngine, config: GatewayConfig | None = None, tls: ssl.SSLContext | None = None
+    engine: ScriptedEngine,
+    config: GatewayConfig | None = None,
+    tls: ssl.SSLContext | None = None,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[Stand]:
-    app = make_app(config or GatewayConfig("tiny"), engine, engine.text)
+    app = make_app(config or GatewayConfig("tiny"), engine, engine.text, tracer=tracer)
     stop = asyncio.Event()
     listener, url = open_listener("127.0.0.1", 0, has_keys=app.config.keys is not None, has_tls=tls is not None)
     listening = asyncio.Event()

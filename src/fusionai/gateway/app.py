@@ -47,6 +47,7 @@ from fusionai.gateway.response_bodies import DeletedResponse, InputTokenCount, R
 from fusionai.gateway.response_requests import ResponsesRequest
 from fusionai.gateway.responses import ResponsesEndpoint
 from fusionai.gateway.streaming import AnswerStream, EventForm, event
+from fusionai.gateway.tracing import Tracer
 from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.serving.interface import Engine, EngineStatus
 from fusionai.serving.model_text import ModelText
@@ -241,10 +242,10 @@ _PAGE_HEADERS: Final = {
 class Gateway:
     """The ASGI application. `config` and `metrics` are for the server that runs it."""
 
-    def __init__(self, config: GatewayConfig, engine: Engine, text: ModelText, clock: Clock) -> None:
+    def __init__(self, config: GatewayConfig, engine: Engine, text: ModelText, clock: Clock, tracer: Tracer) -> None:
         self.config = config
-        self.metrics = Metrics(lambda: engine.status)
-        self._context = GatewayContext(config, engine, text, self.metrics, clock)
+        self.metrics = Metrics(lambda: engine.status, config.model)
+        self._context = GatewayContext(config, engine, text, self.metrics, clock, tracer)
         self._inner = Starlette(
             routes=_routes(self._context, self.metrics),
             exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: self._own_mistake},
@@ -268,9 +269,11 @@ class Gateway:
         return error_response(own, request.url.path)
 
 
-def make_app(config: GatewayConfig, engine: Engine, text: ModelText, clock: Clock | None = None) -> Gateway:
-    """Create the gateway for an engine; `server.serve` listens for it."""
-    return Gateway(config, engine, text, clock or SystemClock())
+def make_app(
+    config: GatewayConfig, engine: Engine, text: ModelText, clock: Clock | None = None, tracer: Tracer | None = None
+) -> Gateway:
+    """Create the gateway for an engine; `server.serve` listens for it. `tracer`: sends spans; the caller closes it."""
+    return Gateway(config, engine, text, clock or SystemClock(), tracer or Tracer())
 
 
 def _routes(context: GatewayContext, metrics: Metrics) -> list[BaseRoute]:

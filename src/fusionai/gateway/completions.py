@@ -20,7 +20,7 @@ from starlette.responses import Response
 from fusionai.gateway import answers
 from fusionai.gateway.chunks import ChunkForm
 from fusionai.gateway.context import GatewayContext, Heading, json_response, numbered
-from fusionai.gateway.errors import as_api_error, invalid
+from fusionai.gateway.errors import ApiError, as_api_error, invalid
 from fusionai.gateway.generation import AnswerLogprob, Choice, Delta, PromptProcessed
 from fusionai.gateway.requests import CompletionRequest, EmbeddingRequest
 from fusionai.gateway.streaming import while_connected
@@ -194,26 +194,35 @@ class EmbeddingEndpoint:
         most = context.config.limits.inputs
         if isinstance(body.input, list) and not isinstance(body.input[0], int) and len(body.input) > most:
             raise invalid(f"The request has {len(body.input)} inputs; at most {most} are allowed.", "input")
-        answer = await while_connected(request, self._answer(body, request.state.holder.scope, adapter))
+        answer = await while_connected(request, self._answer(request, body, adapter))
         return json_response(answer)
 
-    async def _answer(self, body: EmbeddingRequest, scope: str, adapter: str | None) -> answers.EmbeddingList:
+    async def _answer(self, request: Request, body: EmbeddingRequest, adapter: str | None) -> answers.EmbeddingList:
         context = self._context
         prompts = await _prompts(body.input, context, "input")
         for prompt in prompts:
             if len(prompt) > context.engine.context_tokens:
                 message = f"The model's limit is {context.engine.context_tokens} tokens; one input has {len(prompt)}."
                 raise invalid(message, "input", "context_length_exceeded")
-        with as_api_error():
-            vectors = await context.engine.embed(prompts, scope, adapter)
+        model, tokens = adapter or context.config.model, sum(map(len, prompts))
+        span = context.tracer.begin(request, model, {"gen_ai.usage.input_tokens": tokens}, "embeddings")
+        error: str | None = "cancelled"
+        try:
+            with as_api_error():
+                vectors = await context.engine.embed(prompts, request.state.holder.scope, adapter)
+            error = None
+        except ApiError as problem:
+            error = problem.body.code
+            raise
+        finally:
+            span.end({}, error)
         if body.dimensions is not None:
             vectors = [_shortened(vector, body.dimensions) for vector in vectors]
         data = [
             answers.Embedding(index, _base64(vector) if body.encoding_format == "base64" else vector)
             for index, vector in enumerate(vectors)
         ]
-        tokens = sum(map(len, prompts))
-        return answers.EmbeddingList(data, adapter or context.config.model, answers.EmbeddingUsage(tokens, tokens))
+        return answers.EmbeddingList(data, model, answers.EmbeddingUsage(tokens, tokens))
 
 
 def _shortened(vector: list[float], dimensions: int) -> list[float]:

@@ -24,6 +24,7 @@ from fusionai.gateway.metrics import Metrics
 from fusionai.gateway.requests import OPENAI, ChatRequest, CompletionRequest, OtherFields, Settings, read
 from fusionai.gateway.streaming import AnswerStream, StreamForm, Streams, while_connected
 from fusionai.gateway.text_threads import TextThreads
+from fusionai.gateway.tracing import Tracer
 from fusionai.primitives.clock import Clock
 from fusionai.serving.constraint import ConstraintCompiler, Form
 from fusionai.serving.interface import Constraint, Engine, Generation, Sampling
@@ -83,13 +84,22 @@ def json_response(body: object, status: int = 200) -> Response:
 class GatewayContext:
     """The endpoints' shared state; one per gateway."""
 
-    def __init__(self, config: GatewayConfig, engine: Engine, text: ModelText, metrics: Metrics, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        engine: Engine,
+        text: ModelText,
+        metrics: Metrics,
+        clock: Clock,
+        tracer: Tracer,
+    ) -> None:
         self.config = config
         self.engine = engine
         self.text = text
         self.metrics = metrics
         self.streams = Streams()
         self.clock = clock
+        self.tracer = tracer
         self._compiler: ConstraintCompiler | None = None
         self._threads = TextThreads(config.limits)
 
@@ -216,12 +226,23 @@ class GatewayContext:
             compiled = await self._compiler.compile(form)
         return compiled if thinking is None else ThinkingFirst(compiled, thinking, vocabulary=self.engine.vocabulary)
 
-    async def reply(
-        self, request: Request, choices: Sequence[Choice], form: AnswerForm, *, is_stream: bool
-    ) -> Response:
+    async def reply(self, request: Request, choices: list[Choice], form: AnswerForm, *, is_stream: bool) -> Response:
         """Start the generations and answer: with a stream, or with the whole answer once it is there."""
+        model = choices[0].generation.adapter or self.config.model
+        span = self.tracer.begin_generations(request, model, choices, is_stream=is_stream)
         generation = ApiGeneration(self.engine, choices, self.metrics, self.clock.now_s)
-        await generation.open()
+
+        async def close() -> None:
+            try:
+                await generation.close()
+            finally:
+                span.end_of(generation, choices)
+
+        try:
+            await generation.open()
+        except ApiError as problem:
+            span.end({}, problem.body.code)
+            raise
         if is_stream:
             return AnswerStream(
                 _pieces(generation, form),
@@ -230,12 +251,12 @@ class GatewayContext:
                 self.streams,
                 on_slow=self.metrics.slow.inc,
                 on_gone=self.metrics.disconnected.inc,
-                on_end=generation.close,
+                on_end=close,
             )
         try:
             whole = await while_connected(request, _whole(generation, len(choices), form))
         finally:
-            await generation.close()
+            await close()
         return json_response(whole)
 
 

@@ -17,7 +17,7 @@ from msgspec import UNSET
 
 from fusionai.gateway.answers import CachedDetail, FinishWord, HopMean, ReasoningDetail, RouteReport, Usage, Wait
 from fusionai.gateway.errors import ApiError, of_failure
-from fusionai.gateway.metrics import Metrics
+from fusionai.gateway.metrics import GenerationEnd, Metrics
 from fusionai.primitives.errors import FusionError
 from fusionai.serving.interface import (
     Emitted,
@@ -79,7 +79,8 @@ class Choice:
     keeps: int | None = None
     tokens: int = 0
     reasoning_tokens: int = 0
-    is_over: bool = False
+    finish: FinishWord | None = None
+    """Set when the answer is complete."""
 
     def token(self, emitted: Emitted) -> Delta:
         """Process the next token."""
@@ -110,7 +111,7 @@ class Choice:
             parts = self.reasoning.feed(piece.text, final=finish is not None)
             finish = finish if parts.stop is None else "stop"
         if self.tools is None:
-            self.is_over = finish is not None
+            self.finish = finish
             return Delta(self.index, parts.text, finish=finish, reasoning=parts.reasoning, stop=parts.stop)
         read = self.tools.feed(parts.text)
         if finish is not None:
@@ -120,10 +121,9 @@ class Choice:
         if self.one_call:
             pieces = tuple(piece for piece in pieces if piece.index == 0)
             finish = "stop" if self.tools.whole else finish
-        self.is_over = finish is not None
         called = self.tools.calls and finish == "stop"
-        word = "tool_calls" if called else finish
-        return Delta(self.index, read.text, pieces, finish=word, reasoning=parts.reasoning, stop=parts.stop)
+        self.finish = "tool_calls" if called else finish
+        return Delta(self.index, read.text, pieces, finish=self.finish, reasoning=parts.reasoning, stop=parts.stop)
 
 
 @dataclass(slots=True)
@@ -221,6 +221,8 @@ class ApiGeneration:
         self._readers: list[asyncio.Task[None]] = []
         self._queue: asyncio.Queue[AnswerUpdate | ApiError | None] = asyncio.Queue(_QUEUED_EVENTS)
         self.route = RouteLog(now_s())
+        self.problem: str | None = None
+        """Code of the error that ended an answer."""
 
     async def open(self) -> None:
         """Submit all generations. If the engine refuses one, stop all and raise `ApiError`."""
@@ -248,6 +250,7 @@ class ApiGeneration:
         while unfinished:
             update = await self._queue.get()
             if isinstance(update, ApiError):
+                self.problem = update.body.code
                 raise update
             if update is None:
                 unfinished -= 1
@@ -281,22 +284,28 @@ class ApiGeneration:
         )
 
     async def _read(self, choice: Choice, stream: TokenStream) -> None:
+        began_s = self._now_s()
+        how: GenerationEnd = "abort"
         try:
-            await self._follow(choice, stream)
+            how = await self._follow(choice, stream)
             await self._queue.put(None)
         except ApiError as problem:
+            how = "abort" if problem.body.code in _ABORTED else "error"
             await self._queue.put(problem)
         except FusionError as problem:
+            how = "error"
             await self._queue.put(of_failure(problem))
         # Any other failure must reach the client too, which would otherwise wait for ever.
         except Exception as problem:  # noqa: BLE001
+            how = "error"
             self._metrics.broken(problem)
             await self._queue.put(ApiError(500, "The gateway failed; its log says why.", code="internal_error"))
         finally:
+            self._metrics.ended(how, self._now_s() - began_s)
             # The engine does not know of stop strings and would continue after one.
             await stream.aclose()
 
-    async def _follow(self, choice: Choice, stream: TokenStream) -> None:
+    async def _follow(self, choice: Choice, stream: TokenStream) -> GenerationEnd:
         began_s = last_s = self._now_s()
         async for event in stream:
             now_s = self._now_s()
@@ -311,18 +320,22 @@ class ApiGeneration:
                     self.route.token(choice.index, event.hops, now_s)
                     if not (delta := choice.token(event)).is_empty:
                         await self._queue.put(delta)
-                    if choice.is_over:
-                        return
+                    if choice.finish is not None:
+                        return "stop"
                 case GenerationPaused():
                     self.route.held(event, now_s)
                     await self._queue.put(event)
                 case Finished(reason="stop" | "length" as reason):
                     if not (delta := choice.end(reason)).is_empty:
                         await self._queue.put(delta)
-                    return
+                    return reason
                 case Finished():
                     raise _failed(event)
         raise ApiError(503, "The engine ended this generation without giving a reason.", code="generation_failed")
+
+
+_ABORTED = ("generation_cancelled", "deadline_exceeded")
+"""Codes of the errors of generations that were ended, not broken."""
 
 
 def _failed(event: Finished) -> ApiError:

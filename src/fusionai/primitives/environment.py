@@ -3,6 +3,7 @@
 FUSION_HOME    this machine's key, pool membership, runs and captured graphs (default: the platform's data directory)
 FUSION_INVITE  invitation to a pool, for `fusion join` on a machine that has not joined one
 FUSION_LOG     level of the process log: debug, info, warning, error (default warning)
+OTEL_*         OpenTelemetry's own variables, which its SDK reads; here only whether and where to spans are sent
 TMPDIR         where large temporary files go (default: /var/tmp if it is writable, else the system's)
 
 Variables that make libraries compute with other kernels are part of a machine's fingerprint (`arithmetic_limits`).
@@ -44,6 +45,21 @@ def invitation() -> str | None:
 def log_level() -> str:
     """Level name of the process log."""
     return os.environ.get("FUSION_LOG", "warning").upper()
+
+
+def trace_endpoint() -> str | None:
+    """URL that OpenTelemetry's variables give for spans, None if they turn spans off or have none."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return None
+    if os.environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+        return None
+    return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None
+
+
+def trace_protocol() -> str:
+    """Protocol that OpenTelemetry's variables give for spans."""
+    general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "http/protobuf"
+    return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or general
 
 
 def scratch_directory() -> Path:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fusionai.client.serving.job import ServeRequest
     from fusionai.client.serving.serve import Served, ServeEvent
     from fusionai.gateway.config import KeyRing
+    from fusionai.gateway.tracing import Tracer
 
 PORT: Final = 8000
 
@@ -185,6 +186,7 @@ async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | N
     from fusionai.cli.serving.view import ServingView
     from fusionai.gateway.config import KeyRing
     from fusionai.gateway.server import open_listener
+    from fusionai.gateway.tracing import tracer_from_environment
     from fusionai.privacy.findings import sentence
 
     # Address, port and keys are checked before the model is loaded, which takes minutes.
@@ -192,6 +194,7 @@ async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | N
         raise UsageError(f"--api-key-file: there is no file {endpoint.key_file}.")
     keys = None if endpoint.key_file is None else KeyRing.load(endpoint.key_file)
     tls = _tls(endpoint)
+    tracer = tracer_from_environment()
     listener, url = open_listener(
         endpoint.host,
         endpoint.port,
@@ -202,7 +205,7 @@ async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | N
     console.line(f"privacy {request.privacy}: {sentence(request.privacy)}")
     ready = asyncio.Event()
     with closing(listener), ServingView() as view:
-        door = _Door(listener, url, endpoint.name, keys, tls, json_file, is_strict=endpoint.strict)
+        door = _Door(listener, url, endpoint.name, keys, tls, tracer, json_file, is_strict=endpoint.strict)
         working = asyncio.create_task(_serve(request, door, stop, ready, view))
         asked = asyncio.create_task(stop.wait())
         try:
@@ -218,6 +221,7 @@ async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | N
             asked.cancel()
             working.cancel()
             await asyncio.wait({working})
+            await asyncio.to_thread(tracer.close)
 
 
 def _tls(endpoint: ApiEndpoint) -> ssl.SSLContext | None:
@@ -236,13 +240,15 @@ def _tls(endpoint: ApiEndpoint) -> ssl.SSLContext | None:
 
 @dataclass(frozen=True, slots=True)
 class _Door:
-    """The API's address, reserved before the model is there, its keys and certificate, and what is announced of it."""
+    """The API's address, reserved before the model is there, its keys, certificate and tracer, and what is announced
+    of it."""
 
     listener: socket.socket
     url: str
     name: str | None
     keys: KeyRing | None
     tls: ssl.SSLContext | None
+    tracer: Tracer
     json_file: Path | None
     is_strict: bool
     written: dict[str, object] = field(default_factory=dict[str, object])
@@ -315,7 +321,7 @@ async def _serve(
             created_s=int(time.time()),
         )
         observation = ServingObservation(served.engine, lambda: served.engine.deployment.plan)
-        app = make_app(config, observation, served.model.texts)
+        app = make_app(config, observation, served.model.texts, tracer=door.tracer)
         closing_app = asyncio.Event()
         listening = asyncio.create_task(
             server.serve(app, door.listener, stop=closing_app, on_listening=lambda: door.announce(served), tls=door.tls)
