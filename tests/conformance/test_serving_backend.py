@@ -565,10 +565,14 @@ def test_weights_come_once_and_fit(kind: str) -> None:
     wrong = host_tensor("int64", given["0.q"].shape, bytes(8 * HIDDEN * HIDDEN))
     with pytest.raises(ExecutionError, match="can't become float32"):
         program.import_weights([("0.q", wrong)])
-    program.import_weights(given.items())
-    assert program.missing == ()
+    program.import_weights([("0.q", given["0.q"])])
     with pytest.raises(ExecutionError, match="came twice"):
         program.import_weights([("0.q", given["0.q"])])
+    program.import_weights((key, tensor) for key, tensor in given.items() if key != "0.q")
+    assert program.missing == ()
+    # Those that are kept together are replaced together.
+    program.import_weights((key, given[key]) for key in program.joined(["0.q"]))
+    assert program.missing == ()
 
 
 def test_values_beyond_float16_are_refused() -> None:

@@ -16,6 +16,7 @@ from fusionai.gateway.app import Gateway, make_app
 from fusionai.gateway.config import GatewayConfig
 from fusionai.gateway.server import open_listener, serve
 from fusionai.gateway.tracing import Tracer
+from fusionai.serving.interface import AdapterLoader
 from harness.patience import CEILING_S
 from harness.scripted_engine import ScriptedEngine
 
@@ -41,8 +42,9 @@ async def gateway_stand(
     config: GatewayConfig | None = None,
     tls: ssl.SSLContext | None = None,
     tracer: Tracer | None = None,
+    loader: AdapterLoader | None = None,
 ) -> AsyncIterator[Stand]:
-    app = make_app(config or GatewayConfig("tiny"), engine, engine.text, tracer=tracer)
+    app = make_app(config or GatewayConfig("tiny"), engine, engine.text, tracer=tracer, loader=loader)
     stop = asyncio.Event()
     listener, url = open_listener("127.0.0.1", 0, has_keys=app.config.keys is not None, has_tls=tls is not None)
     listening = asyncio.Event()

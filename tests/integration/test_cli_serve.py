@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -161,14 +162,14 @@ def test_a_pool_ends_with_its_owner_however_that_ends(tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*")
 def test_adapters_are_chosen_by_a_requests_model(model: Path, tmp_path: Path) -> None:
-    """Each answers as transformers does with it merged into the model."""
+    """Each answers as transformers does with it merged into the model, also one that is loaded while it is served."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     merged: dict[str, Path] = {"tiny": model}
     options: list[object] = []
-    for number, name in enumerate(("law", "poems")):
+    for number, name in enumerate(("law", "poems", "songs")):
         tuned = get_peft_model(
             AutoModelForCausalLM.from_pretrained(model), LoraConfig(r=4 + number, target_modules="all-linear")
         )
@@ -178,7 +179,7 @@ def test_adapters_are_chosen_by_a_requests_model(model: Path, tmp_path: Path) ->
                 if ".lora_" in key:
                     parameter.copy_(0.2 * torch.randn_like(parameter))
         tuned.save_pretrained(str(tmp_path / name))
-        options += ["--adapter", f"{name}={tmp_path / name}"]
+        options += [] if name == "songs" else ["--adapter", f"{name}={tmp_path / name}"]
         merged[name] = tmp_path / f"{name}-merged"
         tuned.merge_and_unload().save_pretrained(merged[name])
         for tokenizer in model.glob("tokenizer*"):
@@ -186,15 +187,18 @@ def test_adapters_are_chosen_by_a_requests_model(model: Path, tmp_path: Path) ->
     figures = tmp_path / "serve.json"
     server = Process(
         *("serve", model, "--local", 2, "--context", 128, "--sessions", 4, "--port", 0, *options),
-        *("--home", tmp_path / "home", "--json", figures),
+        *("--home", tmp_path / "home", "--json", figures, "--adapter-directory", tmp_path, "--adapter-rank", 8),
     )
     try:
         heard(server, "curl ")
         ready = json.loads(figures.read_text())
         assert ready["adapters"] == ["law", "poems"]
+        loading = {"lora_name": "songs", "lora_path": "songs"}
+        loaded = httpx.post(f"{ready['url']}/v1/load_lora_adapter", json=loading, timeout=CEILING_S, trust_env=False)
+        assert loaded.status_code == 200, loaded.text
         answers = {name: asked(ready["url"], "a pool of", name)["choices"][0]["text"] for name in merged}
         assert answers == {name: greedy(directory, "a pool of") for name, directory in merged.items()}
-        assert len(set(answers.values())) == 3
+        assert len(set(answers.values())) == 4
         server.interrupt()
         assert server.ended() == 0
     finally:

@@ -16,6 +16,7 @@ from fusionai.backends.interface import Backend
 from fusionai.backends.registry import open_backend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.adapter import AdapterSlots
+from fusionai.capture.models.build import build
 from fusionai.capture.models.source import DirectorySource
 from fusionai.ir.partition import ends
 from fusionai.ir.serving import require_servable, serving_graph
@@ -25,8 +26,9 @@ from fusionai.scheduling.problem.types import Standby
 from fusionai.serving.interface import Emitted, Generation, PromptRead, Sampling
 from fusionai.storage.adapter_files import read_adapter
 from fusionai.wire.serving import Segment, ServeOptions
+from harness.gateway_stand import until
 from harness.pool import peer_id
-from harness.serving_pool import collect
+from harness.serving_pool import collect, model_weights
 from harness.serving_pool import served as running
 from harness.staged_serving import OPTIONS, Pipeline
 
@@ -66,7 +68,7 @@ class Trained:
     merged: tuple[Any, ...]
 
     def captured(self) -> Captured:
-        slots = AdapterSlots(tuple(read_adapter(path) for path in self.adapters)) if self.adapters else None
+        slots = AdapterSlots.of([read_adapter(path) for path in self.adapters]) if self.adapters else None
         return capture(DirectorySource(self.base), batch=(1, 2), sequence=(1, 64), train=False, adapter=slots)
 
     @property
@@ -300,7 +302,109 @@ def test_numbers_that_are_not_finite_are_refused(llama: Trained, tmp_path: Path)
     first = min(tensors)
     tensors[first][0, 0] = np.inf
     save_file(tensors, broken / "adapter_model.safetensors")
-    slots = AdapterSlots((read_adapter(broken),))
+    slots = AdapterSlots.of([read_adapter(broken)])
     assert slots is not None
     with pytest.raises(ModelError, match="not finite"):
         list(map(slots.tensor, sorted(slots.keys)))
+
+
+@pytest.fixture(scope="module")
+def roomy(llama: Trained) -> tuple[Captured, AdapterSlots]:
+    """The first adapter, and room for two more."""
+    source = DirectorySource(llama.base)
+    slots = AdapterSlots.of([read_adapter(llama.adapters[0])], (8, 5), build(source, 0).module)
+    return capture(source, batch=(1, 2), sequence=(1, 64), train=False, adapter=slots), slots
+
+
+@pytest.mark.parametrize("name", ["torch", "jax", "onnxruntime"])
+def test_an_adapter_is_put_beside_caches_in_use(
+    llama: Trained, roomy: tuple[Captured, AdapterSlots], name: str
+) -> None:
+    """A text of the base goes on with its cache while the second adapter's weights come."""
+    captured, slots = roomy
+    made = pipeline(captured, slots.ranks, open_backend(name, device="cpu", threads=1))
+    assert (
+        made.run([Segment(0, 0, 11, 0, pages(0))], TEXT[:11], [10])[0].argmax()
+        == expected(llama.merged[0], TEXT[:11]).argmax()
+    )
+    made.run([Segment(0, 11, 1, 12, ())], [TEXT[11]], [0])  # compiled by now
+    filled = slots.with_adapter(2, read_adapter(llama.adapters[1]))
+    for stage, program in zip(made.stages, made.programs, strict=True):
+        changed = sorted({spec.key for spec in stage.params.values()} & slots.keys)
+        joined = program.joined(changed)
+        others = captured.state(set(joined) - slots.keys)
+        program.import_weights([*((key, filled.tensor(key)) for key in changed), *others])
+    segments = [Segment(0, 12, 1, 12, ()), Segment(1, 0, 9, 0, pages(1), 2), Segment(2, 0, 9, 0, pages(2), 1)]
+    found = made.run(segments, [TEXT[12], *TEXT[:9], *TEXT[:9]], [0, 9, 18])
+    for own, (number, length) in zip(found, ((0, 13), (2, 9), (1, 9)), strict=True):
+        wanted = expected(llama.merged[number], TEXT[:length])
+        np.testing.assert_allclose(own, wanted, rtol=0, atol=2e-4 * np.abs(wanted).max())
+
+
+def test_adapters_come_and_go_while_texts_are_generated(
+    llama: Trained, roomy: tuple[Captured, AdapterSlots], tmp_path: Path
+) -> None:
+    """The standby gets them too: it continues with them when the stage's peer is lost."""
+    captured, slots = roomy
+    options = ServeOptions(page_tokens=4, pages=64, sessions=9, pass_tokens=32, adapter_ranks=slots.ranks)
+    weights = model_weights(captured, tmp_path / "owner")
+    place = 2
+
+    async def story() -> list[list[int]]:
+        standby = Standby(stage=2, peer=peer_id(3))
+        jobs = running(
+            *(captured, tmp_path, RANGES),
+            vocabulary=VOCABULARY,
+            options=options,
+            weights=weights,
+            adapters=NAMES[1:2],
+            standbys=[standby],
+            spares=1,
+        )
+        async with jobs as job:
+            engine = job.engine
+
+            async def load(name: str, number: int) -> None:
+                filled = slots.with_adapter(place, read_adapter(llama.adapters[number - 1]))
+                weights.replace((key, filled.tensor(key)) for key in sorted(slots.keys))
+                await engine.load_adapter(name, place)
+
+            async def listen(number: int, at_fifth: Any = None) -> list[int]:
+                tokens: list[int] = []
+                async for event in engine.submit(asked(number, PROMPTS[number])):
+                    if isinstance(event, Emitted):
+                        tokens.append(event.token)
+                        if at_fifth is not None and event.index == 4:
+                            at_fifth()
+                return tokens
+
+            tasks: list[Any] = []
+            assert engine.free_adapters == (2, 3)
+            found = await asyncio.gather(
+                listen(0, lambda: tasks.append(asyncio.create_task(load("two", 2)))), listen(1)
+            )
+            await tasks.pop()
+            assert not engine.status.faults
+            assert engine.free_adapters == (3,)
+            await until(lambda: engine.is_warm(2))
+            found += [await listen(2, lambda: job.pool.kill(peer_id(1)))]
+            assert job.pool.dead
+            del engine.adapters["two"]
+            with pytest.raises(ExecutionError, match="'two'"):
+                engine.submit(asked(2, PROMPTS[2]))
+            assert engine.free_adapters == (2, 3)
+            await load("three", 3)
+            cached = await collect(engine.submit(asked(3, PROMPTS[2], 1)))
+            assert [event.cached_tokens for event in cached if isinstance(event, PromptRead)] == [0]
+            return [*found, await listen(3), await listen(0)]
+
+    wanted = [greedy(llama.merged[number], PROMPTS[number], 14) for number in (0, 1, 2, 3, 0)]
+    assert asyncio.run(story()) == wanted
+
+
+def test_an_adapter_that_does_not_fit_its_place_is_refused(
+    llama: Trained, roomy: tuple[Captured, AdapterSlots]
+) -> None:
+    _, slots = roomy
+    with pytest.raises(ModelError, match="has rank 8, its place has 5"):
+        slots.with_adapter(3, read_adapter(llama.adapters[1]))

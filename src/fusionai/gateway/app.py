@@ -31,6 +31,7 @@ from fusionai.gateway.errors import AnthropicError, ApiError, ErrorAnswer, Ollam
 from fusionai.gateway.message_bodies import MessageAnswer, MessageRequest, TokenCount, TokenCountRequest
 from fusionai.gateway.messages import MessagesEndpoint
 from fusionai.gateway.metrics import CONTENT_TYPE, Metrics
+from fusionai.gateway.models import ModelEndpoint
 from fusionai.gateway.ollama import OllamaEndpoint
 from fusionai.gateway.ollama_bodies import (
     OllamaChatLine,
@@ -42,14 +43,20 @@ from fusionai.gateway.ollama_bodies import (
     OllamaTextLine,
     OllamaVersion,
 )
-from fusionai.gateway.requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from fusionai.gateway.requests import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
 from fusionai.gateway.response_bodies import DeletedResponse, InputTokenCount, ResponseObject
 from fusionai.gateway.response_requests import ResponsesRequest
 from fusionai.gateway.responses import ResponsesEndpoint
 from fusionai.gateway.streaming import AnswerStream, EventForm, event
 from fusionai.gateway.tracing import Tracer
 from fusionai.primitives.clock import Clock, SystemClock
-from fusionai.serving.interface import Engine, EngineStatus
+from fusionai.serving.interface import AdapterLoader, Engine, EngineStatus
 from fusionai.serving.model_text import ModelText
 
 _STATUS_PERIOD_S: Final = 0.5
@@ -70,6 +77,8 @@ _FORMS: Final = (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
     ResponsesRequest,
     ChatCompletion,
     Completion,
@@ -99,7 +108,7 @@ _FORMS: Final = (
 _ERRORS: Final = {
     "400": "The request is invalid; `param` names the field.",
     "401": "The API key is missing or invalid.",
-    "403": "Without API keys, the gateway only serves this machine.",
+    "403": "Without API keys, the gateway only serves this machine; or the path needs a flag of the server.",
     "404": "No such model or response.",
     "408": "The body arrived too slowly.",
     "413": "The body is too large.",
@@ -153,6 +162,8 @@ def description(version: str, *, has_keys: bool) -> dict[str, Any]:
             "/api/show": {"post": _post("show", "Describe a model.", OllamaShowRequest, OllamaShown, OllamaError)},
             "/api/tags": {"get": _get("tags", "Models served here.", OllamaModels, failure=OllamaError)},
             "/api/version": {"get": _get("version", "Version of the API.", OllamaVersion, failure=OllamaError)},
+            "/v1/load_lora_adapter": {"post": _post("load_adapter", "Load an adapter.", LoadAdapterRequest)},
+            "/v1/unload_lora_adapter": {"post": _post("unload_adapter", "Unload an adapter.", UnloadAdapterRequest)},
             "/v1/models": {"get": _get("models", "Models served here.", ModelList)},
             "/v1/models/{model}": {
                 "get": {
@@ -181,7 +192,7 @@ def _post(
     name: str,
     summary: str,
     form: type[msgspec.Struct],
-    answer: type[msgspec.Struct],
+    answer: type[msgspec.Struct] | None = None,
     failure: type[msgspec.Struct] = ErrorAnswer,
 ) -> dict[str, Any]:
     operation = _get(name, summary, answer, tuple(_ERRORS), failure)
@@ -195,7 +206,7 @@ def _post(
 def _get(
     name: str,
     summary: str,
-    answer: type[msgspec.Struct],
+    answer: type[msgspec.Struct] | None,
     errors: tuple[str, ...] = _GET_ERRORS,
     failure: type[msgspec.Struct] = ErrorAnswer,
 ) -> dict[str, Any]:
@@ -203,7 +214,8 @@ def _get(
         status: {"description": _ERRORS[status], "content": {"application/json": {"schema": _reference(failure)}}}
         for status in errors
     }
-    success = {"description": summary, "content": {"application/json": {"schema": _reference(answer)}}}
+    content = {"text/plain": {}} if answer is None else {"application/json": {"schema": _reference(answer)}}
+    success = {"description": summary, "content": content}
     return {"operationId": name, "summary": summary, "responses": {"200": success, **failures}}
 
 
@@ -242,10 +254,18 @@ _PAGE_HEADERS: Final = {
 class Gateway:
     """The ASGI application. `config` and `metrics` are for the server that runs it."""
 
-    def __init__(self, config: GatewayConfig, engine: Engine, text: ModelText, clock: Clock, tracer: Tracer) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        engine: Engine,
+        text: ModelText,
+        clock: Clock,
+        tracer: Tracer,
+        loader: AdapterLoader | None,
+    ) -> None:
         self.config = config
         self.metrics = Metrics(lambda: engine.status, config.model)
-        self._context = GatewayContext(config, engine, text, self.metrics, clock, tracer)
+        self._context = GatewayContext(config, engine, text, self.metrics, clock, tracer, loader)
         self._inner = Starlette(
             routes=_routes(self._context, self.metrics),
             exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: self._own_mistake},
@@ -270,10 +290,17 @@ class Gateway:
 
 
 def make_app(
-    config: GatewayConfig, engine: Engine, text: ModelText, clock: Clock | None = None, tracer: Tracer | None = None
+    config: GatewayConfig,
+    engine: Engine,
+    text: ModelText,
+    clock: Clock | None = None,
+    *,
+    tracer: Tracer | None = None,
+    loader: AdapterLoader | None = None,
 ) -> Gateway:
-    """Create the gateway for an engine; `server.serve` listens for it. `tracer`: sends spans; the caller closes it."""
-    return Gateway(config, engine, text, clock or SystemClock(), tracer or Tracer())
+    """Create the gateway for an engine; `server.serve` listens for it. `tracer`: sends spans; the caller closes it.
+    `loader`: lets requests load and unload adapters."""
+    return Gateway(config, engine, text, clock or SystemClock(), tracer or Tracer(), loader)
 
 
 def _routes(context: GatewayContext, metrics: Metrics) -> list[BaseRoute]:
@@ -297,6 +324,8 @@ def _routes(context: GatewayContext, metrics: Metrics) -> list[BaseRoute]:
         Route("/api/version", ollama.version),
         Route("/v1/completions", CompletionEndpoint(context).text_completions, methods=["POST"]),
         Route("/v1/embeddings", EmbeddingEndpoint(context).text_embeddings, methods=["POST"]),
+        Route("/v1/load_lora_adapter", models.load_adapter, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", models.unload_adapter, methods=["POST"]),
         Route("/v1/models", models.models),
         Route("/v1/models/{model:path}", models.model),
         Route("/fusion/status", status.pool_status),
@@ -307,32 +336,6 @@ def _routes(context: GatewayContext, metrics: Metrics) -> list[BaseRoute]:
         Route("/openapi.json", status.openapi),
         *(Route(f"/{path}", _page(*_PAGE[path])) for path in _PAGE),
     ]
-
-
-class ModelEndpoint:
-    """Lists the model and its adapters."""
-
-    def __init__(self, context: GatewayContext) -> None:
-        self._context = context
-
-    async def models(self, request: Request) -> Response:
-        """Every name that a request may give as its model."""
-        del request
-        config = self._context.config
-        return json_response(
-            ModelList([self._card(name) for name in (config.model, *config.aliases, *config.adapters)])
-        )
-
-    async def model(self, request: Request) -> Response:
-        """One of the models."""
-        name = request.path_params["model"]
-        self._context.adapter_of(name)
-        return json_response(self._card(name))
-
-    def _card(self, name: str) -> ModelCard:
-        config = self._context.config
-        parent = config.model if name in config.adapters else None
-        return ModelCard(name, config.created_s, self._context.engine.context_tokens, parent=parent)
 
 
 class StatusEndpoint:

@@ -123,7 +123,8 @@ class RequestLimits:
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """`model`: the name that clients use; `aliases`: other names for it; `adapters`: names of its adapters, used like
-    model names. `keys` None: no API key is required, and only programs on this machine may send requests."""
+    model names, unless an `AdapterLoader` says which there are. `keys` None: no API key is required, and only programs
+    on this machine may send requests."""
 
     model: str
     aliases: tuple[str, ...] = ()

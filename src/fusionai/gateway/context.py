@@ -27,7 +27,7 @@ from fusionai.gateway.text_threads import TextThreads
 from fusionai.gateway.tracing import Tracer
 from fusionai.primitives.clock import Clock
 from fusionai.serving.constraint import ConstraintCompiler, Form
-from fusionai.serving.interface import Constraint, Engine, Generation, Sampling
+from fusionai.serving.interface import AdapterLoader, Constraint, Engine, Generation, Sampling
 from fusionai.serving.model_text import ModelText
 from fusionai.serving.thinking_first import FreeThinking, ThinkingFirst
 
@@ -92,6 +92,7 @@ class GatewayContext:
         metrics: Metrics,
         clock: Clock,
         tracer: Tracer,
+        loader: AdapterLoader | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -100,6 +101,7 @@ class GatewayContext:
         self.streams = Streams()
         self.clock = clock
         self.tracer = tracer
+        self.loader = loader
         self._compiler: ConstraintCompiler | None = None
         self._threads = TextThreads(config.limits)
 
@@ -107,6 +109,11 @@ class GatewayContext:
     def stop_tokens(self) -> frozenset[int]:
         """The model's own stop tokens."""
         return self.text.stop_tokens | self.engine.stop_tokens
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that can be used now."""
+        return self.config.adapters if self.loader is None else self.loader.names
 
     def close(self) -> None:
         """Release the constraint compiler's thread."""
@@ -148,12 +155,12 @@ class GatewayContext:
 
     def adapter_of(self, name: str) -> str | None:
         """Return the adapter that a request's `model` names; None for the base model."""
-        served = (self.config.model, *self.config.adapters)
+        served = (self.config.model, *self.adapters)
         if name not in (*served, *self.config.aliases):
-            near = nearest(name, (self.config.model, *self.config.aliases, *self.config.adapters))
+            near = nearest(name, (self.config.model, *self.config.aliases, *self.adapters))
             near = near or f" Served here: `{'`, `'.join(served[:_SHOWN])}`."
             raise ApiError(404, f"The model `{name}` does not exist.{near}", code="model_not_found", param="model")
-        return name if name in self.config.adapters else None
+        return name if name in self.adapters else None
 
     def check_count(self, n: int, prompts: int) -> int:
         """Return the total number of generations, which one request may have."""

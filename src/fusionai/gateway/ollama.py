@@ -69,7 +69,7 @@ class OllamaEndpoint:
         del request
         config = self._context.config
         size = sum(stage.resident_bytes for stage in self._context.engine.status.stages)
-        names = [_tagged(name) for name in (config.model, *config.aliases, *config.adapters)]
+        names = [_tagged(name) for name in (config.model, *config.aliases, *self._context.adapters)]
         return json_response(
             bodies.OllamaModels(
                 [bodies.OllamaModel(name, name, _time(config.created_s), size, self._details(name)) for name in names]
@@ -139,11 +139,11 @@ class OllamaEndpoint:
     def _served(self, name: str) -> str:
         """Return the name without the tag that Ollama's clients add."""
         config = self._context.config
-        return name if name in (config.model, *config.aliases, *config.adapters) else name.removesuffix(_TAG)
+        return name if name in (config.model, *config.aliases, *self._context.adapters) else name.removesuffix(_TAG)
 
     def _details(self, name: str) -> bodies.OllamaDetails:
         config = self._context.config
-        return bodies.OllamaDetails(config.model if self._served(name) in config.adapters else "")
+        return bodies.OllamaDetails(config.model if self._served(name) in self._context.adapters else "")
 
 
 class _Lines:

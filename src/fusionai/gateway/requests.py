@@ -287,6 +287,20 @@ class EmbeddingRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     dimensions: Annotated[int, Meta(ge=1, le=2**31)] | None = None
 
 
+class LoadAdapterRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/load_lora_adapter`, as vLLM has it. `lora_path`: below the directory of `--adapter-directory`."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=128)]
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
+
+
+class UnloadAdapterRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/unload_lora_adapter`, as vLLM has it. `lora_int_id` has no effect."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=128)]
+    lora_int_id: int | None = None
+
+
 def plain(message: Message) -> dict[str, Any]:
     """The message in the form that templates read."""
     rendered = msgspec.to_builtins(message)

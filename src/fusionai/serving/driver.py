@@ -286,6 +286,12 @@ class ServingDriver:
         """Take new tickets or addresses for a known plan."""
         self._round.renew(deployment)
 
+    def replace_weights(self, reason: str) -> None:
+        """Have all stages load the weights that the job's manifest has now (`ModelWeights.replace`)."""
+        self._desk.allow(spec.digest for spec in self._job.weights.specs)
+        self._round.renew_weights()
+        self.post(interface.WeightsReplaced(reason))
+
     def shut_out(self, peer: PeerId, reason: str) -> None:
         """Treat a peer as lost. Does nothing if the peer has no connection."""
         self._connections.drop(peer, reason)

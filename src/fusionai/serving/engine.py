@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from ipaddress import ip_address
 from typing import Final, Literal
@@ -42,6 +43,8 @@ from fusionai.serving.job import ServingJob, cut
 from fusionai.serving.speculating import NgramProposer, Proposer, Speculation
 from fusionai.transport.routes.addresses import parse_address
 
+LOADING_S: Final = 0.02
+"""Seconds between two looks at whether all stages have loaded an adapter (chosen)."""
 PROBE_TOKENS: Final = 8
 """Length of the probe text that must cross all stages before the engine is ready (chosen)."""
 StageState = Literal["running", "loading", "rebuilding", "lost"]
@@ -79,6 +82,10 @@ class ServingEngine:
             count = None if job.speculate == "auto" else job.speculate
             self._speculation = Speculation(proposer or NgramProposer(), count, host.clock.now_s)
         self._numbers = itertools.count(1)
+        self.adapters = {name: number for number, name in enumerate(job.adapters, 1)}
+        """Names of the adapters that generations may use, with their numbers."""
+        self._loaded: Counter[int] = Counter()
+        """How often an adapter was loaded in place of a number's former one."""
         self._faults = ServingFaultLog(names, host.clock, lambda note: on_progress(progress.Fault(note)))
         whole = cut(job, deployment.plan)
         self._batcher = Batcher(
@@ -141,6 +148,7 @@ class ServingEngine:
         an unknown adapter)."""
         number = next(self._numbers)
         deadline_s = generation.deadline_s
+        adapter = self._adapter(generation.adapter)
         spec = SessionSpec(
             number=number,
             scope=generation.scope,
@@ -148,7 +156,8 @@ class ServingEngine:
             max_tokens=generation.max_tokens,
             deadline_s=None if deadline_s is None else self._host.clock.now_s() + deadline_s,
             all_rows=generation.prompt_logprobs,
-            adapter=self._adapter(generation.adapter),
+            adapter=adapter,
+            edition=self._loaded[adapter],
         )
         self._admit(spec)
         return self._answers.generate(number, generation)
@@ -159,6 +168,7 @@ class ServingEngine:
         """Mean of the last hidden states over each prompt's positions, scaled to Euclidean length 1. Raises the errors
         of `submit`."""
         asked: list[TextToEmbed] = []
+        used = self._adapter(adapter)
         try:
             for prompt in prompts:
                 number = next(self._numbers)
@@ -169,7 +179,8 @@ class ServingEngine:
                     max_tokens=0,
                     all_rows=True,
                     output="hidden",
-                    adapter=self._adapter(adapter),
+                    adapter=used,
+                    edition=self._loaded[used],
                 )
                 self._admit(spec)
                 asked.append(self._answers.embed(number, spec.prompt))
@@ -184,10 +195,27 @@ class ServingEngine:
         """Return the number of the adapter `name`, 0 for None. Raises `ExecutionError` for an unknown adapter."""
         if name is None:
             return 0
-        if name not in self._job.adapters:
-            served = ", ".join(self._job.adapters) or "none"
+        if name not in self.adapters:
+            served = ", ".join(self.adapters) or "none"
             raise ExecutionError(f"there is no adapter {name!r} for {self._job.model}; its adapters: {served}.")
-        return 1 + self._job.adapters.index(name)
+        return self.adapters[name]
+
+    @property
+    def free_adapters(self) -> tuple[int, ...]:
+        """Numbers of adapters that have no name and that no generation uses any more."""
+        used = self._batcher.adapters.union(self.adapters.values())
+        return tuple(number for number in range(1, len(self._job.options.adapter_ranks) + 1) if number not in used)
+
+    async def load_adapter(self, name: str, number: int) -> None:
+        """Have all stages load the weights that the manifest has now, then offer them as adapter `name`. Generations
+        pause meanwhile. Raises `ExecutionError` if the engine ends before."""
+        self._loaded[number] += 1
+        self._driver.replace_weights(f"the adapter {name} is loaded")
+        while self._answers.state != "ready":
+            if self._answers.state == "stopped":
+                raise ExecutionError(f"the engine ended before the adapter {name!r} was loaded.")
+            await asyncio.sleep(LOADING_S)
+        self.adapters[name] = number
 
     def _admit(self, spec: SessionSpec) -> None:
         if self._answers.state == "stopped":

@@ -195,6 +195,23 @@ class EngineStatus:
     """Further numbers for metrics, by snake_case name with unit."""
 
 
+class AdapterLoader(Protocol):
+    """Loads and unloads adapters while the engine serves."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all adapters that generations may use."""
+        ...
+
+    async def load(self, name: str, path: str) -> None:
+        """Load an adapter from a directory and offer it under this name. Raises `UsageError` if it can't be used."""
+        ...
+
+    async def unload(self, name: str) -> None:
+        """Offer an adapter no longer. Generations that use it finish."""
+        ...
+
+
 class Engine(Protocol):
     """Accepts generations and reports its status."""
 

@@ -7,7 +7,7 @@ tickets and addresses, `serving.engine` runs the job."""
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
@@ -197,6 +197,13 @@ class ServedCut:
             partition=self.name,
             predicted_s={placement.stage: placement.compute_s for placement in plan.stages},
         )
+
+
+def with_weights(whole: ServedCut, weights: ModelWeights) -> ServedCut:
+    """Return the cut with the present values of `weights`."""
+    specs = {spec.key: spec for spec in weights.specs}
+    stages = tuple(replace(stage, weights=tuple(specs[one.key] for one in stage.weights)) for stage in whole.stages)
+    return replace(whole, stages=stages)
 
 
 def ranges_of(plan: Plan) -> tuple[tuple[int, int], ...]:

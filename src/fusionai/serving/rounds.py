@@ -16,7 +16,7 @@ from fusionai.execution.connections import Connections, Deployment, JobTasks
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.problem.types import Plan, Standby
-from fusionai.serving.job import ServedCut, ServingJob, cut, ranges_of
+from fusionai.serving.job import ServedCut, ServingJob, cut, ranges_of, with_weights
 from fusionai.transport.security.signed import Seal
 from fusionai.wire import messages as wire
 from fusionai.wire.frame import headers
@@ -79,6 +79,10 @@ class ServingRound:
         """Replace tickets and addresses of a known plan version."""
         if deployment.plan.version in self._deployments:
             self._deployments[deployment.plan.version] = deployment
+
+    def renew_weights(self) -> None:
+        """Load the present values of the job's weights from now on."""
+        self.cut = with_weights(self.cut, self._job.weights)
 
     def ticket(self, version: int, peer: PeerId) -> bytes:
         return self._deployments[version].tickets.get(peer, b"")

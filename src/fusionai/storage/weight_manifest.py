@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -61,6 +61,15 @@ class ModelWeights:
         self._store = store
         self._held = ExitStack()
         self._held.enter_context(store.holding([spec.digest for spec in specs if spec.digest not in ranges]))
+
+    def replace(self, tensors: Iterable[tuple[str, HostTensor]]) -> None:
+        """Give these keys other values, which are kept in the store. Blocking. Raises `StorageError`."""
+        fresh = {key: _stored(self._store, key, tensor, known=self._ranges) for key, tensor in tensors}
+        specs = tuple(fresh.get(spec.key, spec) for spec in self.specs)
+        held = ExitStack()
+        held.enter_context(self._store.holding([spec.digest for spec in specs if spec.digest not in self._ranges]))
+        former, self.specs, self._held = self._held, specs, held
+        former.close()
 
     def read(self, spec: WeightSpec) -> HostTensor:
         """Return the tensor, mapped without copying. Raises `StorageError`."""
@@ -119,17 +128,19 @@ def manifest(
     specs = {key: msgspec.structs.replace(described[place], key=key) for key, place in places.items()}
     ranges = {described[place].digest: place.stored for place in places.values()}
     for key, tensor in state([key for key in wanted if key not in places]):
-        spec = specs[key] = make_spec(
-            key,
-            tensor.dtype,
-            tensor.shape,
-            (tensor.data[start : start + PIECE_BYTES] for start in range(0, tensor.nbytes, PIECE_BYTES)),
-        )
-        if spec.digest not in ranges:
-            store.add(spec, tensor.data)
+        specs[key] = _stored(store, key, tensor, known=ranges)
     if lacking := [key for key in wanted if key not in specs]:
         raise StorageError(f"the model has no bytes for {len(lacking)} of its tensors, such as {lacking[0]}.")
     return ModelWeights(tuple(specs[key] for key in wanted), ranges, store)
+
+
+def _stored(store: WeightStore, key: str, tensor: HostTensor, *, known: Container[bytes]) -> WeightSpec:
+    """Describe a tensor, and add it to the store unless its digest is known."""
+    pieces = (tensor.data[start : start + PIECE_BYTES] for start in range(0, tensor.nbytes, PIECE_BYTES))
+    spec = make_spec(key, tensor.dtype, tensor.shape, pieces)
+    if spec.digest not in known:
+        store.add(spec, tensor.data)
+    return spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,3 +274,18 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert peak_bytes < 8 * MIB
     assert told == [(64 * MIB, 64 * MIB)]
+
+
+def test_values_are_replaced_and_the_former_ones_are_let_go(tmp_path: Path) -> None:
+    model, store = Model(tmp_path / "model"), WeightStore(tmp_path / "weights")
+    weights = model.describe(["norm", *MADE], store)
+    former = {spec.key: spec for spec in weights.specs}
+    other = tensor(4, 8, seed=9)
+    weights.replace([("stacked.experts", other)])
+    assert [spec.key for spec in weights.specs] == ["norm", *MADE]
+    found = {spec.key: spec for spec in weights.specs}
+    assert found["stacked.experts"].digest != former["stacked.experts"].digest
+    assert found["norm"] == former["norm"]
+    check(found["stacked.experts"], weights, other)
+    check(found["rotary.inv_freq"], weights, MADE["rotary.inv_freq"])
+    weights.close()

@@ -160,6 +160,10 @@ class OnnxServingProgram(PartedServing):
     def _import_weight(self, spec: ParamSpec, tensor: HostTensor) -> None:
         self._weights.put(spec.key, np.array(numbers(tensor), dtype=spec.dtype))
 
+    def _forget_compiled(self) -> None:
+        super()._forget_compiled()
+        self._sessions.clear()
+
     @property
     def resident_bytes(self) -> int:
         return self._cache_bytes + self._weights.nbytes

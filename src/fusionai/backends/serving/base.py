@@ -84,17 +84,27 @@ class ServingProgram(ABC):
 
     def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
         """Load weights, keyed by `ParamSpec.key`, in any order, each once, with the dtypes of the model's files. Each
-        weight is converted, packed or quantised in turn, and its source is released. Raises `ExecutionError` on an
-        unknown key, a wrong shape, or a dtype that can't be converted."""
+        weight is converted, packed or quantised in turn, and its source is released. Once all are there, weights may be
+        replaced, together with those that `joined` names; caches stay. Raises `ExecutionError` on an unknown key, a
+        wrong shape, or a dtype that can't be converted."""
         for key, tensor in entries:
             if key not in self._specs:
                 raise ExecutionError(f"the stage has no weight {key!r}{nearest(key, self._specs)}.")
             if key not in self._waiting:
-                raise ExecutionError(f"weight {key!r} came twice.")
+                if self._waiting:
+                    raise ExecutionError(f"weight {key!r} came twice.")
+                self._forget_compiled()
             numbers = _numbers(self._specs[key], tensor)
             _check_weight(self._specs[key], numbers)
             self._import_weight(self._specs[key], numbers)
             self._waiting.discard(key)
+
+    def joined(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """Return the keys of weights that can only be replaced together with `keys`, these included, sorted."""
+        return tuple(sorted(keys))
+
+    def _forget_compiled(self) -> None:  # noqa: B027
+        """Drop what was compiled with the present weights."""
 
     @abstractmethod
     def _import_weight(self, spec: ParamSpec, tensor: HostTensor) -> None:

@@ -201,6 +201,9 @@ class PartedServing(ServingProgram):
     def _compiled(self, part: ProgramPart, rows: int) -> Compute:
         """Return the part compiled for groups of `rows` rows."""
 
+    def _forget_compiled(self) -> None:
+        self._computes.clear()
+
     def allocate(self) -> None:
         if self._caches is None:
             self._caches = {shape.node: HostCache(shape, self._options) for shape in self._layers}

@@ -88,6 +88,13 @@ class ServingWeights:
                 self._take(name, self._given[name], tensor)
         self._values = None
 
+    def joined(self, keys: Iterable[str]) -> frozenset[str]:
+        """Return the keys of all parts of the stacks that hold one of `keys`, and `keys`."""
+        found = frozenset(keys)
+        wholes = {self._stack_of[name] for key in found for name in self._named[key] if name in self._stack_of}
+        whole = found | {self._given[part].key for stack in wholes for part in self._parts[stack]}
+        return found if whole == found else self.joined(whole)
+
     def values(self, names: Iterable[str]) -> dict[str, Tensor | packed_graph.PackedParameter]:
         """Return the interpreter's parameters of these names; all weights must have been imported."""
         if self._values is None:
@@ -203,8 +210,14 @@ class TorchServingProgram(ServingProgram):
         with torch.inference_mode():
             super().import_weights(entries)
 
+    def joined(self, keys: Iterable[str]) -> tuple[str, ...]:
+        return tuple(sorted(self._weights.joined(keys)))
+
     def _import_weight(self, spec: ParamSpec, tensor: HostTensor) -> None:
         self._weights.add(spec.key, tensor)
+
+    def _forget_compiled(self) -> None:
+        self._row_programs.clear()
 
     def allocate(self) -> None:
         if self._caches is None:

@@ -74,6 +74,7 @@ METHODS: Final[Mapping[str, tuple[Any, Any]]] = {
     # A stage that serves.
     "import_weights": (tuple[()], None),
     "missing": (tuple[()], tuple[str, ...]),
+    "joined": (tuple[tuple[str, ...]], tuple[str, ...]),
     "allocate": (tuple[()], None),
     "run": (tuple[tuple[Segment, ...], tuple[str, ...], tuple[int, ...] | None], None),
     "forget": (tuple[tuple[int, ...]], None),

@@ -451,6 +451,9 @@ class WorkerServingProgram(_Program):
     def missing(self) -> tuple[str, ...]:
         return self._ask("missing")[0]
 
+    def joined(self, keys: Iterable[str]) -> tuple[str, ...]:
+        return self._ask("joined", tuple(keys))[0]
+
     def allocate(self) -> None:
         self._ask("allocate")
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -238,18 +238,51 @@ UP: Final = "adapters_b"
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlots:
-    """The adapters of one deployment, in the order of their numbers, which start at 1."""
+    """The adapters of one deployment, in the order of their numbers, which start at 1. `sizes`: inputs and outputs of
+    the layers that every slot covers, also those that no adapter changes yet."""
 
-    adapters: tuple[AdapterFiles, ...]
+    adapters: tuple[AdapterFiles | None, ...]
+    """None: an empty slot."""
+    ranks: tuple[int, ...]
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(adapter.rank for adapter in self.adapters)
+    @classmethod
+    def of(
+        cls, adapters: Sequence[AdapterFiles], room: Sequence[int] = (), module: nn.Module | None = None
+    ) -> AdapterSlots:
+        """Return slots for the adapters, and empty ones of the ranks `room` for all linear layers of `module` except
+        its head."""
+        sizes: dict[str, tuple[int, int]] = {}
+        if room:
+            assert module is not None
+            layers = linear_layers(module)
+            sizes = {name: layer_sizes(layers[name]) for name in sorted(_chosen(module, "all-linear"))}
+        return cls((*adapters, *(None for _ in room)), (*(one.rank for one in adapters), *room), sizes)
+
+    def with_adapter(self, number: int, adapter: AdapterFiles) -> AdapterSlots:
+        """Return the slots with `adapter` in slot `number`. Raises `ModelError` if it does not fit."""
+        if adapter.rank > self.ranks[number - 1]:
+            raise ModelError(
+                f"the adapter {adapter.directory} has rank {adapter.rank}, its place has {self.ranks[number - 1]}.",
+                hint="Start the server with a larger --adapter-rank.",
+            )
+        known = {name: self._sizes(name) for name in self.layers}
+        for name, part in adapter.layers.items():
+            if known.get(name) != (part.inputs, part.outputs):
+                have = f"{known[name]} inputs and outputs" if name in known else "no place"
+                raise ModelError(
+                    f"the adapter {adapter.directory} changes {name!r} of {(part.inputs, part.outputs)} inputs and "
+                    f"outputs, for which the served model has {have}.",
+                    hint="The adapter belongs to another base model; use it with that one.",
+                )
+        adapters = (*self.adapters[: number - 1], adapter, *self.adapters[number:])
+        return replace(self, adapters=adapters)
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Sorted names of the layers that at least one adapter changes."""
-        return tuple(sorted({name for adapter in self.adapters for name in adapter.layers}))
+        """Sorted names of the layers that at least one adapter changes, or has room to."""
+        named = {name for adapter in self.adapters if adapter is not None for name in adapter.layers}
+        return tuple(sorted(named | self.sizes.keys()))
 
     @property
     def keys(self) -> frozenset[str]:
@@ -261,9 +294,7 @@ class AdapterSlots:
         finite: NaN and infinity times a mask of zero would still reach other adapters' positions."""
         layer, _, part = key.rpartition(".")
         pieces = [_piece(adapter, layer, is_up=part == UP) for adapter in self.adapters]
-        inputs, outputs = next(
-            (one.inputs, one.outputs) for adapter in self.adapters if (one := adapter.layers.get(layer)) is not None
-        )
+        inputs, outputs = self._sizes(layer)
         whole = np.zeros((outputs, sum(self.ranks)) if part == UP else (sum(self.ranks), inputs), np.float32)
         start = 0
         for piece, rank in zip(pieces, self.ranks, strict=True):
@@ -274,11 +305,17 @@ class AdapterSlots:
             start += rank
         return host_tensor("float32", whole.shape, whole.tobytes())
 
+    def _sizes(self, layer: str) -> tuple[int, int]:
+        if layer in self.sizes:
+            return self.sizes[layer]
+        parts = (adapter.layers.get(layer) for adapter in self.adapters if adapter is not None)
+        return next((one.inputs, one.outputs) for one in parts if one is not None)
 
-def _piece(adapter: AdapterFiles, layer: str, *, is_up: bool) -> Any:
+
+def _piece(adapter: AdapterFiles | None, layer: str, *, is_up: bool) -> Any:
     """Return one adapter's matrix of a layer, `B` times the adapter's scale; None if it lacks the layer."""
-    found = adapter.layers.get(layer)
-    if found is None:
+    found = None if adapter is None else adapter.layers.get(layer)
+    if found is None or adapter is None:
         return None
     values = np.asarray(numbers(SafetensorsFile(adapter.weights).read(found.b if is_up else found.a)), np.float32)
     if not np.isfinite(values).all():
@@ -322,7 +359,8 @@ def slotted(module: nn.Module, slots: AdapterSlots) -> nn.Module:
     `ModelError`."""
     layers = linear_layers(module)
     for adapter in slots.adapters:
-        require_fit(module, adapter)
+        if adapter is not None:
+            require_fit(module, adapter)
     chosen = Chosen()
     total = sum(slots.ranks)
     for name in slots.layers:

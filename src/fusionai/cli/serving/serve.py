@@ -124,6 +124,18 @@ _ENDPOINT_OPTIONS: Final = flags.options(
     help="Also serve a LoRA adapter of MODEL, in PEFT layout or as the directory of a job that trained one. Requests "
     'choose it with "model": NAME. May be repeated.',
 )
+@flags.path_option(
+    "--adapter-directory",
+    "DIR",
+    "Let requests load adapters from below DIR while the model is served, and unload them: POST /v1/load_lora_adapter "
+    "and /v1/unload_lora_adapter.",
+    exists=True,
+    file_okay=False,
+)
+@flags.number_option(
+    "--adapter-places", "With --adapter-directory: room for N adapters at a time.  [default: 2]", None, 1, 256
+)
+@flags.number_option("--adapter-rank", "With --adapter-directory: largest rank of them.  [default: 16]", None, 1, 1024)
 @flags.choice_option(
     "--checks",
     "Spot-check peers: spares recompute part of the texts to find machines that compute wrongly.",
@@ -157,8 +169,13 @@ def serve(
         raise UsageError("--local starts its own pool: it can't be combined with --invite or --stages.")
     if given["draft"] is not None and given["speculate"] == "off":
         raise UsageError("--draft names a model that guesses: it can't be combined with --speculate off.")
+    from fusionai.client.serving.adapters import AdapterRoom
     from fusionai.client.serving.job import ServeRequest
     from fusionai.client.serving.model import parse_adapters
+
+    directory, count, rank = (given.pop(f"adapter_{name}") for name in ("directory", "places", "rank"))
+    if directory is None and (count, rank) != (None, None):
+        raise UsageError("--adapter-places and --adapter-rank need --adapter-directory.")
 
     endpoint = ApiEndpoint(**{name: given.pop(name) for name in ApiEndpoint.__dataclass_fields__})
     request = ServeRequest(
@@ -173,6 +190,7 @@ def serve(
         last_layers=served.last_layers,
         confidential=served.confidential,
         adapters=parse_adapters(adapters),
+        adapter_room=None if directory is None else AdapterRoom(directory, count or 2, rank or 16),
         checks=given.pop("checks") == "spot",
         **given,
     )
@@ -321,7 +339,7 @@ async def _serve(
             created_s=int(time.time()),
         )
         observation = ServingObservation(served.engine, lambda: served.engine.deployment.plan)
-        app = make_app(config, observation, served.model.texts, tracer=door.tracer)
+        app = make_app(config, observation, served.model.texts, tracer=door.tracer, loader=served.adapters)
         closing_app = asyncio.Event()
         listening = asyncio.create_task(
             server.serve(app, door.listener, stop=closing_app, on_listening=lambda: door.announce(served), tls=door.tls)

@@ -13,9 +13,8 @@ from pathlib import Path
 import msgspec
 
 from fusionai.backends.serving.page_table import TILE_POSITIONS
-from fusionai.client.serving.model import (
-    ServedModel,
-)
+from fusionai.client.serving.adapters import AdapterRoom
+from fusionai.client.serving.model import ServedModel
 from fusionai.client.serving.planning import Ends
 from fusionai.ir.partition import ends
 from fusionai.primitives.errors import PlanError, UsageError
@@ -55,6 +54,8 @@ class ServeRequest:
     """Refuse privacy levels other than `trusted`."""
     adapters: tuple[tuple[str, Path], ...] = ()
     """Adapters to serve beside the model, as (name for clients, directory)."""
+    adapter_room: AdapterRoom | None = None
+    """Allows adapters to be loaded while the model is served."""
     checks: bool = True
     """Whether warm standbys recompute part of the texts to check the peers."""
 
@@ -108,7 +109,7 @@ def serving_job(
             sessions=sizes.sessions + 1,  # one for the probe
             pass_tokens=sizes.pass_tokens,
             whole=model.whole,
-            adapter_ranks=tuple(adapter.files.rank for adapter in model.adapters),
+            adapter_ranks=() if model.slots is None else model.slots.ranks,
         ),
         weights=weights,
         vocabulary=model.vocabulary,

@@ -24,6 +24,7 @@ from fusionai.backends.interface import Backend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.checking.check import require_causal
 from fusionai.capture.models.adapter import AdapterSlots
+from fusionai.capture.models.build import build
 from fusionai.capture.models.huggingface import model_directory
 from fusionai.capture.models.source import DirectorySource, GgufSource, HubSource, parse_source
 from fusionai.capture.models.state import rounding
@@ -57,6 +58,7 @@ MEASURED: Final = 4
 LARGEST_MEASURED: Final = 2**25
 """Most numbers of such a matrix: it is in memory several times, in float32; chosen."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+_NAME_HINT: Final = "NAME: the adapter's name for clients, of letters, digits and . _ : / -; DIR: its directory."
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +80,19 @@ def parse_adapters(written: Sequence[str]) -> tuple[tuple[str, Path], ...]:
     for text in written:
         name, equals, directory = text.partition("=")
         if not (equals and directory and _NAME.fullmatch(name)):
-            raise UsageError(
-                f"expected --adapter NAME=DIR, got {text!r}.",
-                hint="NAME: the adapter's name for clients, of letters, digits and . _ : / -; DIR: its directory.",
-            )
+            raise UsageError(f"expected --adapter NAME=DIR, got {text!r}.", hint=_NAME_HINT)
         if name in found:
             raise UsageError(f"two adapters have the name {name!r}.", hint="Give each its own name.")
         found[name] = Path(directory).expanduser()
     if len(found) > MAX_ADAPTERS:
         raise UsageError(f"{len(found)} adapters are given, but at most {MAX_ADAPTERS} can be served at once.")
     return tuple(found.items())
+
+
+def adapter_name(name: str) -> None:
+    """Raise `UsageError` if clients can't use this name."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name[:200]!r} is no name of an adapter.", hint=_NAME_HINT)
 
 
 def find_adapters(named: Sequence[tuple[str, Path]]) -> tuple[ServedAdapter, ...]:
@@ -136,6 +141,8 @@ class ServedModel:
     windows: bool
     whole: bool
     adapters: tuple[ServedAdapter, ...] = ()
+    slots: AdapterSlots | None = None
+    """Places of the adapters in the graph, also of those that are loaded later."""
 
     @property
     def packed(self) -> str | None:
@@ -207,12 +214,13 @@ def _check_weights(directory: Path, text: str, *, is_hub: bool) -> None:
         raise ModelError(f"{text} lacks a weight file: {missing[0]}{more}.", hint=again)
 
 
-def open_model(files: ServedFiles, adapters: tuple[ServedAdapter, ...] = ()) -> ServedModel:
-    """Capture the model with `adapters`. Blocking. Raises `ModelError` or `GraphError`, with the reason, if it can't be
-    served."""
+def open_model(files: ServedFiles, adapters: tuple[ServedAdapter, ...] = (), room: Sequence[int] = ()) -> ServedModel:
+    """Capture the model with `adapters`, and with empty places of the ranks `room` for others. Blocking. Raises
+    `ModelError` or `GraphError`, with the reason, if it can't be served."""
     texts = ModelText.load(files.directory)
     source = DirectorySource(files.directory)
-    slots = AdapterSlots(tuple(adapter.files for adapter in adapters)) if adapters else None
+    module = build(source, seed=0).module if room else None
+    slots = AdapterSlots.of([one.files for one in adapters], room, module) if adapters or room else None
     captured = capture(source, batch=(1, 2), sequence=(1, LONGEST_PASS), train=False, adapter=slots)
     checkpoint = captured.source.checkpoint
     packed = {} if checkpoint is None else {key: one.packings for key, one in checkpoint.packed.items()}
@@ -236,6 +244,7 @@ def open_model(files: ServedFiles, adapters: tuple[ServedAdapter, ...] = ()) -> 
         and any(node.op == "fusion.attention" and node.kwargs.get("window") is not None for node in graph.nodes),
         whole=whole,
         adapters=adapters,
+        slots=slots,
     )
 
 

@@ -30,6 +30,7 @@ from fusionai.client.pool.replanning import MachineHistory, PoolReplanner
 from fusionai.client.pool.reporting import ServedNote, end_leftovers, report_state, report_tokens
 from fusionai.client.pool.session import PoolMember, PoolSession, near_links, owner_membership
 from fusionai.client.pool.watch import PoolWatch, watch_trust
+from fusionai.client.serving.adapters import RunningAdapters
 from fusionai.client.serving.job import ServeRequest, kept_blocks, serving_job, whole_needs
 from fusionai.client.serving.model import (
     DraftModel,
@@ -105,6 +106,8 @@ class Served:
     names: dict[str, str]
     ended: asyncio.Future[None]
     stopped: asyncio.Event
+    adapters: RunningAdapters | None
+    """Loads and unloads adapters; None if the request has no room for any."""
     pool: LocalPool | None
     chunk_tokens: int
     """Tokens per piece in which prompts are processed."""
@@ -210,10 +213,12 @@ class _Start:
             raise UsageError(
                 f"an adapter has the same name as the model, {files.name!r}.", hint="Give it another name."
             )
+        room = request.adapter_room
+        ranks = () if room is None else room.ranks
         small = None if request.draft is None else await in_background(lambda name=request.draft: find_model(name))
         self._on_event(Noted(f"capturing {files.name}"))
         # The model is opened while processes start and the pool is contacted.
-        opening = _task(self._stack, in_background(lambda: open_model(files, adapters)))
+        opening = _task(self._stack, in_background(lambda: open_model(files, adapters, ranks)))
         hashing = _task(self._stack, self._hashed(opening))
         process, home = await self._connect()
         members = await process.pool.pool()
@@ -354,6 +359,7 @@ class _Start:
         watch = ServingWatch(replanner, engine, process.peer, process.clock, priced=self._priced)
         reports = report_tokens(pool, job, lambda: (engine.status.state, engine.status.emitted_tokens))
         self._stack.enter_context(beside(watch.run(), watch_trust(process.trust, engine), reports))
+        room = request.adapter_room
         return Served(
             job=job,
             model=model,
@@ -363,6 +369,7 @@ class _Start:
             names=process.known.names,
             ended=running,
             stopped=process.stopped,
+            adapters=None if room is None else RunningAdapters(room.directory, model, loaded.weights, engine),
             pool=self._local,
             chunk_tokens=min(served_job.chunk_tokens, served_job.options.pass_tokens),
             problem=lambda: msgspec.structs.replace(

@@ -399,6 +399,11 @@ class Admission:
         return len(self._queue)
 
     @property
+    def adapters(self) -> frozenset[int]:
+        """Numbers of the adapters of all sessions that run or wait."""
+        return frozenset(session.spec.adapter for session in self._sessions.values())
+
+    @property
     def running(self) -> int:
         return len(self._sessions) - len(self._queue)
 

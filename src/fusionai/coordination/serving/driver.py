@@ -180,6 +180,9 @@ TABLE: Final[Table[ServingMachine, list[ServingCommand]]] = Table(
         *in_each(_ROUND, interface.PlanGiven, (), lambda m, event: m.standbys.on_plan(event)),
         Transition((_G,), interface.PlanGiven, (_G, _N), lambda m, event: m.standbys.on_plan(event)),
         Transition((_W,), interface.PlanGiven, (_N, _W), lambda m, event: m.standbys.on_plan(event)),
+        *in_each(
+            (*_ROUND, _G), interface.WeightsReplaced, (_N,), lambda m, event: m.standbys.on_weights_replaced(event)
+        ),
         *in_each(_ROUND, interface.Tick, (_N, _W, _E), lambda m, event: m.takeovers.on_tick(event)),
         Transition((_G,), interface.Tick, (_G, _N), lambda m, event: m.takeovers.on_tick(event)),
         Transition((*_ROUND, _G, _W), StopAsked, (_E,), ServingMachine.on_stop),

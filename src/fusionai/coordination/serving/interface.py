@@ -128,6 +128,12 @@ class PlanGiven(DriverEvent, frozen=True):
     knows: frozenset[str] = frozenset()
 
 
+class WeightsReplaced(DriverEvent, frozen=True):
+    """Some of the job's weights have other values now. Every stage and standby loads those; caches stay."""
+
+    reason: str
+
+
 class Tick(DriverEvent, frozen=True):
     """Time on the driver's monotonic clock, a few times per second."""
 

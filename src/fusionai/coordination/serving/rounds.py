@@ -182,7 +182,7 @@ class Rounds:
     def _new_probes(self) -> list[ServingCommand]:
         """Start probes. None is needed after a round without changes, because its links and stages have been probed."""
         job = self.job
-        if not job.unsound:
+        if not (job.unsound or job.must_probe):
             return []
         commands: list[ServingCommand] = []
         segment = Segment(PROBE_SESSION, 0, len(job.probe), 0, job.batcher.pages.table(PROBE_SESSION))
@@ -209,6 +209,7 @@ class Rounds:
         job = self.job
         job.phase = ServingPhase.RUNNING
         job.ready = True
+        job.must_probe = False
         job.sound = dict(job.roles.places)
         job.roster.warm -= set(job.sound.items())  # they are no standbys of these stages any more
         job.follow_ups.append(PassesResumed())

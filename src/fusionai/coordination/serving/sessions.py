@@ -29,11 +29,13 @@ class SessionSpec:
     output: Output = "logits"
     adapter: int = 0
     """Number of the adapter, 0 for none."""
+    edition: int = 0
+    """How often another adapter had got this number before."""
 
     @property
     def prefix_scope(self) -> str:
         """Scope of its cached prefix: other scopes may not continue from it, and other adapters can't."""
-        return f"{self.adapter}\x00{self.scope}"
+        return f"{self.adapter}.{self.edition}\x00{self.scope}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from fusionai.coordination.serving.interface import (
     ServingCommand,
     ServingRoles,
     StandbyLoaded,
+    WeightsReplaced,
 )
 from fusionai.coordination.serving.rounds import PassesResumed, Rounds
 from fusionai.coordination.serving.state import ServingJobState
@@ -122,6 +123,12 @@ class Standbys:
         self.job.roles = roles
         self.job.pending = None
         return self.rounds.begin("another plan")
+
+    def on_weights_replaced(self, event: WeightsReplaced) -> list[ServingCommand]:
+        """Load again in a round, stages first. A standby is warm once it has the new weights too."""
+        self.job.roster.warm.clear()
+        self.job.must_probe = True
+        return self.rounds.begin(event.reason)
 
     def dismiss_idle(self) -> list[ServingCommand]:
         """Dismiss enlisted members without a part in any plan."""

@@ -106,6 +106,8 @@ class ServingJobState(JobState[ServingPhase, ServingCommand, ServingRoles]):
     """Fence of the round. The plan version in `roles` may be newer, because new standbys need no round."""
     ready: bool = False
     """Whether the job has been ready before."""
+    must_probe: bool = False
+    """Weights were replaced since passes last ran, so a probe must cross the stages although none is new."""
     leaving: set[str] = field(default_factory=set[str])
     roster: StandbyRoster = field(default_factory=StandbyRoster)
     sound: dict[int, str] = field(default_factory=dict[int, str])

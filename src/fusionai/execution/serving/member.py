@@ -16,7 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
+import msgspec
+
 from fusionai.backends.memory import return_code_pages, return_freed_memory
+from fusionai.backends.serving.base import ServingProgram
 from fusionai.execution.host import Host
 from fusionai.execution.member import LinkLostSink, RoundMember
 from fusionai.execution.serving.loading import StageWeights, identity_of, prepare_stage
@@ -273,19 +276,39 @@ class ServingMember(RoundMember):
     async def _made(
         self, load: wire.Load, tensors: Mapping[str, HostTensor]
     ) -> tuple[ServingStage, Mapping[PeerId, int]]:
-        """Return the loaded stage if this load describes the same one; otherwise load it in its place, with weights."""
+        """Return the loaded stage if this load describes the same one. If only weights differ, replace those in it, so
+        that its caches stay; otherwise load the stage in its place."""
         if (present := self._at_hand(load)) is not None:
             return present, {}
-        if self._stages.pop(load.stage, None) is not None:
+        identity = identity_of(load)
+        stage = self._stages.pop(load.stage, None)
+        changed = None if stage is None else stage.changed_weights(identity, load.weights)
+        if stage is None or changed is None:
+            stage = None
             return_freed_memory()
-        total_bytes = sum(spec_bytes(spec) for spec in load.weights)
-        self._loads[load.stage] = wire.Loading(
-            fence=load.fence, stage=load.stage, done_bytes=0, total_bytes=total_bytes
-        )
-        stage, program = await prepare_stage(self._host, load, tensors, member=self)
-        # Compilation is done and no large tensor is allocated yet.
+            total_bytes = sum(spec_bytes(spec) for spec in load.weights)
+            self._loads[load.stage] = wire.Loading(
+                fence=load.fence, stage=load.stage, done_bytes=0, total_bytes=total_bytes
+            )
+            stage, program = await prepare_stage(self._host, load, tensors, member=self)
+            # Compilation is done and no large tensor is allocated yet.
+            return_freed_memory()
+            return_code_pages()
+        else:
+            program = stage.program
+            keys, _ = await self._host.compute.run(lambda: program.joined(changed))
+            load = msgspec.structs.replace(load, weights=tuple(spec for spec in load.weights if spec.key in keys))
+        fetched_bytes = await self._import(load, program)
+        missing, _ = await self._host.compute.run(lambda: program.missing)
+        if missing:
+            raise ExecutionError(f"stage {load.stage} lacks {len(missing)} weights, first {missing[0]}.")
+        stage.identity = identity
+        self._stages[load.stage] = stage
         return_freed_memory()
-        return_code_pages()
+        return stage, fetched_bytes
+
+    async def _import(self, load: wire.Load, program: ServingProgram) -> Mapping[PeerId, int]:
+        """Fetch the weights of `load`, import them, and return the bytes fetched, by source."""
         reported_s = float("-inf")
 
         def progress(done_bytes: int, total_bytes: int) -> None:
@@ -307,12 +330,7 @@ class ServingMember(RoundMember):
                 await self._host.compute.run(
                     lambda spec=spec: program.import_weights([(spec.key, self._weights.read(spec))])
                 )
-        missing, _ = await self._host.compute.run(lambda: program.missing)
-        if missing:
-            raise ExecutionError(f"stage {load.stage} lacks {len(missing)} weights, first {missing[0]}.")
-        self._stages[load.stage] = stage
-        return_freed_memory()
-        return stage, fetched_bytes
+        return fetched_bytes
 
     async def _answer(self, load: wire.Load, stage: ServingStage, fetched_bytes: Mapping[PeerId, int]) -> None:
         cached: tuple[tuple[int, int], ...] = ()

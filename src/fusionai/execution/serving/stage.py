@@ -15,7 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -124,6 +124,17 @@ class ServingStage:
     @property
     def resident_bytes(self) -> int:
         return self._program.resident_bytes + (0 if self._retained is None else self._retained.held_bytes)
+
+    @property
+    def program(self) -> ServingProgram:
+        return self._program
+
+    def changed_weights(self, identity: StageIdentity, specs: Sequence[wire.WeightSpec]) -> tuple[str, ...] | None:
+        """Return the keys of `specs` whose values are not those loaded; None if more than values differs."""
+        if replace(identity, weights=()) != replace(self.identity, weights=()):
+            return None
+        pairs = zip(specs, self.identity.weights, strict=True)
+        return tuple(spec.key for spec, digest in pairs if spec.digest != digest)
 
     def working(self, now_s: float) -> tuple[int, float] | None:
         """Return what `wire.Working` reports, (pass number or -1, seconds); None if there is nothing to report. `now_s`

@@ -30,6 +30,7 @@ def test_the_probe_takes_no_place_from_the_sessions_that_were_asked_for() -> Non
         windows=(),
         whole=False,
         adapters=(),
+        slots=None,
     )
     plan = SimpleNamespace(serving=sizes, stages=(1, 2, 3))
     asked = SimpleNamespace(speculate="off", checks=True)

@@ -591,3 +591,34 @@ def test_the_story_leaves_ticks_out() -> None:
     tick = interface.Tick(1.0)
     assert job.machine.brief(tick) == ""
     assert job.machine.brief(StopAsked("enough")) == repr(StopAsked("enough"))
+
+
+def test_other_weights_are_loaded_in_a_round_that_keeps_every_cache() -> None:
+    """The standby is warm again once it has them too, and a probe crosses the stages although none is new."""
+    job = running()
+    computed = decoding(job)
+    assert job.machine.is_warm(2)
+    job.tell(interface.WeightsReplaced("an adapter is loaded"))
+    assert (job.of(interface.ReportState)[0].state, job.of(ReportFault)) == ("recovering", [])
+    assert not job.machine.is_warm(2)
+    job.enlist()
+    loads = job.of(interface.SendLoad)
+    assert {(load.peer, load.stage) for load in loads} == {(peer, stage) for stage, peer in PLACES.items()}
+    assert not any(load.fresh for load in loads)
+    job.load(dict.fromkeys((1, 2, 3), ((1, computed),)))
+    assert not job.of(interface.SendRebuild)
+    assert len(job.of(interface.SendProbePass)) == 1
+    assert job.machine.next_pass(0.0) is None
+    job.probe("x")
+    assert [(load.peer, load.stage, load.standby) for load in job.of(interface.SendLoad)] == [("g", 2, True)]
+    plan = job.machine.next_pass(0.0)
+    assert plan is not None
+    assert plan.segments[0].start == computed
+
+
+def test_weights_that_come_while_a_machine_is_waited_for_are_loaded_with_the_next_plan() -> None:
+    job = running(roles(standbys={}))
+    job.tell(PeerLost("b", "x"))
+    assert job.phase is ServingPhase.WAITING
+    assert job.tell(interface.WeightsReplaced("an adapter is loaded")) == []
+    assert job.phase is ServingPhase.WAITING
