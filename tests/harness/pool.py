@@ -550,7 +550,7 @@ class Job:
         self._dying.set()
 
 
-@dataclass
+@dataclass(repr=False)  # asyncio writes down the result of what it ran before it looks at signals
 class Run:
     """`end` is None for a driver that was killed."""
 

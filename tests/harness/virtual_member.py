@@ -252,6 +252,8 @@ class Member:
     def check(self) -> None:
         for stage in self.stages.values():
             stage.check()
+        if len(self.snapshots) <= MOST_WHOLE:
+            return
         counts: dict[int, int] = {}
         for stage, _ in self.snapshots:
             counts[stage] = counts.get(stage, 0) + 1

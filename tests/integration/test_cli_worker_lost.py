@@ -17,7 +17,7 @@ from harness.live_pool import TINY, LivePool, Process, fusion, write_recipe, wri
 
 pytestmark = pytest.mark.slow
 
-STEPS = 30
+STEPS = 16
 NAMES = ("one", "two", "three")
 
 

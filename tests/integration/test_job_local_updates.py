@@ -73,7 +73,7 @@ def transformers_model() -> nn.Module:
 Watch = Callable[[MemoryPool, Job, wire.Message], None]
 
 
-@dataclass
+@dataclass(repr=False)  # as `Run`
 class Story:
     """`runs`: of each job, one for each start of its driver. `told`: what each was told."""
 

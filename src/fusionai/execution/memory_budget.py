@@ -45,6 +45,7 @@ class MemoryBudget:
     def __init__(self, limit_bytes: int | None, host_limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
         self._host_limit_bytes = host_limit_bytes
+        self._half_bytes = psutil.virtual_memory().total // 2
         self._stores = WeakSet[Holding]()
         self._in_use = WeakKeyDictionary[MeasuredProgram, int | None]()
         """Program -> bytes beside it that are in use with it; None for a program that takes no part in its job yet."""
@@ -71,7 +72,7 @@ class MemoryBudget:
         if self._host_limit_bytes is not None:
             return self._host_limit_bytes - self.stores_bytes
         left_bytes = self.left_bytes
-        return psutil.virtual_memory().total // 2 - self.stores_bytes if left_bytes is None else left_bytes
+        return self._half_bytes - self.stores_bytes if left_bytes is None else left_bytes
 
     def join(self, store: Holding) -> None:
         """Count a store as long as it lives."""

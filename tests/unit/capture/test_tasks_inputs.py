@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from fusionai.capture.capture import capture
+from fusionai.capture.capture import _inputs, capture
 from fusionai.capture.checking.check import check
+from fusionai.capture.models.build import build
 from fusionai.capture.models.source import ConfigSource, FactorySource, architecture_of
 from fusionai.capture.tasks import ExampleInput, Task
 from fusionai.capture.tracing.layers import semantic_layers
@@ -21,7 +22,6 @@ ZOO = {model.name: model for model in models()}
 SHAPES: dict[str, dict[str, tuple[int | str, ...]]] = {
     "vit": {"pixel_values": ("b", 3, 16, 16), "labels": ("b",)},
     "wav2vec2": {"input_values": ("b", 4000), "labels": ("b",)},
-    "t5": {"input_ids": ("b", "s"), "decoder_input_ids": ("b", "s"), "labels": ("b", "s")},
     "whisper": {"input_features": ("b", 8, 24), "decoder_input_ids": ("b", "s"), "labels": ("b", "s")},
     "clip": {"input_ids": ("b", "s"), "pixel_values": ("b", 3, 16, 16)},
 }
@@ -32,6 +32,16 @@ def test_inputs_follow_from_the_configuration(name: str) -> None:
     model = ZOO[name]
     captured = capture(model.source, task=model.task, batch=(1, 8), sequence=(1, 32))
     assert {spec.name: spec.dims for spec in captured.inputs} == SHAPES[name]
+
+
+def test_tokens_go_into_an_encoder_and_a_decoder() -> None:
+    """T5, which `integration.test_universality` captures with what is found here."""
+    model = ZOO["t5"]
+    specs, _ = _inputs(build(model.source, 0, None), model.task, None)
+    tokens = ("b", "s")
+    assert {spec.name: spec.dims for spec in specs} == dict.fromkeys(
+        ("input_ids", "decoder_input_ids", "labels"), tokens
+    )
 
 
 def test_each_task_has_its_head() -> None:

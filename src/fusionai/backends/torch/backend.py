@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Final, Protocol, get_args
 
@@ -315,6 +315,7 @@ def _choose(device: str) -> torch.device:
     return torch.device(kind) if place is None else torch.device(kind, place)
 
 
+@cache
 def without_compiler() -> None:
     """Prepare torch's Python kernels. Does nothing when called again, or if the compiler is already loaded."""
     mark = getattr(torch, "_disable_dynamo", None)

@@ -16,16 +16,17 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
 from typing import Any, Final, TextIO
 
 import torch
 from torch import fx, nn
+from torch._export.utils import _collect_all_valid_cia_ops
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim, ExportedProgram, exported_program
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusionai.capture.tasks import InputSpec, TaskModule
@@ -73,7 +74,8 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
             ):
                 program = torch.export.export(task, (example,), dynamic_shapes=(shapes,), strict=False)
             _keep_gradient_stops(program)
-            program = program.run_decompositions(decompositions())
+            with _quick_tables():
+                program = program.run_decompositions(decompositions())
             real_parts(program, RULES)
         except ModelError:
             raise
@@ -188,6 +190,34 @@ def _quiet_export() -> Iterator[None]:
     silent = [(logging.getLogger(name), "disabled", True) for name in loggers]
     with patched(*silent), contextlib.redirect_stderr(_Silenced(sys.stderr)):
         yield
+
+
+class _Described(type):
+    """`Callable`, of which `Callable[P, T]` is no new type: torch makes some for each of thousands of kernels."""
+
+    def __getitem__(cls, _: Any) -> type:
+        return cls
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return callable(instance)
+
+
+_CALLABLE: Final = _Described("Callable", (), {})
+
+
+def _quick_tables() -> AbstractContextManager[None]:
+    """While open, torch does not look through all operators for the composite ones again, unless some were added, and
+    registers kernels more quickly: a quarter of the time of capturing a small module."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    return patched(
+        (exported_program, "_collect_all_valid_cia_ops", partial(_composites, len(registered))),
+        (torch._ops, "Callable", _CALLABLE),
+    )
+
+
+@cache
+def _composites(_registered: int) -> set[Any]:
+    return _collect_all_valid_cia_ops()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from fusionai.capture.models.source import FactorySource
 from fusionai.ir.schema import content_hash
 from harness.zoo import Model, models
 
-LAYERS = 6
+LAYERS = 4
 
 
 class Layer(nn.Module):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from fusionai.capture.capture import capture
+from fusionai.capture.capture import Captured, capture
 from fusionai.capture.checking.comparison import drawn_in_evaluation
 from fusionai.capture.checking.self_check import self_check
 from fusionai.capture.models.source import ConfigSource
@@ -26,8 +27,13 @@ def noisy() -> ConfigSource:
     return ConfigSource({**PHI.config, "router_jitter_noise": JITTER, "num_hidden_layers": 2})
 
 
+@cache
+def trained() -> Captured:
+    return capture(noisy(), batch=(1, 8), sequence=(1, 32))
+
+
 def test_a_router_that_draws_trains_as_its_own_module() -> None:
-    made = capture(noisy(), batch=(1, 8), sequence=(1, 32))
+    made = trained()
     assert any(node.op == "fusion.uniform" for node in made.graph.nodes)
     result = self_check(made)
     assert result.gradient_diff is not None
@@ -35,7 +41,7 @@ def test_a_router_that_draws_trains_as_its_own_module() -> None:
 
 
 def test_nothing_is_drawn_in_evaluation_and_in_serving() -> None:
-    assert not drawn_in_evaluation(capture(noisy(), batch=(1, 8), sequence=(1, 32)).graph)
+    assert not drawn_in_evaluation(trained().graph)
     served = capture(noisy(), batch=(1, 8), sequence=(1, 32), train=False)
     assert not [node.op for node in served.graph.nodes if node.op in ("fusion.uniform", "fusion.in_training")]
 
