@@ -6,7 +6,7 @@
 #   make test-long  the tests of many minutes
 #   make test-levels  what is promised about bits, on other processors than this one
 #   make bench      side-by-side measurements
-#   make clients    what the tests of litellm and openai-agents need, 470 MB
+#   make clients    what the tests of litellm, openai-agents, lm-eval, guidellm and llama-index need, 930 MB
 #   make docs       regenerate the generated pages, then build the documentation as a site in `site/`
 
 PYTHON ?= python3
@@ -72,12 +72,16 @@ bench: setup
 	for subject in planner transport training recovery serving; do $(BIN)/python benchmarks/$$subject.py $(ARGS) || exit 1; done
 
 # litellm and openai-agents want other versions of libraries than transformers and each other: each gets an environment
-# of its own.
+# of its own. So do lm-eval, guidellm and llama-index, which find torch and transformers in the main one.
 clients: setup
 	test -x $(VENV)/clients/bin/python || $(PYTHON) -m venv $(VENV)/clients
 	$(VENV)/clients/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/integration/clients.txt
 	test -x $(VENV)/agents/bin/python || $(PYTHON) -m venv $(VENV)/agents
 	$(VENV)/agents/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/integration/agents.txt
+	test -x $(VENV)/evals/bin/python || $(BIN)/python -m venv $(VENV)/evals
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(VENV)/evals/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	$(VENV)/evals/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/integration/evals.txt
 
 docs: setup
 	$(BIN)/python docs/generate.py
