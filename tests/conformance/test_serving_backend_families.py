@@ -65,9 +65,41 @@ _MORE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_LATENT, **_ROUTED, **_MOE, "num_key_value_heads": 4},
     "gpt_oss": {**_EXPERTS, "head_dim": 8, "sliding_window": 5},
 }
+_SPACE = {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_d_head": 8, "mamba_chunk_size": 8}
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_DELTA |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 8}
+_CONV = {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}
+_NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8}
+_NEMOTRON |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1}
+_NEMOTRON |= {"moe_shared_expert_intermediate_size": 24, "head_dim": 8, "topk_group": 1, "n_group": 1}
+_STATES: dict[str, dict[str, Any]] = {
+    "mamba2": _SPACE,
+    "lfm2": {**_CONV, "block_ff_dim": 48},
+    "mamba": {"state_size": 8},
+    "falcon_mamba": {"state_size": 8},
+    "lfm2_moe": {**_CONV, **_MOE, "num_dense_layers": 1},
+    "qwen3_next": {**_MOE, **_DELTA, "shared_expert_intermediate_size": 24},
+    "qwen3_5_text": _DELTA,
+    "olmo_hybrid": {"layer_types": _DELTA["layer_types"]},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **_EXPERTS, **_MAMBA, "layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 24,
+    },
+    "jamba": {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "falcon_h1": {**_MAMBA, "head_dim": 8, "mamba_d_ssm": 64},
+    "zamba2": {
+        "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_headdim": 8, "num_mem_blocks": 1,
+        "chunk_size": 8, "layers_block_type": ["mamba", "hybrid", "mamba"], "num_key_value_heads": 4,
+    },
+    "nemotron_h": {**_NEMOTRON, "layers_block_type": ["mamba", "attention", "moe"]},
+}  # fmt: skip
+"""With states: short convolutions, state spaces, delta rules, most of them beside attention."""
 FAMILIES = [
     *[pytest.param(name, changes, marks=pytest.mark.slow) for name, changes in _EVERYWHERE.items()],
+    pytest.param("mamba2", _STATES["mamba2"], marks=pytest.mark.slow),
     *[pytest.param(name, changes, marks=pytest.mark.long) for name, changes in _MORE.items()],
+    *[pytest.param(name, changes, marks=pytest.mark.long) for name, changes in _STATES.items() if name != "mamba2"],
 ]
 
 
@@ -117,11 +149,13 @@ class Sessions:
 
 @pytest.mark.parametrize(("name", "changes"), FAMILIES)
 def test_a_family_served_in_three_stages_equals_transformers(name: str, changes: dict[str, Any]) -> None:
-    equals_transformers(family_of(name, changes))
+    family = family_of(name, changes)
+    assert not family.whole
+    equals_transformers(family)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "changes"), [*_EVERYWHERE.items(), *_MORE.items()])
+@pytest.mark.parametrize(("name", "changes"), [*_EVERYWHERE.items(), *_MORE.items(), *_STATES.items()])
 def test_so_it_does_by_three_frameworks(name: str, changes: dict[str, Any]) -> None:
     """Embedding and first layer by PyTorch, the next by JAX, the last and the head by ONNX Runtime."""
     pytest.importorskip("jax", reason="the extra fusionai[jax] is not installed")
@@ -226,20 +260,6 @@ _HIDDEN: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 65,
     },
 }
-_STATES: dict[str, dict[str, Any]] = {
-    "mamba": {"state_size": 8},
-    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8},
-    "qwen3_next": {
-        **_MOE,
-        "head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "shared_expert_intermediate_size": 24,
-        "num_hidden_layers": 4,
-    },
-}
 
 
 @pytest.mark.long
@@ -256,7 +276,7 @@ def test_families_whose_attention_is_hidden_do_not_pass_for_cached_ones(name: st
 
 @pytest.mark.long
 @pytest.mark.parametrize("kinds", [("torch",), ("torch", "jax", "onnxruntime")], ids="-".join)
-@pytest.mark.parametrize(("name", "changes"), [*_HIDDEN.items(), *_STATES.items()])
+@pytest.mark.parametrize(("name", "changes"), _HIDDEN.items())
 def test_what_no_cache_serves_is_computed_anew_and_equals_transformers(
     name: str, changes: dict[str, Any], kinds: tuple[str, ...]
 ) -> None:

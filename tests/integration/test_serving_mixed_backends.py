@@ -49,9 +49,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "initializer_range": 0.6,
     },
+    "mamba2": {
+        "model_type": "mamba2",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "state_size": 4,
+        "num_heads": 4,
+        "head_dim": 8,
+        "n_groups": 2,
+        "num_hidden_layers": 3,
+        "initializer_range": 0.6,
+    },
 }
 WHOLE = ("mamba",)
-"""What no cache serves."""
+"""What is served here without caches."""
 OPTIONS = ServeOptions(page_tokens=4, pages=64, sessions=9, pass_tokens=32)
 RANGES = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
 """Embedding; a layer each; norm and head. The first and the last are the owner's, on PyTorch."""
@@ -101,7 +112,7 @@ def test_tokens_are_those_of_transformers(model: str, tmp_path: Path):
 
 
 @LONG
-@pytest.mark.parametrize("model", ["llama", *WHOLE])
+@pytest.mark.parametrize("model", ["llama", "mamba2", *WHOLE])
 @pytest.mark.parametrize(("victim", "spare"), [("torch", "jax"), ("jax", "onnxruntime"), ("onnxruntime", "torch")])
 def test_a_stage_moves_to_another_framework_under_running_streams(model: str, victim: str, spare: str, tmp_path: Path):
     """Its cache is rebuilt there from what the stage before retained."""

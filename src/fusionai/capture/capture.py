@@ -283,10 +283,10 @@ class _Run:
             for key in map(built.key, lowered.buffers.values())
             if key in saved and buffers[key].is_complex()
         )
-        if nodes != layers:
+        if nodes < layers or (nodes != layers and not carrying):
             self.notes.append(f"{nodes} of {layers} attention layers were recognised: no cache can serve it.")
         if carrying:
-            self.notes.append(f"{carrying} layers carry a state from position to position: no cache can serve it.")
+            self.notes.append(f"{carrying} layers carry a state from position to position.")
         if self.train:
             self.notes.extend(_training_notes(built, graph))
         without_program = [key for key, program in built.programs.items() if program is None]

@@ -94,7 +94,7 @@ def _show(report: CheckReport, task: Task, *, every_operator: bool) -> None:
     elif report.not_compared:
         console.line(f"NOT compared: {console.printable(report.not_compared)}")
     if report.ok:
-        served = " and served with a KV cache" if report.cached_serving else " and served, without a KV cache"
+        served = " and served from caches" if report.cached_serving else " and served, without caches"
         console.line(f"Supported: the model can be trained on a pool{served if task == 'causal_lm' else ''}.")
     else:
         console.line(

@@ -10,7 +10,8 @@ recomputed, as in FlashAttention, arXiv 2205.14135, section 3), other operators 
 
 In generation, a decode pass reads every matrix once, however few positions it has, but only some rows of an embedding
 table. Matrices of products are counted in the requested format, everything else in its own. Layers with an attention
-window keep a ring buffer of the window plus one pass per session; the caches of other layers grow with the tokens.
+window keep a ring buffer of the window plus one pass per session, nodes that carry a state two states; the caches of
+other layers grow with the tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, Node, Ref
 from fusionai.ir.serving import ATTENTION, PRODUCTS, SEQUENCE
 from fusionai.ir.shapes import evaluate
+from fusionai.ir.states import state_shapes
 from fusionai.ir.weights import stored_bytes
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, tensor_bytes
@@ -62,7 +64,7 @@ class BlockCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     cache_token_bytes: int = 0
     """Serving: keys and values of one token, in layers with full attention."""
     cache_session_bytes: int = 0
-    """Serving: ring buffers for one session, in layers with windowed attention."""
+    """Serving: ring buffers of layers with windowed attention, and states, for one session."""
     attended_flops: float = 0.0
     """Serving: operations of one position for each earlier position, in layers with full attention. They make long
     prompts slow; the predicted time per token leaves them out."""
@@ -274,6 +276,7 @@ def serving_costs(
     if whole is None and SEQUENCE in symbols:
         longer = block_costs(graph, {**symbols, SEQUENCE: LENGTH}, training=False)
     item_bytes = FLOAT_BYTES[cache]
+    states = {} if whole is not None else _state_bytes(graph)
     found: list[BlockCost] = []
     for record, long, members in zip(records, longer, nodes_by_block(graph), strict=True):
         kept, looked_up = _weight_bytes(graph, members, weights)
@@ -286,6 +289,7 @@ def serving_costs(
                     ring += token_bytes * (window + pass_tokens)
                 else:
                     growing += token_bytes
+        ring += sum(states.get(node.id, 0) for node in members)
         if whole is not None and record.block > 0:
             growing = records[record.block - 1].output_bytes
         found.append(
@@ -307,6 +311,14 @@ def serving_costs(
             )
         )
     return tuple(found)
+
+
+def _state_bytes(graph: Graph) -> dict[int, int]:
+    """Return node -> bytes of the states it keeps for one session; none for a graph that can't be continued."""
+    try:
+        return {state.node: state.session_bytes for state in state_shapes(graph)}
+    except GraphError:
+        return {}
 
 
 def _attended_flops(alone: float, long: float) -> float:

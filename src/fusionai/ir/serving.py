@@ -1,8 +1,9 @@
 """The graph for serving: logits and hidden states before the head, no loss. Decides which graphs can be served.
 
-Serving packs tokens of many sessions along the sequence and caches keys and values of earlier tokens. So only attention
-may mix positions, and attention must be causal. Graphs that violate this are refused with the reason. `capture` makes
-the graph, `ir.partition` cuts the result, backends serve it.
+Serving packs tokens of many sessions along the sequence and caches what later tokens need of earlier ones: keys and
+values of attention, states of the nodes in `ir.states`. So only causal attention and such nodes may mix positions.
+Graphs that violate this are refused with the reason. `capture` makes the graph, `ir.partition` cuts the result,
+backends serve it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Final
 
 import msgspec
 
-from fusionai.ir.graph import SYMINT, cheap_nodes, needed_nodes, producers, prune, reads, renamed, restrict
+from fusionai.ir.graph import SYMINT, cheap_nodes, consumers, needed_nodes, producers, prune, reads, renamed, restrict
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, ListArg, Node, Ref
-from fusionai.ir.shapes import symbols_of
+from fusionai.ir.shapes import evaluate, symbols_of
+from fusionai.ir.states import CONVOLUTION, may_carry, state_shapes
 from fusionai.primitives.errors import GraphError
 
 LOGITS: Final = "logits"
@@ -58,9 +60,13 @@ def serving_graph(graph: Graph) -> Graph:
 
 
 def require_servable(graph: Graph, *, attention_nodes: int, attention_layers: int) -> None:
-    """Raise `GraphError` with the reason unless `graph` (from `serving_graph`) can be served with KV caches. The counts
-    come from the capture: an attention layer that is not the semantic operator would not see cached tokens."""
-    if attention_nodes != attention_layers or attention_layers == 0:
+    """Raise `GraphError` with the reason unless `graph` (from `serving_graph`) can be served from caches. The counts
+    come from the capture: an attention layer that is not the semantic operator would not see cached tokens. Layers with
+    states may have attention as well, and configurations then count some of them only."""
+    states = state_shapes(graph)
+    if attention_nodes < attention_layers or (
+        not states and (attention_nodes > attention_layers or not attention_nodes)
+    ):
         raise GraphError(
             f"{graph.name}: {attention_nodes} of {attention_layers} attention layers are the semantic operator "
             "fusion.attention; the others can't read the KV cache.",
@@ -72,11 +78,11 @@ def require_servable(graph: Graph, *, attention_nodes: int, attention_layers: in
         )
     cheap = cheap_nodes(graph)
     for node in graph.nodes:
-        reason = _obstacle(graph, node, cheap)
+        reason = _obstacle(graph, node, cheap) or (_mixture(graph, node, cheap) if states else None)
         if reason is not None:
             raise GraphError(
                 f"{graph.name} can't be served from caches: node {node.id} ({node.op}, {node.path}) {reason}.",
-                hint="Serve a model in which only causal attention looks at other positions.",
+                hint="Serve a model in which only causal attention and states look at other positions.",
             )
 
 
@@ -88,9 +94,12 @@ def split_behind_attention(graph: Graph, wanted: Collection[str]) -> tuple[Graph
     rows (`row_dimension`). Sizes are recomputed in the second graph. Raises `KeyError` for an unknown output.
     """
     outputs = {meaning: graph.outputs[meaning] for meaning in wanted}
-    made_by = producers(graph)
+    made_by, used = producers(graph), consumers(graph)
     needed = needed_nodes(graph, outputs.values())
-    mixed = [value for node in needed if node.op == ATTENTION for value in node.outputs]
+    cut = {reader.id for node in needed if node.op == CONVOLUTION for reader in used.get(node.outputs[0], ())}
+    mixed = [
+        value for node in needed if node.op == ATTENTION or may_carry(node) or node.id in cut for value in node.outputs
+    ]
     front = {node.id for node in needed_nodes(graph, mixed)}
     behind = {node.id for node in needed} - front
     if not front or not any(OPERATORS[node.op].category == "matmul" for node in needed if node.id in behind):
@@ -129,6 +138,8 @@ def _obstacle(graph: Graph, node: Node, cheap: frozenset[int]) -> str | None:
         if node.kwargs.get("causal", False) is not True:
             return "sees later positions"
         return None if node.kwargs.get("key_mask") is None else "takes a padding mask"
+    if may_carry(node):
+        return None  # `state_shapes` has checked it
     match OPERATORS[node.op].category:
         case "create":
             if any(symbols_of(dim) for value in node.outputs for dim in graph.values[value].shape) and (
@@ -137,12 +148,38 @@ def _obstacle(graph: Graph, node: Node, cheap: frozenset[int]) -> str | None:
                 return "counts positions of the pack instead of taking position_ids"
         case "conv" | "pool":
             return "mixes neighbouring positions"
-        case "scan":
-            return "carries a state from position to position"
         case "reduce" | "softmax" if node.id not in cheap and _along_sequence(graph, node):
             return "reduces along the sequence"
         case _:
             pass
+    return None
+
+
+_REORDERED: Final = frozenset(f"aten.{name}.default" for name in ("flip", "roll", "tril", "triu"))
+_LENGTHS: Final = (7, 13)
+"""Two lengths of a text without a common divisor."""
+
+
+def _mixture(graph: Graph, node: Node, cheap: frozenset[int]) -> str | None:
+    """Return why a node beside nodes with states may mix positions. There the number of attention layers does not say
+    whether all of them were recognised, so every result must have as many rows as the text has positions, or a fixed
+    number of rows for each, along one dimension."""
+    if node.id in cheap or node.op == CONVOLUTION:
+        return None
+    if node.op in _REORDERED:
+        return "moves positions"
+    grows = any(SEQUENCE in symbols_of(dim) for value in reads(node) for dim in graph.values[value].shape)
+    for value in node.outputs:
+        spec = graph.values[value]
+        if spec.dtype == SYMINT:
+            continue
+        along = [dim for dim in spec.shape if SEQUENCE in symbols_of(dim)]
+        symbols = dict.fromkeys(graph.symbols, 1)
+        rows = [evaluate(dim, {**symbols, SEQUENCE: length}) / length for dim in along for length in _LENGTHS]
+        if len(along) > 1 or len({*rows}) > 1 or any(not row.is_integer() for row in rows):
+            return "has other rows than one for each position"
+        if grows and not along:
+            return "sums over positions"
     return None
 
 

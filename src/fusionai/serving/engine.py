@@ -78,7 +78,7 @@ class ServingEngine:
         self._host = host
         self._names = names
         self._speculation: Speculation | None = None
-        if job.speculate != "off":
+        if job.speculate != "off" and not job.carries_states:
             count = None if job.speculate == "auto" else job.speculate
             self._speculation = Speculation(proposer or NgramProposer(), count, host.clock.now_s)
         self._numbers = itertools.count(1)
@@ -368,10 +368,11 @@ def batch_limits(job: ServingJob, deployment: Deployment) -> BatchLimits:
         decoding_passes=stations(peers, job.owner, deployment.members, os.cpu_count() or 1),
         chunk_tokens=min(job.chunk_tokens, options.pass_tokens),
         tile_tokens=job.tile_tokens and min(job.tile_tokens, job.chunk_tokens, options.pass_tokens),
-        # The ring buffer of a layer with a window has room for the window and one pass.
-        ahead_tokens=None if job.prefix_cache else options.pass_tokens,
+        # The ring buffer of a layer with a window has room for the window and one pass, and states are those after two
+        # passes.
+        ahead_tokens=0 if job.carries_states else None if job.prefix_cache else options.pass_tokens,
         queue=job.queue,
-        prefix=job.prefix_cache,
+        prefix=job.prefix_cache and not job.carries_states,
         probe_tokens=PROBE_TOKENS,
     )
 

@@ -22,6 +22,7 @@ from fusionai.ir import schema
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import FROM_SEGMENTS, HIDDEN, LOGITS, serving_graph
+from fusionai.ir.states import carries
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -52,7 +53,7 @@ class ServingJob:
     adapters: tuple[str, ...] = ()
     """Names of the adapters; an adapter's number is its place here plus 1."""
     prefix_cache: bool = True
-    """Must be off for layers with a window: their ring buffers belong to one session."""
+    """Must be off for layers with a window or a state: ring buffers and states belong to one session."""
     in_flight: int = 0
     """Number of passes in flight; 0: as many as there are machines with stages."""
     queue: int = 256
@@ -68,6 +69,12 @@ class ServingJob:
     whose bits do not depend on a chunk's length. None: every chunk is as long as possible."""
     balance_tokens: float = inf
     """Number of attended positions at which one position takes twice the operations."""
+
+    @property
+    def carries_states(self) -> bool:
+        """Whether stages keep states, which can't go back to any position: a text then has one pass under way at a
+        time, no guesses and no prefix cache."""
+        return not self.options.whole and carries(self.graph)
 
 
 def weight_keys(graph: Graph) -> tuple[str, ...]:

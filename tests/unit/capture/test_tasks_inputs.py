@@ -89,11 +89,11 @@ def test_experts_are_products_by_groups_where_a_graph_trains() -> None:
     assert all(node.op != "fusion.expert_linear" for node in served.graph.nodes)
 
 
-def test_recurrent_layers_are_operators_and_no_cache_serves_them() -> None:
+def test_recurrent_layers_are_operators_whose_states_are_cached() -> None:
     report = check(ZOO["mamba"].source, sequence=(1, 32))
     assert report.ok
     assert report.operators["fusion.linear_scan"] == 4
-    assert not report.cached_serving
+    assert report.cached_serving
     assert any("4 layers carry a state" in note for note in report.notes)
     assert report.lacking["torch"] == ()
 

@@ -124,7 +124,7 @@ class JaxServingProgram(PartedServing):
             dtype = jnp.dtype(DTYPES[spec.dtype])
             narrow = len(spec.shape) > 1 and is_floating(dtype)
             weights_bytes += int(np.prod(spec.shape)) * (min(width, dtype.itemsize) if narrow else dtype.itemsize)
-        cache_bytes = sum(shape.nbytes(self._options) for shape in self._layers)
+        cache_bytes = self._planned_bytes
         self.size = ProgramSize(weights_bytes, cache_bytes)
         if limit_bytes is not None and weights_bytes + cache_bytes > limit_bytes:
             raise ExecutionError(

@@ -193,7 +193,7 @@ class OnnxServingProgram(PartedServing):
     def _check_memory(self, limit_bytes: int | None) -> None:
         """Check the limit: caches, and weights twice, because sessions keep a transposed and packed copy."""
         weights_bytes = 2 * sum(tensor_bytes(spec.dtype, spec.shape) for spec in self._specs.values())
-        cache_bytes = sum(shape.nbytes(self._options) for shape in self._layers)
+        cache_bytes = self._planned_bytes
         self.size = ProgramSize(weights_bytes, cache_bytes)
         if limit_bytes is not None and weights_bytes + cache_bytes > limit_bytes:
             raise ExecutionError(

@@ -24,6 +24,7 @@ from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.packed import unpacked
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.serving import ADAPTERS, BATCH, FROM_SEGMENTS, POSITIONS, RANDOM, SEQUENCE
+from fusionai.ir.states import StateShape, state_shapes
 from fusionai.primitives.errors import ExecutionError, GraphError
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.wire.serving import Segment, ServeOptions
@@ -50,9 +51,10 @@ class ServingProgram(ABC):
 
     `fusion.attention` nodes append their keys and values to the cache of each segment's session and attend to all
     positions of that session up to each position. Layers with a window keep one ring per session, as long as the window
-    plus a pass; other layers are paged by the session's page table. The bits of a session's rows do not depend on what
-    else is in the pass, nor on whether up to `FEW_POSITIONS` positions after the session's first pass come together or
-    one by one.
+    plus a pass; other layers are paged by the session's page table. Nodes that carry a state (`ir.states`) keep the
+    states after a session's last two passes; a session continues at one of these positions, or at 0. The bits of a
+    session's rows do not depend on what else is in the pass, nor on whether up to `FEW_POSITIONS` positions after the
+    session's first pass come together or one by one.
     """
 
     def __init__(self, graph: Graph, options: ServeOptions, *, whole: bool = False) -> None:
@@ -64,12 +66,13 @@ class ServingProgram(ABC):
         self._graph = graph
         self._options = options
         self._layers = () if whole else layer_shapes(graph, options)
-        self._keeps = whole or bool(self._layers)
+        self._states = () if whole else _states_of(graph)
+        self._keeps = whole or bool(self._layers or self._states)
         self._windows = {
             shape.window: ring_tokens(shape.window, options) for shape in self._layers if shape.window is not None
         }
         self._paged = whole or any(shape.window is None for shape in self._layers)
-        self._table = SessionTable(options, paged=self._paged, windows=self._windows)
+        self._table = SessionTable(options, paged=self._paged, windows=self._windows, states=bool(self._states))
         self._inputs: dict[frozenset[str], frozenset[str]] = {}
         self.size = ProgramSize()
 
@@ -164,6 +167,12 @@ class ServingProgram(ABC):
 
     # -------------------------------------------------------------------------------------------------------- checks
 
+    @property
+    def _planned_bytes(self) -> int:
+        """Bytes of all caches and states, allocated or not."""
+        states_bytes = self._options.sessions * sum(shape.session_bytes for shape in self._states)
+        return states_bytes + sum(shape.nbytes(self._options) for shape in self._layers)
+
     def _needed(self, wanted: frozenset[str]) -> frozenset[str]:
         """Return the graph inputs that these outputs need."""
         for name in wanted:
@@ -179,11 +188,11 @@ class ServingProgram(ABC):
             nodes = needed_nodes(self._graph, values)
             # A pass that skipped an attention node would leave a gap in its cache.
             done = {node.id for node in nodes}
-            left_out = [shape.node for shape in self._layers if shape.node not in done]
+            left_out = [shape.node for shape in (*self._layers, *self._states) if shape.node not in done]
             if left_out:
                 raise ExecutionError(
-                    f"{', '.join(sorted(wanted)) or 'nothing'} does not need attention node {left_out[0]}, whose cache "
-                    "every pass must fill."
+                    f"{', '.join(sorted(wanted)) or 'nothing'} does not need node {left_out[0]}, whose cache every "
+                    "pass must fill."
                 )
             read = {value for node in nodes for value in reads(node)} | set(values)
             self._inputs[wanted] = frozenset(read.intersection(self._graph.inputs))
@@ -199,7 +208,7 @@ class ServingProgram(ABC):
                 raise ExecutionError(f"{name} is computed from the segments, it can't be an input.")
         length = sum(segment.length for segment in segments)
         if self._keeps and not segments:
-            raise ExecutionError("a stage with attention needs at least one segment, got none.")
+            raise ExecutionError("a stage with caches needs at least one segment, got none.")
         if length > self._options.pass_tokens:
             raise ExecutionError(f"a pass takes {self._options.pass_tokens} positions at most, this has {length}.")
         fed = dict(inputs)
@@ -225,6 +234,13 @@ class ServingProgram(ABC):
                 if dim == SEQUENCE:
                     return size
         return sum(segment.length for segment in segments)
+
+
+def _states_of(graph: Graph) -> tuple[StateShape, ...]:
+    try:
+        return state_shapes(graph)
+    except GraphError as error:
+        raise ExecutionError(error.message) from error
 
 
 def largest_pass(graph: Graph, options: ServeOptions) -> dict[str, int]:

@@ -14,6 +14,7 @@ from math import prod
 from typing import Final
 
 from fusionai.ir.schema import Graph, Node, Ref
+from fusionai.ir.states import STATES_PER_SESSION
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 from fusionai.wire.serving import CacheFormat, Segment, ServeOptions
@@ -27,18 +28,21 @@ that also end at such multiples give the same bits whatever their lengths."""
 
 @dataclass(slots=True)
 class CachedSession:
-    """`length`: positions cached. `written`: end of the farthest position ever written to the session's ring."""
+    """`length`: positions cached. `written`: end of the farthest position ever written to the session's ring. `states`:
+    after how many positions each of its states was taken, -1 for none."""
 
     pages: list[int] = field(default_factory=list[int])
     length: int = 0
     ring: int = -1
     written: int = 0
+    states: list[int] = field(default_factory=lambda: [-1] * STATES_PER_SESSION)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
     """One segment's part of a pass: rows [first, first + length) of the pack are positions [start, end) of a session.
-    `pages`: the page table up to `end`."""
+    `pages`: the page table up to `end`. `state`, `next_state`: the slots of the states before and after these
+    positions; `state` is -1 at the beginning of a text."""
 
     session: int
     first: int
@@ -46,6 +50,8 @@ class RowSpan:
     length: int
     pages: tuple[int, ...]
     ring: int
+    state: int = -1
+    next_state: int = -1
 
     @property
     def end(self) -> int:
@@ -53,12 +59,14 @@ class RowSpan:
 
 
 class SessionTable:
-    """`paged`: True if some layer keeps all positions. `windows`: window -> positions in a ring for that window."""
+    """`paged`: True if some layer keeps all positions. `windows`: window -> positions in a ring for that window.
+    `states`: True if some node carries a state; a session then continues only where one of its states was taken."""
 
-    def __init__(self, options: ServeOptions, *, paged: bool, windows: dict[int, int]) -> None:
+    def __init__(self, options: ServeOptions, *, paged: bool, windows: dict[int, int], states: bool = False) -> None:
         self._options = options
         self._paged = paged
         self._windows = windows
+        self._states = states
         self._sessions: dict[int, CachedSession] = {}
         self._free_rings = list(range(options.sessions - 1, -1, -1))
         self._filled: dict[int, int] = {}
@@ -72,12 +80,13 @@ class SessionTable:
         first = 0
         for segment in segments:
             session = self._sessions.setdefault(segment.session, CachedSession())
-            if self._windows and session.ring < 0:
+            if (self._windows or self._states) and session.ring < 0:
                 session.ring = self._free_rings.pop()
             session.pages = changed[segment.session]
             session.length = segment.start
             if segment.start == 0:
                 session.written = 0
+            state, following = self._states_of(session, segment.start)
             span = RowSpan(
                 segment.session,
                 first,
@@ -85,6 +94,8 @@ class SessionTable:
                 segment.length,
                 tuple(session.pages[: self._pages_of(segment.start + segment.length)]),
                 session.ring,
+                state,
+                following,
             )
             if self._paged:
                 for page, begin, _ in self._written_pages(span):
@@ -97,10 +108,26 @@ class SessionTable:
     def computed(self, spans: Iterable[RowSpan]) -> None:
         """Mark the positions of these spans as cached."""
         for span in spans:
-            self._sessions[span.session].length = span.end
+            session = self._sessions[span.session]
+            session.length = span.end
+            if span.next_state >= 0:
+                session.states[span.next_state % STATES_PER_SESSION] = span.end
             if self._paged:
                 for page, _, end in self._written_pages(span):
                     self._filled[page] = end
+
+    def _states_of(self, session: CachedSession, start: int) -> tuple[int, int]:
+        """Return the slots of the state at `start` and of the one after the pass. The latter holds nothing until the
+        pass is computed."""
+        if not self._states:
+            return -1, -1
+        held = session.states.index(start) if start else -1
+        after = 1 - held if start else 0
+        session.states[after] = -1
+        if not start:
+            session.states = [-1] * STATES_PER_SESSION
+        first = session.ring * STATES_PER_SESSION
+        return first + held if start else -1, first + after
 
     def forget(self, sessions: Iterable[int]) -> None:
         for number in sessions:
@@ -168,7 +195,13 @@ class SessionTable:
     def _check_start(self, session: CachedSession, segment: Segment, table: Sequence[int]) -> None:
         start = segment.start
         known = session.length
-        if start > known and self._paged and not self._windows:
+        if self._states and start and start not in session.states:
+            raise ExecutionError(
+                f"session {segment.session} starts at position {start}, but its states are those after "
+                f"{' and '.join(str(end) for end in session.states if end >= 0) or 'no'} positions.",
+                hint="Send its tokens from position 0 on.",
+            )
+        if start > known and self._paged and not self._windows and not self._states:
             # The first positions may be in pages that another session filled.
             known = self._filled_positions(table)
         if start > known:

@@ -1,11 +1,10 @@
-"""Serving for frameworks without caches: the framework computes the parts between attention nodes, numpy computes
-attention.
+"""Serving for frameworks without caches: the framework computes the parts between attention nodes and nodes with a
+state, numpy computes these nodes.
 
-Everything but attention works row by row, so the graph is cut at its attention nodes. The framework computes the parts
-in between; numpy computes attention over caches in host memory. The bits of a row must not depend on the other rows of
-the pass. So the rows of a long segment are computed together in a group whose size follows from the segment alone, and
-all others in groups of `CHUNK`, padded with zeros. After the last attention, only rows whose results are wanted are
-computed.
+Everything else works row by row, so the graph is cut at these nodes. numpy computes attention over caches in host
+memory, and states in `host_states`. The bits of a row must not depend on the other rows of the pass. So the rows of a
+long segment are computed together in a group whose size follows from the segment alone, and all others in groups of
+`CHUNK`, padded with zeros. After the last of these nodes, only rows whose results are wanted are computed.
 
 This module owns parts, row groups and caches. Neighbours: `base` checks passes, `backends.jax` and
 `backends.onnxruntime` compute parts.
@@ -25,11 +24,13 @@ import numpy.typing as npt
 from fusionai.backends.binding import check_indices, shape_of, with_rows
 from fusionai.backends.semantics import Scores, visible_keys
 from fusionai.backends.serving.base import CheckedPass, ServingProgram, array_of
+from fusionai.backends.serving.host_states import HostStates
 from fusionai.backends.serving.page_table import LayerShape, RowSpan, first_key, one_by_one
-from fusionai.ir.graph import needed_nodes, reads
-from fusionai.ir.schema import Graph, Node, Ref
+from fusionai.ir.graph import consumers, needed_nodes, reads
+from fusionai.ir.schema import Arg, Graph, Node, Ref
 from fusionai.ir.serving import SEQUENCE, row_dimension
 from fusionai.ir.shapes import symbols_of
+from fusionai.ir.states import CONVOLUTION, LINEAR_ATTENTION, may_carry
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.serving import CacheFormat, ServeOptions
@@ -174,14 +175,14 @@ _ATTENTION: Final = "fusion.attention"
 
 @dataclass(frozen=True, slots=True)
 class ProgramPart:
-    """Nodes between two attention nodes, without those that compute sizes. `given`: values that earlier parts made;
-    `makes`: values that are used later; `attention`: the node after this part, None for the last."""
+    """Nodes between two nodes that numpy computes, without those that compute sizes. `given`: values that earlier parts
+    made; `makes`: values that are used later; `cut`: the node after this part, None for the last."""
 
     nodes: tuple[Node, ...]
     params: tuple[str, ...]
     given: tuple[str, ...]
     makes: tuple[str, ...]
-    attention: Node | None
+    cut: Node | None
 
 
 class PartedServing(ServingProgram):
@@ -190,12 +191,16 @@ class PartedServing(ServingProgram):
     def __init__(self, graph: Graph, options: ServeOptions) -> None:
         super().__init__(graph, options)
         self._caches: dict[int, HostCache] | None = None
+        self._held: dict[int, HostStates] = {}
+        convolved = {value for node in graph.nodes if node.op == CONVOLUTION for value in node.outputs}
+        self._cuts = {value: nodes for value, nodes in consumers(graph).items() if value in convolved}
+        """Result of a convolution -> the nodes that cut it to the length of the text, whose results numpy makes."""
         self._parts: dict[frozenset[str], tuple[ProgramPart, ...]] = {}
         self._computes: dict[tuple[frozenset[str], int, int], Compute] = {}
 
     @abstractmethod
     def _weight(self, key: str) -> Array:
-        """Return a parameter that an attention node reads."""
+        """Return a parameter that a node computed by numpy reads."""
 
     @abstractmethod
     def _compiled(self, part: ProgramPart, rows: int) -> Compute:
@@ -207,11 +212,12 @@ class PartedServing(ServingProgram):
     def allocate(self) -> None:
         if self._caches is None:
             self._caches = {shape.node: HostCache(shape, self._options) for shape in self._layers}
+            self._held = {shape.node: HostStates(shape, self._options) for shape in self._states}
 
     @property
     def _cache_bytes(self) -> int:
         """Bytes of the allocated caches."""
-        return sum(cache.nbytes for cache in (self._caches or {}).values())
+        return sum(cache.nbytes for cache in (*(self._caches or {}).values(), *self._held.values()))
 
     # ------------------------------------------------------------------------------------------------------ computing
 
@@ -221,9 +227,13 @@ class PartedServing(ServingProgram):
         values: dict[str, Array] = {name: array_of(tensor) for name, tensor in work.inputs.items()}
         *before, last = self._parts_of(wanted)
         for number, part in enumerate(before):
-            assert part.attention is not None, "parts are cut there"
+            assert part.cut is not None, "parts are cut there"
             values.update(self._run(wanted, number, part, values, groups(spans)))
-            values[part.attention.outputs[0]] = self._attend(part.attention, spans, values)
+            if part.cut.op == _ATTENTION:
+                values[part.cut.outputs[0]] = self._attend(part.cut, spans, values)
+            else:
+                made = self._continued(part.cut, spans, values)
+                values.update(dict.fromkeys(self._results_of(part.cut), made))
         made = self._run(wanted, len(before), last, values, chunks(chosen))
         return {name: self._result(self._graph.outputs[name], values, made, chosen) for name in wanted}
 
@@ -257,11 +267,30 @@ class PartedServing(ServingProgram):
         options: dict[str, Any] = dict(node.kwargs)
         sinks = options.get("sinks")
         if isinstance(sinks, Ref):
-            param = self._graph.params.get(sinks.name)
-            sinks = values[sinks.name] if param is None else self._weight(param.key)
+            sinks = self._value(sinks, values)
         scores = Scores(options["scale"], options.get("softcap"), sinks)
         out = cached_attention(spans, self._caches[node.id], q, k, v, scores)
         return out.transpose(1, 0, 2)[None]
+
+    def _continued(self, node: Node, spans: tuple[RowSpan, ...], values: Mapping[str, Array]) -> Array:
+        tensors = 3 if node.op == CONVOLUTION else len(node.args)
+        named = [node.kwargs.get(name) for name in ("decay", "beta")] if node.op == LINEAR_ATTENTION else []
+        operands = [self._value(arg, values) for arg in (*node.args[:tensors], *named)]
+        return self._held[node.id].run(spans, operands)
+
+    def _value(self, arg: Arg, values: Mapping[str, Array]) -> Array | None:
+        if not isinstance(arg, Ref):
+            return None
+        param = self._graph.params.get(arg.name)
+        return values[arg.name] if param is None else self._weight(param.key)
+
+    def _results_of(self, node: Node) -> Iterator[str]:
+        """Yield the values that a node with a state gives: of a convolution those that are cut to the text's length."""
+        if node.op != CONVOLUTION:
+            yield node.outputs[0]
+            return
+        for reader in self._cuts.get(node.outputs[0], ()):
+            yield reader.outputs[0]
 
     def _result(
         self, value: str, values: Mapping[str, Array], made: Mapping[str, Array], chosen: Sequence[int]
@@ -280,26 +309,29 @@ class PartedServing(ServingProgram):
         """Return the graph's parts, cut at each attention; the last part ends with the outputs."""
         if wanted not in self._parts:
             outputs = {self._graph.outputs[name] for name in wanted}
-            nodes = [node for node in needed_nodes(self._graph, outputs) if not self._is_size(node)]
+            beside = {reader.id for readers in self._cuts.values() for reader in readers}
+            nodes = [
+                node for node in needed_nodes(self._graph, outputs) if not self._is_size(node) and node.id not in beside
+            ]
             cut: list[list[Node]] = [[]]
             for node in nodes:
                 cut[-1].append(node)
-                if node.op == _ATTENTION:
+                if self._is_cut(node):
                     cut.append([])
             later = set(outputs)
             """Outputs, and values that later parts read."""
             parts: list[ProgramPart] = []
             for group in reversed(cut):
-                attention = group[-1] if group and group[-1].op == _ATTENTION else None
-                plain = tuple(node for node in group if node is not attention)
-                if attention is not None:
-                    later |= set(reads(attention))
+                last = group[-1] if group and self._is_cut(group[-1]) else None
+                plain = tuple(node for node in group if node is not last)
+                if last is not None:
+                    later |= set(reads(last))
                 made = {value for node in plain for value in node.outputs}
                 read = self._tensors_among({value for node in plain for value in reads(node)} - made)
                 params, given = read & self._graph.params.keys(), read - self._graph.params.keys()
                 makes = self._tensors_among(made & later)
                 parts.append(
-                    ProgramPart(plain, tuple(sorted(params)), tuple(sorted(given)), tuple(sorted(makes)), attention)
+                    ProgramPart(plain, tuple(sorted(params)), tuple(sorted(given)), tuple(sorted(makes)), last)
                 )
                 later |= read
             for value in {value for part in parts for value in (*part.given, *part.makes)}:
@@ -309,6 +341,9 @@ class PartedServing(ServingProgram):
 
     def _tensors_among(self, names: set[str]) -> set[str]:
         return {name for name in names if self._graph.values[name].dtype != "symint"}
+
+    def _is_cut(self, node: Node) -> bool:
+        return node.op == _ATTENTION or may_carry(node)
 
     def _is_size(self, node: Node) -> bool:
         return not self._tensors_among(set(node.outputs))

@@ -263,9 +263,19 @@ def linear_attention(query: Tensor, key: Tensor, value: Tensor, *, decay: Tensor
     query and key [batch, positions, heads, key width], value [batch, positions, heads, value width], decay (at most 0)
     and beta [batch, positions, heads]; the result has value's shape.
     """
-    batch, positions, heads, width = value.shape
     if value.is_meta or not value.numel():
         return torch.empty_like(value)
+    batch, _, heads, width = value.shape
+    state = value.new_zeros(batch, heads, key.shape[-1], width)
+    return carried_attention(query, key, value, decay, beta, state)[0]
+
+
+def carried_attention(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the results of `linear_attention` that begins with `state` [batch, heads, key width, value width], and the
+    state after the last position."""
+    batch, positions, heads, width = value.shape
     chunk = min(CHUNK, positions)
     missing = -positions % chunk
 
@@ -292,11 +302,10 @@ def linear_attention(query: Tensor, key: Tensor, value: Tensor, *, decay: Tensor
     reading = q * total.exp()[..., None]
     leaving = k * (total[..., -1:] - total).exp()[..., None]
     fading = total[..., -1].exp()[..., None, None]
-    state = value.new_zeros(batch, heads, key.shape[-1], width)
     made: list[Tensor] = []
     for at in range(q.shape[2]):
         taken = v[:, :, at] if beta is None else v[:, :, at] - faded[:, :, at] @ state
         made.append(reading[:, :, at] @ state + inside[:, :, at] @ taken)
         state = state * fading[:, :, at] + leaving[:, :, at].transpose(-1, -2) @ taken
     joined = torch.stack(made, dim=2).reshape(batch, heads, -1, width)
-    return joined[:, :, :positions].transpose(1, 2).contiguous()
+    return joined[:, :, :positions].transpose(1, 2).contiguous(), state

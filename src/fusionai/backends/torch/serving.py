@@ -27,9 +27,10 @@ from fusionai.backends.semantics import DropoutKey, Scores
 from fusionai.backends.serving.base import CheckedPass, ServingProgram, array_of, largest_pass
 from fusionai.backends.serving.page_table import RowSpan, one_by_one
 from fusionai.backends.state import ProgramSize
-from fusionai.backends.torch import packed_graph
+from fusionai.backends.torch import carried_states, packed_graph
 from fusionai.backends.torch.blocked_linear import kernels as row_kernels
 from fusionai.backends.torch.blocked_linear import scratch_bytes
+from fusionai.backends.torch.carried_states import NodeStates
 from fusionai.backends.torch.compiled_stage import META, input_shapes, measure
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
@@ -46,6 +47,7 @@ from fusionai.backends.torch.paged_attention import (
 from fusionai.backends.torch.row_program import RowPlace, RowProgram, needed_bytes, planned
 from fusionai.ir.schema import Graph, Node, ParamSpec
 from fusionai.ir.serving import row_dimension, split_behind_attention
+from fusionai.ir.states import StateShape
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor, tensor_bytes
 from fusionai.wire.serving import ServeOptions, WeightFormat
@@ -197,10 +199,13 @@ class TorchServingProgram(ServingProgram):
         self._check_memory(joined, rows_bytes, memory_limit_bytes, in_blocks=in_blocks)
         self._weights = ServingWeights(graph, joined, options.weights, device, in_blocks=in_blocks)
         self._caches: dict[int, LayerCache] | None = None
+        self._held: dict[int, NodeStates] = {}
+        """The states of each node that carries one."""
         self._layout: PassLayout | None = None
         self._kernels: dict[int, Callable[..., Any]] = {
             **packed_graph.kernels(self._running, self._weights.uses, self._weights.tables),
             **{node.id: self._attention(node) for node in self._running.nodes if node.op == "fusion.attention"},
+            **{shape.node: self._carrying(shape) for shape in self._states},
         }
         self._interpreters: dict[frozenset[str], Interpreter] = {}
         self._rows_behind: dict[frozenset[str], RowsBehind | None] = {}
@@ -222,19 +227,20 @@ class TorchServingProgram(ServingProgram):
     def allocate(self) -> None:
         if self._caches is None:
             self._caches = {shape.node: LayerCache(shape, self._options, self._device) for shape in self._layers}
+            self._held = {shape.node: NodeStates(shape, self._options, self._device) for shape in self._states}
 
     @property
     def resident_bytes(self) -> int:
         caches = () if self._caches is None else self._caches.values()
         programs = (program for program in self._row_programs.values() if program is not None)
-        return self._weights.nbytes + sum(part.nbytes for part in (*caches, *programs))
+        return self._weights.nbytes + sum(part.nbytes for part in (*caches, *self._held.values(), *programs))
 
     def _check_memory(self, joined: Joined, rows_bytes: int, limit_bytes: int | None, *, in_blocks: bool) -> None:
         """Raise `ExecutionError` if weights, caches, programs for single rows (`rows_bytes`) and the largest pass
         exceed the limit, or if a value's size differs from the graph's declaration."""
         form = self._options.weights
         weights_bytes = weight_bytes(self._graph, form, in_blocks=in_blocks)
-        cache_bytes = sum(shape.nbytes(self._options) for shape in self._layers)
+        cache_bytes = self._planned_bytes
         self.size = ProgramSize(weights_bytes, cache_bytes)
         held_bytes = weights_bytes + cache_bytes + rows_bytes + _import_bytes(self._graph, joined)
         if limit_bytes is not None and held_bytes > limit_bytes:
@@ -260,7 +266,7 @@ class TorchServingProgram(ServingProgram):
         """Compute decoding by row programs and everything else by operators. The choice for a session does not depend
         on other sessions."""
         program = self._row_program(work.wanted)
-        if program is not None and not self._layers:
+        if program is not None and not self._keeps:
             return self._by_rows(program, work.inputs, [RowPlace(0, (), -1)] * len(work.chosen), work.chosen)
         few = [span for span in work.spans if one_by_one(span)]
         if program is None or not few:
@@ -366,6 +372,13 @@ class TorchServingProgram(ServingProgram):
             return cached_attention(self._layout, self._caches[number], q, k, v, Scores(scale, softcap, sinks))
 
         return run
+
+    def _carrying(self, shape: StateShape) -> Callable[..., Tensor]:
+        return carried_states.kernel(shape, lambda: self._held[shape.node], self._spans)
+
+    def _spans(self) -> tuple[RowSpan, ...]:
+        assert self._layout is not None
+        return self._layout.spans
 
     def _rows_of(self, name: str, value: Tensor | int, rows: Sequence[int] | None) -> Tensor | int:
         if rows is None or isinstance(value, int):

@@ -28,9 +28,8 @@ from fusionai.capture.graph.lowering import Unsupported
 from fusionai.capture.models.source import ConfigSource, ModelSource, describe
 from fusionai.ir.blocks import block_hashes
 from fusionai.ir.graph import nodes_by_block, reads
-from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph
-from fusionai.ir.serving import LOGITS
+from fusionai.ir.serving import LOGITS, require_servable, serving_graph
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import FusionError, GraphError, ModelError
 from fusionai.primitives.tensors import host_tensor, tensor_bytes
@@ -50,11 +49,12 @@ class BlockReport:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """`ok`: the model can be trained. `cached_serving`: it can be served with a KV cache, as every attention layer is
-    the semantic operator and no layer is recurrent. `owed_bytes`: what the job owner must send."""
+    """`ok`: the model can be trained. `cached_serving`: it can be served from caches, as every attention layer is the
+    semantic operator and every state can be continued. `owed_bytes`: what the job owner must send."""
 
     model: str
     ok: bool
+    cached_serving: bool
     parameters: int
     parameter_bytes: int
     operators: Mapping[str, int]
@@ -73,11 +73,6 @@ class CheckReport:
     """Result of comparing graph and module; None if they were not compared."""
     not_compared: str = ""
     """Why nothing was compared although the caller asked for it; empty otherwise."""
-
-    @property
-    def cached_serving(self) -> bool:
-        carries = any(OPERATORS[op].category == "scan" for op in self.operators if op in OPERATORS)
-        return self.ok and self.attention_layers == self.attention_nodes > 0 and not carries
 
 
 def check(
@@ -103,6 +98,7 @@ def check(
     return CheckReport(
         model=describe(source),
         ok=not problems,
+        cached_serving=not problems and _has_caches(captured),
         parameters=captured.n_parameters,
         parameter_bytes=sum(
             tensor_bytes(spec.dtype, spec.shape) for spec in graph.params.values() if spec.kind == "parameter"
@@ -119,6 +115,15 @@ def check(
         compared=compared,
         not_compared=not_compared,
     )
+
+
+def _has_caches(captured: Captured) -> bool:
+    try:
+        layers, nodes = captured.attention_layers, captured.attention_nodes
+        require_servable(serving_graph(captured.graph), attention_nodes=nodes, attention_layers=layers)
+    except GraphError:
+        return False
+    return True
 
 
 def _blocks(graph: Graph) -> tuple[BlockReport, ...]:

@@ -33,6 +33,7 @@ from fusionai.ir.cost import WeightFormat
 from fusionai.ir.packed import packed_bytes, with_packed
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import LOGITS, SEQUENCE, require_servable, serving_graph
+from fusionai.ir.states import carries
 from fusionai.ir.weights import SMALLEST
 from fusionai.primitives.errors import GraphError, ModelError, UsageError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
@@ -130,7 +131,7 @@ class ServedFiles:
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A captured model. `graph`: the part that serves. `positions`: longest context, None if unlimited. `windows`: some
-    layers have sliding windows. `whole`: it can't use a KV cache, so whole texts are recomputed."""
+    layers have sliding windows. `whole`: it can't use caches, so whole texts are recomputed."""
 
     files: ServedFiles
     captured: Captured
@@ -143,6 +144,11 @@ class ServedModel:
     adapters: tuple[ServedAdapter, ...] = ()
     slots: AdapterSlots | None = None
     """Places of the adapters in the graph, also of those that are loaded later."""
+
+    @property
+    def states(self) -> bool:
+        """Whether stages keep states of some layers."""
+        return not self.whole and carries(self.graph)
 
     @property
     def packed(self) -> str | None:
@@ -249,7 +255,7 @@ def open_model(files: ServedFiles, adapters: tuple[ServedAdapter, ...] = (), roo
 
 
 def _has_caches(graph: Graph, captured: Captured) -> bool:
-    """Return whether the model can use a KV cache, that is, later positions need only keys and values. Otherwise it
+    """Return whether the model can use caches, that is, later positions need only keys, values and states. Otherwise it
     must at least be causal. Raises `ModelError`, `GraphError`."""
     try:
         require_servable(graph, attention_nodes=captured.attention_nodes, attention_layers=captured.attention_layers)
@@ -325,11 +331,12 @@ class DraftModel:
 
 def open_draft(files: ServedFiles, model: ServedModel) -> ServedModel:
     """Capture the draft model. Blocking. Raises `ModelError` if its tokenizer differs from that of `model`, or if it
-    can't use a KV cache."""
+    has no KV cache, or states beside it."""
     draft = open_model(files)
-    if draft.whole:
+    if draft.whole or draft.states:
         raise ModelError(
-            f"the draft {files.name} can't use a KV cache, so guessing with it would be slower than not guessing.",
+            f"the draft {files.name} can't drop a rejected guess from its caches, so guessing with it would be slower "
+            "than not guessing.",
             hint="Use a smaller model of another family with the same tokenizer, or leave --draft out.",
         )
     if not draft.texts.tokenizer.is_like(model.texts.tokenizer):

@@ -274,7 +274,10 @@ class _Start:
         if (words := await in_background(lambda: rounding_words(model, form))) is not None:
             self._on_event(Noted(words))
         draft: DraftModel | None = None
-        if small is not None and request.speculate != "off":
+        if model.states and request.speculate != "off":
+            text = f"{model.files.name} carries states, which can't drop a rejected guess: nothing is guessed"
+            self._on_event(Noted(text))
+        elif small is not None and request.speculate != "off":
             self._on_event(Noted(f"capturing the draft model {small.name}"))
             opened = _task(stack, in_background(lambda: open_draft(small, model)))
             draft = DraftModel(await opened, await self._hashed(opened))
@@ -293,7 +296,7 @@ class _Start:
         needs = self._request.needs(model.positions)
         if model.whole:
             needs = whole_needs(needs, model)
-            why = f"{model.files.name} can't use a KV cache: the whole text is recomputed for every token"
+            why = f"{model.files.name} can't use caches: the whole text is recomputed for every token"
             self._on_event(Noted(why))
         longest = model.graph.symbols.get(SEQUENCE, (1, needs.pass_tokens))[1]
         return msgspec.structs.replace(needs, pass_tokens=min(needs.pass_tokens, longest))

@@ -28,7 +28,8 @@ from fusionai.execution.serving.boundary import RetainedRows, RowSpec, ServingBo
 from fusionai.execution.serving.sketches import SketchBook
 from fusionai.execution.serving.verifier import TextVerifier
 from fusionai.ir.schema import Graph
-from fusionai.ir.serving import FROM_SEGMENTS, HIDDEN
+from fusionai.ir.serving import ATTENTION, FROM_SEGMENTS, HIDDEN
+from fusionai.ir.states import carries
 from fusionai.primitives.errors import ExecutionError, FusionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ATTENTION: Final = "fusion.attention"
-"""Operator that keeps a cache of earlier positions."""
 MAX_WAITING: Final = 1024
 """Passes that may wait at a stage (chosen)."""
 MAX_WAITING_BYTES: Final = 2**29
@@ -104,7 +103,7 @@ class ServingStage:
         """Whether the rows must be exactly the segments' positions."""
         self._made = boundary.made(graph)
         self._least = ((HIDDEN,) if HIDDEN in graph.outputs else tuple(graph.outputs))[:1]
-        """Cheapest output whose computation fills every KV cache."""
+        """Cheapest output whose computation fills every cache."""
         keeps = identity.options.retain and not identity.select and not identity.last
         self._retained = RetainedRows(boundary.sends, identity.options.page_tokens) if keeps else None
         self._book: SketchBook | None = None
@@ -394,7 +393,7 @@ class ServingStage:
 
 def keeps_positions(graph: Graph, options: ServeOptions) -> bool:
     """Return whether a stage with this graph depends on earlier positions of a text."""
-    return options.whole or any(node.op == ATTENTION for node in graph.nodes)
+    return options.whole or carries(graph) or any(node.op == ATTENTION for node in graph.nodes)
 
 
 def retained_bytes(boundary: ServingBoundary, identity: StageIdentity) -> int:
