@@ -39,6 +39,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 8},
     "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8},
     "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mamba2": {
+        "model_type": "mamba2",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "state_size": 4,
+        "num_heads": 4,
+        "head_dim": 8,
+        "n_groups": 2,
+        "num_hidden_layers": 3,
+        "initializer_range": 0.6,
+    },
     "mamba": {
         "model_type": "mamba",
         "vocab_size": VOCABULARY,
@@ -207,7 +218,7 @@ def test_answers_under_way_go_on_from_what_was_given_out(llama: Captured, tmp_pa
 @LONG
 @pytest.mark.parametrize("kind", sorted(MODELS))
 def test_no_family_of_models_makes_an_honest_machine_a_faulty_peer(kind: str, tmp_path: Path):
-    """Stages and their standbys on unlike frameworks; windows, experts, texts that are computed as a whole."""
+    """Stages and their standbys on unlike frameworks; windows, experts, states, texts that are computed as a whole."""
     captured = capture(ConfigSource(MODELS[kind]), batch=(1, 4), sequence=(1, 128), train=False)
     options = ServeOptions(page_tokens=4, pages=64, sessions=9, pass_tokens=32, whole=kind == "mamba")
 
