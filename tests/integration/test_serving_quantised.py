@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from fusionai.scheduling.problem.types import Standby
 from fusionai.serving import job as progress
 from fusionai.serving.interface import Emitted, Finished, Generation, Sampling
 from fusionai.storage.weight_store import WeightStore
-from fusionai.wire.serving import Segment, ServeOptions
+from fusionai.wire.serving import Segment, ServeOptions, WeightFormat
 from harness.gguf_files import write_gguf
 from harness.patience import CEILING_S
 from harness.pool import peer_id
@@ -78,7 +79,9 @@ async def standby_loaded(job: Served) -> None:
             await asyncio.sleep(0.01)
 
 
-def served_tokens(model: ServedModel, directory: Path, kill: bool = False) -> tuple[list[int], int]:
+def served_tokens(
+    model: ServedModel, directory: Path, kill: bool = False, weights_as: WeightFormat = "packed"
+) -> tuple[list[int], int]:
     """Tokens of a stream, and the bytes that the peers fetched and keep. `kill`: of stage 2, in the middle."""
     weights = hash_weights(model, WeightStore(directory / "owner"), directory / "hashes.json", lambda _done, _all: None)
     standbys = [Standby(stage=2, peer=peer_id(3))] if kill else []
@@ -92,6 +95,7 @@ def served_tokens(model: ServedModel, directory: Path, kill: bool = False) -> tu
             standbys=standbys,
             spares=len(standbys),
             vocabulary=model.vocabulary,
+            options=ServeOptions(weights=weights_as, page_tokens=4, pages=64, sessions=9, pass_tokens=32),
         ) as job:
             if kill:
                 await standby_loaded(job)
@@ -157,9 +161,62 @@ def test_each_backend_computes_with_the_numbers_of_packed_weights(backend: str, 
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
+def written(form: str, directory: Path) -> ServedModel:
+    """A model in a form of safetensors files or of GGUF, wide enough for K-quants."""
+    small = llama(hidden_size=256, intermediate_size=512)
+    if form in FORMS:
+        write_quantised(directory / "model", FORMS[form], model=small, plain=directory / "plain")
+        return open_model(find_model(str(directory / "model")))
+    write_tokenizer(directory / "plain")
+    small.save_pretrained(directory / "plain")
+    write_gguf(directory / "plain", directory / "small.gguf", form)
+    return open_model(find_model(str(directory / "small.gguf")))
+
+
+@pytest.mark.parametrize(
+    ("form", "per_number"), [("gptq-4", 0.6), ("gptq-8", 1.1), ("awq", 0.6), ("Q4_K", 0.6), ("Q8_0", 1.2)]
+)
+def test_matrices_kept_as_in_the_files_give_the_bits_of_their_numbers(
+    form: str, per_number: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A prompt in two pieces, single tokens, and two sessions in one pass."""
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda _name, **_options: tmp_path)
+    model = written(form, tmp_path)
+    weights = hash_weights(model, WeightStore(tmp_path / "own"), tmp_path / "hashes.json", lambda _done, _all: None)
+    outputs: dict[str, list[bytes]] = {}
+    held: dict[str, int] = {}
+    for weights_as in ("fp32", "packed"):
+        options = ServeOptions(weights=weights_as, page_tokens=4, pages=16, sessions=2, pass_tokens=32)
+        program = open_backend("torch", device="cpu", threads=1).serve(
+            model.graph, options=options, memory_limit_bytes=None
+        )
+        program.import_weights((spec.key, weights.read(spec)) for spec in weights.specs)
+        one = Segment(session=1, start=0, length=20, pages=(0, 1, 2, 3, 4))
+        passes = [
+            [one],
+            [Segment(session=1, start=20, length=3, first_page=5, pages=(5,))],
+            [Segment(session=1, start=23, length=1), Segment(session=2, start=0, length=5, pages=(6, 7))],
+            [Segment(session=1, start=24, length=1, first_page=6, pages=(8,)), Segment(session=2, start=5, length=1)],
+        ]
+        made: list[bytes] = []
+        for segments in passes:
+            count = sum(segment.length for segment in segments)
+            ids = np.arange(count, dtype=np.int64)[None] * 7 % 300
+            given = {"input_ids": host_tensor("int64", ids.shape, ids.data)}
+            made.append(bytes(program.run(segments, given, wanted=["logits"])["logits"].data))
+        outputs[weights_as] = made
+        held[weights_as] = program.resident_bytes
+        said = program.size.kept_bytes + program.size.in_use_bytes
+        assert said <= program.resident_bytes < said + 200_000
+    assert outputs["packed"] == outputs["fp32"]
+    matrices = sum(prod(spec.shape) for spec in model.graph.params.values() if spec.packed)
+    assert held["fp32"] - held["packed"] >= (4 - per_number) * matrices
+    weights.close()
+
+
 @pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])
 def test_a_gguf_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(platformdirs, "user_cache_path", lambda _name: tmp_path / "cache")
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda _name, **_options: tmp_path)
     plain, file = tmp_path / "plain", tmp_path / "small.gguf"
     small = llama(hidden_size=256, intermediate_size=512)
     write_tokenizer(plain)

@@ -10,7 +10,7 @@ Neighbours: `capture.models.build`, `capture.tracing.export` and `capture.graph.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
@@ -34,6 +34,7 @@ from fusionai.capture.tracing.export import export, output_dims
 from fusionai.capture.tracing.layers import by_products, semantic_layers
 from fusionai.ir.blocks import assign_blocks
 from fusionai.ir.operators import OPERATORS
+from fusionai.ir.packed import with_packed
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.serving import ADAPTERS
 from fusionai.ir.validate import validate
@@ -76,6 +77,12 @@ class Captured:
         """Yield buffers, constants, pretrained weights and parameters without an initialisation program, one at a time.
         Raises `ModelError`."""
         return self.source.tensors(keys)
+
+    def as_filed(self) -> Captured:
+        """Return the model with the weights that a quantised file holds packed as they lie there."""
+        checkpoint = self.source.checkpoint
+        packings = {} if checkpoint is None else {key: one.packings for key, one in checkpoint.packed.items()}
+        return replace(self, graph=with_packed(self.graph, packings))
 
     def layout(self) -> dict[str, Assembly]:
         """Return name in `save_pretrained`'s files -> the parts of keys it consists of, unless it is one key."""

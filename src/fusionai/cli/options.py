@@ -299,6 +299,8 @@ def _encode(value: object) -> object:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
+LONGEST_TOKENS: Final = 32_768
+"""Longest context unless another is asked for: that of an agent's prompt; chosen."""
 CONTEXT_TOKENS: Final = 4096
 """Default and, if the model allows more, upper limit of the default context, in tokens (chosen)."""
 SESSIONS: Final = 16
@@ -311,10 +313,11 @@ PASS_TOKENS: Final = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingOptions:
-    """Values of the flags. `context_tokens` None: the model's, at most `CONTEXT_TOKENS`. `ends`: where embedding and
+    """Values of the flags. `context_tokens` None: the model's, at least `CONTEXT_TOKENS`, up to `LONGEST_TOKENS` if the
+    cache has room. `ends`: where embedding and
     head are; always `owner` if `privacy` keeps them there."""
 
-    weights: Literal["fp32", "bf16", "fp16", "int8", "int4"]
+    weights: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "packed"]
     cache: Literal["fp32", "bf16", "fp16"]
     context_tokens: int | None
     sessions: int
@@ -327,15 +330,17 @@ class ServingOptions:
     last_layers: int = 0
     """Layers at either end that also stay with the job owner at level `split-k`."""
 
-    def needs(self, model_tokens: int | None) -> ServingNeeds:
+    def needs(self, model_tokens: int | None, packed: bool = False) -> ServingNeeds:
         """Return the planner's serving needs. `model_tokens`: the model's largest context, None if unlimited or
-        unknown."""
-        asked = self.context_tokens or min(model_tokens or CONTEXT_TOKENS, CONTEXT_TOKENS)
+        unknown. `packed`: the model's files are quantised, and all machines can keep their matrices as they are."""
+        asked = self.context_tokens or CONTEXT_TOKENS
         context = min(asked, model_tokens or asked)
+        longest = min(LONGEST_TOKENS, model_tokens or LONGEST_TOKENS) if self.context_tokens is None else 0
         return ServingNeeds(
-            weights=self.weights,
+            weights=self.weights if self.weights != "auto" else "packed" if packed else "fp32",
             cache=self.cache,
             context_tokens=context,
+            longest_tokens=longest,
             sessions=self.sessions,
             cache_tokens=context * min(self.sessions, CACHED_CONTEXTS),
             pass_tokens=PASS_TOKENS,
@@ -345,14 +350,17 @@ class ServingOptions:
 _FLAGS: Final = options(
     choice_option(
         "--weights",
-        "Store the model's matrices in this format; int8 and int4 are weight-only quantisation.",
-        ["fp32", "bf16", "fp16", "int8", "int4"],
-        "fp32",
+        "Store the model's matrices in this format; int8 and int4 are weight-only quantisation. packed: as quantised "
+        "files hold them, with the results of fp32; auto: packed if the files are quantised and all machines can, else "
+        "fp32.",
+        ["auto", "fp32", "bf16", "fp16", "int8", "int4", "packed"],
+        "auto",
     ),
     choice_option("--cache", "Store the KV cache in this format.", ["fp32", "bf16", "fp16"], "fp32"),
     number_option(
         "--context",
-        f"Limit prompt plus answer to this many tokens.  [default: the model's limit, at most {CONTEXT_TOKENS}]",
+        "Limit prompt plus answer to this many tokens.  [default: the model's limit, at most "
+        f"{LONGEST_TOKENS}, and at most {CONTEXT_TOKENS} if the machines have no memory for more]",
         None,
         2,
         name="context_tokens",

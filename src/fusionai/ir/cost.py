@@ -23,7 +23,9 @@ from typing import Final, Literal
 import msgspec
 
 from fusionai.ir.graph import cheap_nodes, consumers, needing_gradient, nodes_by_block, reads
+from fusionai.ir.levels import level_layout
 from fusionai.ir.operators import OPERATORS
+from fusionai.ir.packed import packed_bytes
 from fusionai.ir.schema import Graph, Node, Ref
 from fusionai.ir.serving import ATTENTION, PRODUCTS, SEQUENCE
 from fusionai.ir.shapes import evaluate
@@ -246,10 +248,11 @@ def _largest(node: Node, sizes: Mapping[str, tuple[int, ...]]) -> int:
     return max((prod(sizes[value]) for value in reads(node) if value in sizes), default=0)
 
 
-WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "int4"]
+WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "packed"]
 CacheFormat = Literal["fp32", "bf16", "fp16"]
 
-FLOAT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
+FLOAT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2, "packed": 4}
+"""Bytes of a number. `packed`: of a matrix that the files don't hold packed."""
 INT8_SCALE_BYTES: Final = 4
 """Bytes of the scale of each row."""
 INT4_SCALE_BYTES: Final = 4
@@ -300,7 +303,8 @@ def serving_costs(
                 parameter_bytes=kept,
                 trainable_bytes=0,
                 activation_bytes=0,
-                workspace_bytes=BESIDE * record.workspace_bytes * pass_tokens + _unpacked_bytes(graph, members),
+                workspace_bytes=BESIDE * record.workspace_bytes * pass_tokens
+                + _unpacked_bytes(graph, members, weights),
                 output_bytes=record.output_bytes,
                 gradient_bytes=0,
                 ops=record.ops,
@@ -345,7 +349,7 @@ def balance_tokens(graph: Graph) -> float:
 def matrix_bytes(rows: int, columns: int, weights: WeightFormat) -> int:
     """Size in bytes of a matrix [rows, columns] as a stage keeps it for products."""
     match weights:
-        case "fp32" | "bf16" | "fp16":
+        case "fp32" | "bf16" | "fp16" | "packed":
             return rows * columns * FLOAT_BYTES[weights]
         case "int8":
             return rows * columns + INT8_SCALE_BYTES * rows
@@ -370,20 +374,30 @@ def _weight_bytes(graph: Graph, nodes: list[Node], weights: WeightFormat) -> tup
                 else:
                     plain.add(value)
     tables -= plain
-    looked_up = sum(_plain_bytes(graph, value) for value in tables)
+    looked_up = sum(_table_bytes(graph, value, weights) for value in tables)
     kept = looked_up + sum(_plain_bytes(graph, value) for value in plain)
     for value in packed:
         rows, columns = graph.params[value].shape
-        kept += matrix_bytes(rows, columns, weights)
+        layout = level_layout(graph.params[value]) if weights == "packed" else None
+        if layout is None:
+            kept += matrix_bytes(rows, columns, weights)
+        else:
+            kept += rows * columns // layout.shared * layout.shared_bytes
     return kept, looked_up
 
 
-def _unpacked_bytes(graph: Graph, nodes: list[Node]) -> int:
-    """Size of the largest parameter in float32, which is in memory while it is packed."""
-    return max(
-        (4 * prod(graph.params[value].shape) for node in nodes for value in reads(node) if value in graph.params),
-        default=0,
-    )
+def _unpacked_bytes(graph: Graph, nodes: list[Node], weights: WeightFormat) -> int:
+    """Size of the largest parameter in float32, which is in memory while it is packed, unless it stays as its file
+    holds it."""
+    read = {value for node in nodes for value in reads(node) if value in graph.params}
+    specs = [graph.params[value] for value in read]
+    return max((4 * prod(spec.shape) for spec in specs if weights != "packed" or level_layout(spec) is None), default=0)
+
+
+def _table_bytes(graph: Graph, value: str, weights: WeightFormat) -> int:
+    spec = graph.params[value]
+    packed = weights == "packed" and level_layout(spec) is not None
+    return packed_bytes(spec.packed) if packed else tensor_bytes(spec.dtype, spec.shape)
 
 
 def _plain_bytes(graph: Graph, value: str) -> int:

@@ -92,16 +92,28 @@ def unpacked(packings: Sequence[Packing], data: memoryview) -> Float32s:
     made = np.empty(sum(prod(packing.shape) for packing in packings), np.float32)
     first_byte = first = 0
     for packing in packings:
-        arrays: list[Array] = []
-        for part in packing.parts:
-            end = first_byte + part_bytes(part)
-            arrays.append(_array(part, data[first_byte:end]))
-            first_byte = end
+        nbytes = packed_bytes([packing])
+        arrays = part_arrays(packing, data[first_byte : first_byte + nbytes])
+        first_byte += nbytes
         count = prod(packing.shape)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # numbers are checked by their users
             _unpack(packing, arrays, made[first : first + count])
         first += count
     return made
+
+
+def part_arrays(packing: Packing, data: memoryview) -> list[Array]:
+    """Return the parts of one packing, as they lie in `data`; 8-bit and brain floats as their bits. Raises `GraphError`
+    if the number of bytes is wrong."""
+    if data.nbytes != packed_bytes([packing]):
+        raise GraphError(f"a packed weight takes {packed_bytes([packing])} bytes, {data.nbytes} came.")
+    arrays: list[Array] = []
+    first = 0
+    for part in packing.parts:
+        end = first + part_bytes(part)
+        arrays.append(_array(part, data[first:end]))
+        first = end
+    return arrays
 
 
 def check_packing(packing: Packing) -> None:
@@ -207,8 +219,8 @@ def _array(part: PackedPart, data: memoryview) -> Array:
     return np.frombuffer(data, as_held.get(part.dtype, "u1")).reshape(part.shape)
 
 
-def _floats(part: PackedPart, array: Array) -> Float32s:
-    """The part's values in float32."""
+def floats_of(part: PackedPart, array: Array) -> Float32s:
+    """Return a part's values in float32."""
     match part.dtype:
         case "bfloat16":
             return floats_of_bfloat16(array)
@@ -238,6 +250,8 @@ def _float8(exponent_bits: int, bias: int) -> Float32s:
 
 _E4M3: Final = _float8(4, 7)
 _E5M2: Final = _float8(5, 15)
+FLOATS: Final = {"e4m3": _E4M3, "e5m2": _E5M2, "e2m1": _FP4}
+"""Values of all codes of the small floats."""
 _E8M0: Final = np.append(2.0 ** np.arange(-127.0, 128.0), np.nan).astype(np.float32)
 """Exponents alone."""
 
@@ -286,7 +300,7 @@ def _gguf(packing: Packing, arrays: Sequence[Array], count: int, columns: int) -
     kind = GGMLQuantizationType[packing.kind]
     raw = arrays[0].reshape(count, -1)
     if packing.kind == "BF16":
-        return lambda first, last: _floats(PackedPart("bfloat16", ()), raw[first:last].view("<u2"))
+        return lambda first, last: floats_of(PackedPart("bfloat16", ()), raw[first:last].view("<u2"))
     if packing.kind in ("F16", "F32"):
         held = "<f2" if packing.kind == "F16" else "<f4"
         offset = np.float32(packing.offset)
@@ -305,7 +319,7 @@ def _gguf_sizes(kind: str) -> tuple[int, int]:
 
 def _scaled_float8(packing: Packing, arrays: Sequence[Array], count: int, columns: int) -> Rows:
     table = _E5M2 if packing.parts[0].dtype == "float8_e5m2" else _E4M3
-    codes, scales = arrays[0].reshape(count, columns), _floats(packing.parts[1], arrays[1])
+    codes, scales = arrays[0].reshape(count, columns), floats_of(packing.parts[1], arrays[1])
     if not packing.block:
         each = np.repeat(scales.reshape(-1), count // scales.size)[:, None]
         return lambda first, last: table[codes[first:last]] * each[first:last]
@@ -321,28 +335,32 @@ def _scaled_float8(packing: Packing, arrays: Sequence[Array], count: int, column
     return numbers
 
 
+def fp4_scales(packing: Packing, arrays: Sequence[Array]) -> Float32s:
+    """Return the scales of 4-bit floats, with the one that all share."""
+    scales = floats_of(packing.parts[1], arrays[1])
+    return scales / floats_of(packing.parts[2], arrays[2]).reshape(()) if arrays[2].size else scales
+
+
 def _scaled_float4(packing: Packing, arrays: Sequence[Array], count: int, columns: int) -> Rows:
     codes = arrays[0].reshape(count, columns // 2)
-    scales = _floats(packing.parts[1], arrays[1]).reshape(count, -1)
-    if arrays[2].size:
-        scales = scales / _floats(packing.parts[2], arrays[2]).reshape(())
+    scales = fp4_scales(packing, arrays).reshape(count, -1)
 
     def numbers(first: int, last: int) -> Float32s:
-        values = _FP4[_nibbles(codes[first:last])]
+        values = _FP4[nibbles(codes[first:last])]
         return values * np.repeat(scales[first:last], columns // scales.shape[1], axis=1)
 
     return numbers
 
 
-def _nibbles(codes: Array, *, high_first: bool = False) -> Array:
-    """Both halves of each byte [..., n], as [..., 2 n]."""
+def nibbles(codes: Array, *, high_first: bool = False) -> Array:
+    """Return both halves of each byte [..., n], as [..., 2 n]."""
     halves = (codes >> 4, codes & 15) if high_first else (codes & 15, codes >> 4)
     return np.stack(halves, axis=-1).reshape(*codes.shape[:-1], -1)
 
 
-def _bits_of(words: Array, bits: int, positions: Array) -> Array:
-    """Numbers of `bits` bits at `positions` of a stream of 32-bit words along the first dimension, lowest bits
-    first."""
+def bits_of(words: Array, bits: int, positions: Array) -> Array:
+    """Return the numbers of `bits` bits at `positions` of a stream of 32-bit words along the first dimension, lowest
+    bits first."""
     at = positions * bits
     low, shift = at // _WORD_BITS, (at % _WORD_BITS).astype(np.uint32)[:, None]
     values = words[low] >> shift
@@ -354,17 +372,17 @@ def _bits_of(words: Array, bits: int, positions: Array) -> Array:
 
 
 def _gptq(packing: Packing, arrays: Sequence[Array], count: int, columns: int) -> Rows:
-    words, scales = arrays[0].reshape(-1, columns), _floats(packing.parts[2], arrays[2]).reshape(-1, columns)
+    words, scales = arrays[0].reshape(-1, columns), floats_of(packing.parts[2], arrays[2]).reshape(-1, columns)
     groups, bits = scales.shape[0], packing.bits
     packed = arrays[1].reshape(groups, -1)
     # Zero points are packed along the columns, so they are read with words along the first dimension and turned.
-    zeros = _bits_of(packed.T, bits, np.arange(columns)).T + np.uint32(packing.offset)
+    zeros = bits_of(packed.T, bits, np.arange(columns)).T + np.uint32(packing.offset)
     zeros = (zeros & np.uint32((1 << bits) - 1)).astype(np.float32)  # less one, a zero point of 0 is the largest code
     order = arrays[3].reshape(-1).astype(np.int64) if arrays[3].size else np.arange(count) // (count // groups)
     _check_order(packing, order, groups)
 
     def numbers(first: int, last: int) -> Float32s:
-        codes = _bits_of(words, bits, np.arange(first, last)).astype(np.float32)
+        codes = bits_of(words, bits, np.arange(first, last)).astype(np.float32)
         of = order[first:last]
         return (codes - zeros[of]) * scales[of]
 
@@ -379,12 +397,17 @@ def _check_order(packing: Packing, order: Array, groups: int) -> None:
         )
 
 
+def awq_codes(words: Array) -> Array:
+    """Return the codes of words [rows, words] in the order of the numbers: [rows, 8 * words]."""
+    codes = (words[..., None] >> (4 * _AWQ_ORDER).astype(np.uint32)) & np.uint32(15)
+    return codes.reshape(words.shape[0], -1)
+
+
 def _awq(packing: Packing, arrays: Sequence[Array], count: int, columns: int) -> Rows:
     def opened(words: Array) -> Float32s:
-        codes = (words[..., None] >> (4 * _AWQ_ORDER).astype(np.uint32)) & np.uint32(15)
-        return codes.reshape(words.shape[0], columns).astype(np.float32)
+        return awq_codes(words).astype(np.float32)
 
-    words, scales = arrays[0].reshape(count, -1), _floats(packing.parts[2], arrays[2]).reshape(-1, columns)
+    words, scales = arrays[0].reshape(count, -1), floats_of(packing.parts[2], arrays[2]).reshape(-1, columns)
     group = count // scales.shape[0]
     zeros = opened(arrays[1].reshape(scales.shape[0], -1))
 
@@ -397,18 +420,18 @@ def _awq(packing: Packing, arrays: Sequence[Array], count: int, columns: int) ->
 
 def _packed_int(packing: Packing, arrays: Sequence[Array], count: int, columns: int) -> Rows:
     bits = packing.bits
-    words, scales = arrays[0].reshape(count, -1), _floats(packing.parts[1], arrays[1]).reshape(count, -1)
+    words, scales = arrays[0].reshape(count, -1), floats_of(packing.parts[1], arrays[1]).reshape(count, -1)
     groups = scales.shape[1]
     order = arrays[3].reshape(-1).astype(np.int64) if arrays[3].size else np.arange(columns) // (columns // groups)
     _check_order(packing, order, groups)
     packed = arrays[2].reshape(-1, groups) if arrays[2].size else None
 
     def numbers(first: int, last: int) -> Float32s:
-        steps = _bits_of(words[first:last].T, bits, np.arange(columns)).T.astype(np.float32)
+        steps = bits_of(words[first:last].T, bits, np.arange(columns)).T.astype(np.float32)
         if packed is None:
             steps -= np.float32(1 << (bits - 1))
         else:  # zero points are packed along the rows
-            steps -= _bits_of(packed, bits, np.arange(first, last)).astype(np.float32)[:, order]
+            steps -= bits_of(packed, bits, np.arange(first, last)).astype(np.float32)[:, order]
         return steps * scales[first:last][:, order]
 
     return numbers
@@ -416,8 +439,8 @@ def _packed_int(packing: Packing, arrays: Sequence[Array], count: int, columns: 
 
 def _int8(packing: Packing, arrays: Sequence[Array], count: int, columns: int) -> Rows:
     codes = arrays[0].reshape(count, columns)
-    scales = _floats(packing.parts[1], arrays[1])
-    zeros = _floats(packing.parts[2], arrays[2]) if arrays[2].size else np.zeros(1, np.float32)
+    scales = floats_of(packing.parts[1], arrays[1])
+    zeros = floats_of(packing.parts[2], arrays[2]) if arrays[2].size else np.zeros(1, np.float32)
 
     def spread(of: Float32s, first: int, last: int) -> Float32s:
         if of.size == 1:
@@ -434,16 +457,16 @@ def _int8(packing: Packing, arrays: Sequence[Array], count: int, columns: int) -
 
 def _codes4(packing: Packing, arrays: Sequence[Array], count: int, columns: int) -> Rows:
     codes, largest, table, nested, nested_table = arrays
-    scales = _floats(packing.parts[1], largest).reshape(-1)
+    scales = floats_of(packing.parts[1], largest).reshape(-1)
     if nested.size:
-        ends = np.repeat(_floats(packing.parts[3], nested).reshape(-1), _NESTED)[: scales.size]
-        scales = _floats(packing.parts[4], nested_table)[largest.reshape(-1)] * ends + np.float32(packing.offset)
-    values = _floats(packing.parts[2], table).reshape(-1)
+        ends = np.repeat(floats_of(packing.parts[3], nested).reshape(-1), _NESTED)[: scales.size]
+        scales = floats_of(packing.parts[4], nested_table)[largest.reshape(-1)] * ends + np.float32(packing.offset)
+    values = floats_of(packing.parts[2], table).reshape(-1)
     flat = codes.reshape(count * columns // 2)
 
     def numbers(first: int, last: int) -> Float32s:
         start, end = first * columns, last * columns
-        some = values[_nibbles(flat[start // 2 : -(-end // 2)], high_first=True)]
+        some = values[nibbles(flat[start // 2 : -(-end // 2)], high_first=True)]
         some = some[start % 2 : start % 2 + end - start]
         return (some * scales[np.arange(start, end) // packing.group]).reshape(last - first, columns)
 

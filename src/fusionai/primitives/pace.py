@@ -40,7 +40,7 @@ class ServingSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Speed of products with weights in one format. A block's time is the longer of operations / flops_per_s and
     weights / bytes_per_s."""
 
-    form: Literal["fp32", "bf16", "fp16", "int8", "int4"]
+    form: Literal["fp32", "bf16", "fp16", "int8", "int4", "packed"]
     flops_per_s: float
     """Operations per second on a piece of a prompt, some hundred rows."""
     bytes_per_s: float

@@ -45,6 +45,7 @@ LEAST: Final = 1e-3
 """Lower limit of `SketchTolerance.text`."""
 WEIGHTS: Final[Mapping[str, SketchTolerance]] = {
     "fp32": SketchTolerance(1e-3, 1e-3),
+    "packed": SketchTolerance(1e-3, 1e-3),
     "fp16": SketchTolerance(2e-2, 4e-3, 5e-3),
     "bf16": SketchTolerance(0.15, 5e-2, 5e-3),
     "int8": SketchTolerance(0.15, 5e-2, 5e-3),

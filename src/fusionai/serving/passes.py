@@ -28,7 +28,14 @@ from fusionai.wire import messages as wire
 from fusionai.wire.frame import headers
 from fusionai.wire.messages import Fence, Segment, StageDelay
 
-TOLERANCE: Final[Mapping[str, float]] = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2, "int8": 5e-2, "int4": 5e-2}
+TOLERANCE: Final[Mapping[str, float]] = {
+    "fp32": 1e-3,
+    "packed": 1e-3,
+    "bf16": 5e-2,
+    "fp16": 2e-2,
+    "int8": 5e-2,
+    "int4": 5e-2,
+}
 """Largest allowed difference between a probe's logits and the first probe's, relative to the first probe's largest
 logit, by the format of weights."""
 

@@ -14,9 +14,11 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from fusionai.ir.packed import check_packing, unpacked
@@ -213,7 +215,22 @@ def _gptq(scheme: Mapping[str, Any], name: str, stored: Mapping[str, StoredPart]
         turned=True,
         offset=0.0 if scheme.get("checkpoint_format") == "gptq_v2" else 1.0,
     )
-    return f"{stem}.weight", packing, _present(stored, (*names, order))
+    return f"{stem}.weight", *_without_plain_order(packing, stored, (*names, order))
+
+
+def _without_plain_order(
+    packing: Packing, stored: Mapping[str, StoredPart], names: tuple[str, ...]
+) -> tuple[Packing, tuple[str, ...]]:
+    """Leave out the last part, the group of each summand, if the groups are equal and in order: such matrices can be
+    multiplied by as they are packed."""
+    *others, order = packing.parts
+    groups = stored[names[2]].shape[0] if packing.turned else prod(stored[names[1]].shape[1:])
+    if names[-1] in stored and groups and order.dtype == "int32" and prod(order.shape) % groups == 0:
+        given = np.frombuffer(stored[names[-1]].range.mapped(), "<i4")
+        if np.array_equal(given, np.arange(given.size) // (given.size // groups)):
+            packing = msgspec.structs.replace(packing, parts=(*others, _NONE))
+            names = names[:-1]
+    return packing, _present(stored, names)
 
 
 def _by_columns(name: str, stored: Mapping[str, StoredPart]) -> tuple[str, tuple[str, ...], tuple[PackedPart, ...]]:
@@ -289,7 +306,7 @@ def _compressed(scheme: Mapping[str, Any], name: str, stored: Mapping[str, Store
     parts = (_part(stored, name), _beside(stored, scale, matrix), _part(stored, zeros), _part(stored, order))
     bits = _bits(scheme, stem)
     packing = Packing(form="packed_int", shape=shape, parts=parts, bits=bits)
-    return matrix, packing, _present(stored, (name, scale, zeros, order))
+    return matrix, *_without_plain_order(packing, stored, (name, scale, zeros, order))
 
 
 def _bits(scheme: Mapping[str, Any], stem: str) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fusionai.ir.cost import matrix_bytes, serving_costs
-from fusionai.ir.schema import Graph, Node, ParamSpec, Ref, ValueSpec
+from fusionai.ir.packed import with_packed
+from fusionai.ir.schema import Graph, Node, PackedPart, Packing, ParamSpec, Ref, ValueSpec
 
 
 def graph(*, window: int | None = None) -> Graph:
@@ -84,3 +85,19 @@ def test_a_position_takes_more_for_each_that_it_looks_at_unless_a_window_ends_th
 def test_formats_get_smaller() -> None:
     sizes = [matrix_bytes(64, 64, form) for form in ("fp32", "bf16", "fp16", "int8", "int4")]
     assert sizes == [64 * 64 * 4, 64 * 64 * 2, 64 * 64 * 2, 64 * 64 + 4 * 64, 64 * 64 // 2 + 4 * 64 * 64 // 32]
+
+
+def test_matrices_that_stay_packed_count_as_they_are_kept():
+    """Levels of 4 bits, a factor and a zero point for each 32; the table stays as its file has it."""
+    plain = graph()
+    part = PackedPart("uint8", (1,))
+    packed = {
+        name: (Packing(form="gguf", shape=spec.shape, parts=(part,), kind="Q4_0"),)
+        for name, spec in plain.params.items()
+        if len(spec.shape) == 2
+    }
+    given = with_packed(plain, {plain.params[name].key: packings for name, packings in packed.items()})
+    kept, whole = (serving_costs(given, weights=form, cache="fp32", pass_tokens=1) for form in ("packed", "fp32"))
+    for one, other in zip(kept, whole, strict=True):
+        assert one.parameter_bytes < other.parameter_bytes / 3
+        assert one.workspace_bytes < other.workspace_bytes

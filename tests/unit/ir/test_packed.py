@@ -7,6 +7,7 @@ from functools import cache
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,8 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fusionai.ir import packed
+from fusionai.ir.levels import level_layout, levels_of, numbers_of
 from fusionai.ir.packed import check_packing, packed_bytes, unpacked
-from fusionai.ir.schema import Graph, PackedPart, Packing
+from fusionai.ir.schema import Graph, PackedPart, Packing, ParamSpec
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import GraphError
 from fusionai.storage.quantised_files import quantised_files
@@ -49,7 +51,7 @@ def test_blocks_at_the_edge_are_smaller():
 def test_each_code_of_an_8_bit_float_has_its_value(dtype: torch.dtype):
     codes = torch.arange(256, dtype=torch.uint8)
     part = PackedPart(str(dtype).removeprefix("torch."), (256,))
-    made = packed._floats(part, codes.numpy())
+    made = packed.floats_of(part, codes.numpy())
     assert torch.equal(torch.from_numpy(made).nan_to_num(nan=-1), codes.view(dtype).float().nan_to_num(nan=-1))
 
 
@@ -188,6 +190,15 @@ def real_packings() -> tuple[Packing, ...]:
     return (*found, Packing(form="gguf", shape=(8, 256), parts=(PackedPart("uint8", (8, 144)),), kind="Q4_K", heads=2))
 
 
+def assert_levels_are(numbers: np.ndarray[Any, Any], packing: Packing, data: memoryview) -> None:
+    """A stage that keeps the matrix packed multiplies by the same numbers."""
+    spec = ParamSpec(key="w", kind="parameter", shape=packing.shape, dtype="float32", packed=(packing,))
+    layout = level_layout(spec)
+    if layout is not None:
+        read = numbers_of(levels_of(spec, layout, data)(np.arange(packing.shape[0])), layout)
+        assert np.array_equal(read.reshape(-1), numbers, equal_nan=True)
+
+
 @given(nearly_right(), st.binary(min_size=1, max_size=64))
 def test_a_packing_that_is_nearly_right_is_unpacked_or_refused(packing: Packing, data: bytes):
     try:
@@ -197,6 +208,7 @@ def test_a_packing_that_is_nearly_right_is_unpacked_or_refused(packing: Packing,
     needed = packed_bytes((packing,))
     try:
         made = unpacked((packing,), memoryview((data * (needed // len(data) + 1))[:needed]))
+        assert_levels_are(made, packing, memoryview((data * (needed // len(data) + 1))[:needed]))
     except GraphError:
         return
     assert made.size == prod(packing.shape)

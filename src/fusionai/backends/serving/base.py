@@ -97,9 +97,12 @@ class ServingProgram(ABC):
                 if self._waiting:
                     raise ExecutionError(f"weight {key!r} came twice.")
                 self._forget_compiled()
-            numbers = _numbers(self._specs[key], tensor)
-            _check_weight(self._specs[key], numbers)
-            self._import_weight(self._specs[key], numbers)
+            spec = self._specs[key]
+            if not spec.packed:
+                _check_weight(spec, tensor)
+                self._import_weight(spec, tensor)
+            else:
+                self._import_packed(spec, tensor)
             self._waiting.discard(key)
 
     def joined(self, keys: Iterable[str]) -> tuple[str, ...]:
@@ -108,6 +111,23 @@ class ServingProgram(ABC):
 
     def _forget_compiled(self) -> None:  # noqa: B027
         """Drop what was compiled with the present weights."""
+
+    def _import_packed(self, spec: ParamSpec, tensor: HostTensor) -> None:
+        """Take a weight that came as a quantised file holds it."""
+        if tensor.dtype != "uint8":
+            raise ExecutionError(f"weight {spec.key!r} came as {tensor.dtype}, expected the packed bytes of its files.")
+        try:
+            if not self._keep_packed(spec, tensor.data):
+                numbers = unpacked(spec.packed, tensor.data)
+                self._import_weight(spec, host_tensor("float32", spec.shape, numbers.data))
+        except GraphError as problem:  # the bytes contradict the packing, whose own sizes were checked with the graph
+            raise ExecutionError(f"weight {spec.key!r}: {problem.message}", hint=problem.hint) from problem
+
+    def _keep_packed(self, spec: ParamSpec, data: memoryview) -> bool:
+        """Keep a weight in the packed bytes that came, and return True; False if its numbers are needed. Raises
+        `GraphError` if the bytes contradict the packing."""
+        del spec, data
+        return False
 
     @abstractmethod
     def _import_weight(self, spec: ParamSpec, tensor: HostTensor) -> None:
@@ -251,18 +271,6 @@ def largest_pass(graph: Graph, options: ServeOptions) -> dict[str, int]:
     if BATCH in symbols:
         symbols[BATCH] = graph.symbols[BATCH][0]
     return symbols
-
-
-def _numbers(spec: ParamSpec, tensor: HostTensor) -> HostTensor:
-    """Return a weight in float32 if it came packed as in the model's files, else as it came."""
-    if not spec.packed:
-        return tensor
-    if tensor.dtype != "uint8":
-        raise ExecutionError(f"weight {spec.key!r} came as {tensor.dtype}, expected the packed bytes of its files.")
-    try:
-        return host_tensor("float32", spec.shape, unpacked(spec.packed, tensor.data).data)
-    except GraphError as problem:  # the bytes contradict the packing, whose own sizes were checked with the graph
-        raise ExecutionError(f"weight {spec.key!r}: {problem.message}", hint=problem.hint) from problem
 
 
 def _check_weight(spec: ParamSpec, tensor: HostTensor) -> None:

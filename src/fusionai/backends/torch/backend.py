@@ -41,11 +41,12 @@ from fusionai.backends.torch.blocked_linear import blocked_product, kernels
 from fusionai.backends.torch.host import to_host
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN
 from fusionai.backends.torch.optimizers import TorchStageOptimizer, clip_scale
-from fusionai.backends.torch.packed_linear import PackedLinear, pack
+from fusionai.backends.torch.packed_linear import PackedLinear, for_levels, pack
 from fusionai.backends.torch.paged_attention import LayerCache, cached_attention, lay_out
 from fusionai.backends.torch.program import TorchStageProgram
 from fusionai.backends.torch.serving import TorchServingProgram
 from fusionai.backends.torch.slots import EMPTIED
+from fusionai.ir.levels import LevelLayout
 from fusionai.primitives.environment import fix_cublas_workspace
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.pace import ServingSpeed
@@ -147,6 +148,8 @@ _SIDE: Final = {"cpu": 1024, "cuda": 8192, "mps": 4096}
 """Rows and columns of the measured matrix, per device; chosen."""
 HEAD_WIDTH: Final = 64
 """Width of an attention head."""
+TYPICAL_LEVELS: Final = LevelLayout(4, 32, 8)
+"""Layout of quantised matrices whose speed is measured: GGUF's Q4_K."""
 GROUPS: Final = 4
 """Queries that share a key head."""
 ATTENDED: Final = {"cpu": (1, 1024), "cuda": (8, 8192), "mps": (8, 4096)}
@@ -167,14 +170,25 @@ def measured_serving(device: torch.device, calls_per_s: _CallsPerS) -> tuple[Ser
     in_blocks = device.type == "cpu" and kernels() is not None
     found: list[ServingSpeed] = []
     with torch.inference_mode():
-        for form in get_args(WeightFormat):
-            packed = pack(weight, None, form, "the probe's weight", in_blocks=in_blocks)
+        for form in weight_formats(device):
+            if form == "packed":
+                packed = for_levels(weight.shape, TYPICAL_LEVELS)
+                assert packed.blocks is not None
+                packed.blocks.data.zero_()
+            else:
+                packed = pack(weight, None, form, "the probe's weight", in_blocks=in_blocks)
             flops = 2.0 * PROMPT_ROWS * weight.numel()
             flops_per_s = flops * calls_per_s(lambda packed=packed: packed(rows), device, SERVING_MEASURE_S)
             long = _repeated(packed)
             bytes_per_s = long.nbytes * calls_per_s(lambda long=long: long(one), device, SERVING_MEASURE_S)
             found.append(ServingSpeed(form=form, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s))
     return tuple(found)
+
+
+def weight_formats(device: torch.device) -> tuple[WeightFormat, ...]:
+    """Return the formats in which a device keeps matrices for serving: `packed` needs compiled products."""
+    packed = device.type == "cpu" and kernels() is not None
+    return tuple(form for form in get_args(WeightFormat) if form != "packed" or packed)
 
 
 def measured_attention(device: torch.device, calls_per_s: _CallsPerS) -> float:
@@ -260,6 +274,7 @@ class TorchBackend(Backend):
             free_bytes=free_bytes,
             threads=torch.get_num_threads(),
             fingerprint=fingerprint(self._device),
+            weight_formats=weight_formats(self._device),
             savings=("recompute", "offload", *(("offload_weights",) if self.device in EMPTIED else ())),
         )
 

@@ -65,10 +65,12 @@ its own."""
 
 @dataclass(frozen=True, slots=True)
 class PackedParameter:
-    """A parameter in memory: `plain` for readers that are not products, `packed` for each product (by node id)."""
+    """A parameter in memory: `plain` for readers that are not products, `packed` for each product (by node id). `rows`
+    returns rows of a table that is kept as a quantised file holds it."""
 
     plain: Tensor | None
     packed: Mapping[int, PackedLinear]
+    rows: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,8 @@ def _lookup(dtype: torch.dtype) -> Callable[..., Tensor]:
     compute = checked(_EMBEDDING, PLAIN[_EMBEDDING])
 
     def run(table: PackedParameter, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if table.rows is not None:
+            return table.rows(indices).to(dtype)
         return compute(table.plain, indices, *args, **kwargs).to(dtype)
 
     return run

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
@@ -25,6 +26,7 @@ from torch.nn.functional import linear, pad
 from fusionai.backends.torch import row_blocks
 from fusionai.backends.torch.blocked_linear import blocked_product
 from fusionai.backends.torch.row_code import Factor
+from fusionai.ir.levels import Array, LevelLayout, Levels
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.serving import WeightFormat
 
@@ -37,6 +39,7 @@ INT8_COLUMNS: Final = 32
 read beyond the matrix."""
 _FLOATS: Final[dict[WeightFormat, tuple[torch.dtype, Factor]]] = {
     "fp32": (torch.float32, Factor.FP32),
+    "packed": (torch.float32, Factor.FP32),
     "bf16": (torch.bfloat16, Factor.BF16),
     "fp16": (torch.float16, Factor.FP16),
 }
@@ -103,12 +106,34 @@ def pack(
     return PackedLinear(product, bias, nbytes, steady_counts(kind, shape, trial))
 
 
-def packed_bytes(rows: int, columns: int, form: WeightFormat, *, in_blocks: bool = False) -> int:
-    """Return the approximate bytes of a packed matrix [rows, columns], before it exists; kernels may round sizes up."""
+def for_levels(shape: Sequence[int], layout: LevelLayout, pages: row_blocks.WidePages | None = None) -> PackedLinear:
+    """Return memory, and the product, for a matrix [out, in] of a quantised file."""
+    rows, columns = shape
+    factor = row_blocks.LEVELS[layout]
+    blocks = row_blocks.Blocks(factor, rows, columns, _block_data(factor, rows, columns, pages))
+    return PackedLinear(blocked_product(blocks), None, blocks.data.nbytes, blocks=blocks)
+
+
+def fill_levels(
+    blocks: row_blocks.Blocks, first: int, rows: int, rows_of: Callable[[Array], Levels], layout: LevelLayout
+) -> None:
+    """Write `rows` rows from row `first`, a multiple of 16, of a matrix of a quantised file. `rows_of`: from
+    `ir.levels.levels_of`."""
+    for row in range(0, rows, _ROUNDED_ROWS):
+        made = row_blocks.levels_in_blocks(rows_of(np.arange(row, min(rows, row + _ROUNDED_ROWS))), layout)
+        block = (first + row) // row_blocks.WIDTH
+        blocks.data[block : block + made.shape[0]] = made
+
+
+def packed_bytes(
+    rows: int, columns: int, form: WeightFormat, *, in_blocks: bool = False, layout: LevelLayout | None = None
+) -> int:
+    """Return the approximate bytes of a packed matrix [rows, columns], before it exists; kernels may round sizes up.
+    `layout`: that of a matrix that is kept as its file holds it."""
     if in_blocks:
-        return -(-rows // row_blocks.WIDTH) * row_blocks.block_bytes(_factor(rows, columns, form), columns)
+        return -(-rows // row_blocks.WIDTH) * row_blocks.block_bytes(_factor(rows, columns, form, layout), columns)
     match form:
-        case "fp32":
+        case "fp32" | "packed":
             return 4 * rows * columns
         case "bf16" | "fp16":
             return 2 * rows * columns
@@ -121,10 +146,16 @@ def packed_bytes(rows: int, columns: int, form: WeightFormat, *, in_blocks: bool
             )
 
 
-def block_pages(shapes: Iterable[Sequence[int]], form: WeightFormat) -> row_blocks.WidePages:
-    """Return memory for matrices of shapes [out, in] in blocks."""
+def block_pages(
+    matrices: Iterable[tuple[Sequence[int], LevelLayout | None]], form: WeightFormat
+) -> row_blocks.WidePages:
+    """Return memory for matrices of shapes [out, in] in blocks; with a layout, they are kept as their files hold
+    them."""
     return row_blocks.WidePages(
-        sum(row_blocks.blocks_bytes(_factor(rows, columns, form), rows, columns) for rows, columns in shapes)
+        sum(
+            row_blocks.blocks_bytes(_factor(rows, columns, form, layout), rows, columns)
+            for (rows, columns), layout in matrices
+        )
     )
 
 
@@ -169,7 +200,7 @@ def rounded(weight: Tensor, form: WeightFormat) -> Tensor:
 def _on_cpu(weight: Tensor, form: WeightFormat, key: str) -> tuple[str, Product, int]:
     """Return (kernel's name, product, bytes)."""
     match form:
-        case "fp32" | "bf16":
+        case "fp32" | "bf16" | "packed":
             return _onednn(weight, _FLOATS[form][0])
         case "fp16":
             _check_float16(weight, key)
@@ -201,7 +232,7 @@ def _on_cpu(weight: Tensor, form: WeightFormat, key: str) -> tuple[str, Product,
 def _as_read(weight: Tensor, form: WeightFormat) -> Tensor:
     """Return the matrix whose values the product multiplies by, in float32, without a row's scale."""
     match form:
-        case "fp32":
+        case "fp32" | "packed":
             return weight
         case "fp16":
             return weight.to(torch.float16).to(torch.float32)
@@ -223,8 +254,10 @@ def _onednn(weight: Tensor, dtype: torch.dtype) -> tuple[str, Product, int]:
     return f"onednn {dtype}", lambda x: compute(x.to(dtype), packed, None, "none", [], ""), nbytes
 
 
-def _factor(rows: int, columns: int, form: WeightFormat) -> Factor:
+def _factor(rows: int, columns: int, form: WeightFormat, layout: LevelLayout | None = None) -> Factor:
     """Return the storage form of a matrix in blocks."""
+    if layout is not None:
+        return row_blocks.LEVELS[layout]
     if form in _FLOATS:
         return _FLOATS[form][1]
     group = int4_group(rows, columns) if form == "int4" else None
@@ -238,8 +271,7 @@ def _in_blocks(weight: Tensor, form: WeightFormat, key: str, pages: row_blocks.W
         return row_blocks.floats_in_blocks(weight.to(_FLOATS[form][0]), pages)
     rows, columns = weight.shape
     factor = _factor(rows, columns, form)
-    shape = (-(-rows // row_blocks.WIDTH), row_blocks.block_bytes(factor, columns))
-    data = torch.empty(shape, dtype=torch.uint8) if pages is None else pages.take(shape, torch.uint8)
+    data = _block_data(factor, rows, columns, pages)
     for first in range(0, rows, _ROUNDED_ROWS):
         part = weight[first : first + _ROUNDED_ROWS].to(torch.float32)
         if factor is Factor.INT8:
@@ -248,6 +280,11 @@ def _in_blocks(weight: Tensor, form: WeightFormat, key: str, pages: row_blocks.W
             made = row_blocks.four_bits_in_blocks(*quantise_groups(part, int4_group(rows, columns) or 0))
         data[first // row_blocks.WIDTH : first // row_blocks.WIDTH + made.data.shape[0]] = made.data
     return row_blocks.Blocks(factor, rows, columns, data)
+
+
+def _block_data(factor: Factor, rows: int, columns: int, pages: row_blocks.WidePages | None) -> Tensor:
+    shape = (-(-rows // row_blocks.WIDTH), row_blocks.block_bytes(factor, columns))
+    return torch.empty(shape, dtype=torch.uint8) if pages is None else pages.take(shape, torch.uint8)
 
 
 def _plain(weight: Tensor, dtype: torch.dtype) -> tuple[str, Product, int]:

@@ -18,6 +18,7 @@ import msgspec
 
 from fusionai.backends.torch.packed_graph import ProductWeight, products
 from fusionai.ir.graph import consumers, prune, reads, references
+from fusionai.ir.levels import LevelLayout, level_layout
 from fusionai.ir.schema import Arg, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
 
 JOINED_BYTES: Final = 64 * 2**20
@@ -41,11 +42,11 @@ class Joined:
     parts: Mapping[str, tuple[str, ...]]
 
 
-def join_siblings(graph: Graph) -> Joined:
+def join_siblings(graph: Graph, *, packed: bool = False) -> Joined:
     """Return a graph with the same outputs and fewer nodes; attention nodes keep their ids. The graph is not validated
-    again."""
+    again. `packed`: matrices are kept as quantised files hold them, so only those with one layout are stacked."""
     draft = _Draft(_without_repeats(graph))
-    for group in _groups(draft.graph):
+    for group in _groups(draft.graph, packed=packed):
         draft.join_products(group)
     while draft.fresh:
         draft.follow(draft.fresh.pop())
@@ -274,11 +275,11 @@ class _Draft:
         return tuple(ordered)
 
 
-def _groups(graph: Graph) -> list[list[ProductWeight]]:
+def _groups(graph: Graph, *, packed: bool) -> list[list[ProductWeight]]:
     """Return groups of products of one value that may be merged: nothing else reads their matrices, and these are
     small."""
     readers = consumers(graph)
-    by_operand: dict[tuple[Arg, bool], list[ProductWeight]] = {}
+    by_operand: dict[tuple[Arg, bool, LevelLayout | None], list[ProductWeight]] = {}
     made = {node.id: node for node in graph.nodes}
     for use in products(graph).values():
         node = made[use.node]
@@ -286,7 +287,8 @@ def _groups(graph: Graph) -> list[list[ProductWeight]]:
         rows = graph.params[use.weight].shape[0]
         alone = all(len(readers[name]) == 1 and name not in graph.outputs.values() for name in own)
         if node.op == "aten.linear.default" and alone and rows % _ROWS == 0:
-            by_operand.setdefault((node.args[0], use.bias is None), []).append(use)
+            layout = level_layout(graph.params[use.weight]) if packed else None
+            by_operand.setdefault((node.args[0], use.bias is None, layout), []).append(use)
     return [
         group
         for group in by_operand.values()

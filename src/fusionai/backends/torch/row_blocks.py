@@ -3,7 +3,9 @@
 A block has the columns' weights of the first summand, then those of the second, and so on. In bfloat16, two summands
 form one vector of pairs; in four bits, two summands share a byte, the first in its lower half. Eight bits: the columns'
 scales (float32) follow the last summand. Four bits: each group of summands starts with the columns' scales and middles,
-one bfloat16 each. Padding is zeros. This module needs no compiler, because memory is planned even where there is none.
+one bfloat16 each. Levels of a quantised file (`ir.levels`): summands that share a factor start with the columns'
+factors and bases (float32), each group with its scales and middles (int8), as far as there are any. Padding is zeros.
+This module needs no compiler, because memory is planned even where there is none.
 Neighbours: `row_products` multiplies, `packed_linear` rounds weights to formats.
 
 Matrices lie in pages of two megabytes, if the system has them: reading a matrix from end to end needs the address of a
@@ -16,17 +18,23 @@ import mmap
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fusionai.backends.torch.row_code import Factor
+from fusionai.ir.levels import LAYOUTS, LevelLayout, Levels
 
 WIDTH: Final = 16
 """Columns of a block."""
 GROUPS: Final = {32: Factor.INT4_32, 64: Factor.INT4_64, 128: Factor.INT4_128}
 """Number of weights that share a scale -> four-bit format."""
+LEVELS: Final = dict(zip(LAYOUTS, (factor for factor in Factor if factor.name.startswith("LEVELS")), strict=True))
+"""Layout of a quantised file's levels -> their format."""
+LAYOUT_OF: Final = {factor: layout for layout, factor in LEVELS.items()}
 _PLAIN: Final = {torch.float32: Factor.FP32, torch.bfloat16: Factor.BF16, torch.float16: Factor.FP16}
 
 
@@ -58,6 +66,9 @@ def block_bytes(factor: Factor, count: int) -> int:
         case Factor.INT4_32 | Factor.INT4_64 | Factor.INT4_128:
             group = next(size for size, known in GROUPS.items() if known is factor)
             return count // group * (4 * WIDTH + WIDTH * group // 2)
+        case _:
+            layout = LAYOUT_OF[factor]
+            return count // layout.shared * WIDTH * layout.shared_bytes
 
 
 def blocks_bytes(factor: Factor, columns: int, count: int) -> int:
@@ -110,6 +121,34 @@ def four_bits_in_blocks(levels: Tensor, scales_and_middles: Tensor) -> Blocks:
     bytes_of_words = words.reshape(groups, blocks, 2 * WIDTH).transpose(0, 1).contiguous().view(torch.uint8)
     made[:, :, : 4 * WIDTH] = bytes_of_words
     return Blocks(factor, columns, count, made.flatten(1))
+
+
+def levels_in_blocks(levels: Levels, layout: LevelLayout) -> Tensor:
+    """Return rows of a quantised file's matrix, a multiple of 16 of them or its last, as uint8 [blocks, bytes]."""
+    rows, count = levels.levels.shape
+    blocks, shares = -(-rows // WIDTH), count // layout.shared
+
+    def across(values: npt.NDArray[Any], each: int) -> npt.NDArray[np.uint8]:
+        """[rows, shares * each] as bytes [blocks, shares, each, bytes of 16 columns]."""
+        whole = np.zeros((blocks * WIDTH, shares * each), values.dtype)
+        whole[:rows] = values
+        turned = np.ascontiguousarray(whole.reshape(blocks, WIDTH, shares, each).transpose(0, 2, 3, 1))
+        return turned.view(np.uint8)
+
+    made = np.empty((blocks, shares, WIDTH * layout.shared_bytes), np.uint8)
+    shared = [values for values in (levels.factors, levels.bases) if values is not None]
+    head = 4 * WIDTH * len(shared)
+    for number, values in enumerate(shared):
+        made[:, :, 4 * WIDTH * number : 4 * WIDTH * (number + 1)] = across(values, 1)[:, :, 0]
+    groups = made[:, :, head:].reshape(blocks, shares, layout.groups, -1)
+    grouped = [values for values in (levels.scales, levels.middles) if values is not None]
+    for number, values in enumerate(grouped):
+        groups[..., WIDTH * number : WIDTH * (number + 1)] = across(values, layout.groups)
+    packed = across(levels.levels, layout.shared).reshape(blocks, shares, layout.groups, layout.group, WIDTH)
+    if layout.bits == 4:
+        packed = packed[..., 0::2, :] | packed[..., 1::2, :] << 4
+    groups[..., WIDTH * len(grouped) :] = packed.reshape(*groups.shape[:3], -1)
+    return torch.from_numpy(made.reshape(blocks, -1))
 
 
 def _room(factor: Factor, columns: int, count: int) -> Tensor:

@@ -61,7 +61,8 @@ class Form(IntEnum):
 
 class Factor(IntEnum):
     """Storage format of a matrix. Rows are multiplied in float32, or in bfloat16 for HALVES. The number behind INT4 is
-    how many weights share a scale."""
+    how many weights share a scale. LEVELS: as a quantised file holds it (`ir.levels`), with bits, weights that share a
+    scale, and how many of these groups share a factor."""
 
     FP32 = 0
     BF16 = 1
@@ -71,6 +72,22 @@ class Factor(IntEnum):
     INT4_32 = 5
     INT4_64 = 6
     INT4_128 = 7
+    LEVELS4_128 = 8
+    LEVELS4_64 = 9
+    LEVELS4_32 = 10
+    LEVELS8_128 = 11
+    LEVELS8_64 = 12
+    LEVELS8_32 = 13
+    LEVELS4_16_16 = 14
+    LEVELS4_32_8 = 15
+    LEVELS8_32_8 = 16
+    LEVELS8_16_16 = 17
+    LEVELS_E4M3_128 = 18
+    LEVELS_E4M3_64 = 19
+    LEVELS_E4M3_32 = 20
+    LEVELS_E5M2_32 = 21
+    LEVELS_E2M1_32 = 22
+    LEVELS_E2M1_16 = 23
 
 
 class Field(IntEnum):

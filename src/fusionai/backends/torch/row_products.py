@@ -7,16 +7,16 @@ float32: in vectors for few rows, in a scratch buffer of a few blocks for many r
 both give the same bits.
 
 The number of sums in the processor's vector registers depends on its instruction set: sums that exceed the registers go
-through memory at every step, which is ten times slower. Neighbours: `row_blocks` defines the layouts, `row_vectors` the
-instructions.
+through memory at every step, which is ten times slower. Neighbours: `row_weights` reads the formats that `row_blocks`
+defines, `row_vectors` has the instructions.
 """
 
 # pyright: basic, reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from types import FunctionType
 from typing import Any, Final
 
 from llvmlite import ir
@@ -24,11 +24,13 @@ from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from numba import cfunc, njit
 from numba.core import cgutils, config
 
-from fusionai.backends.torch import row_blocks, row_code
+from fusionai.backends.torch import row_blocks, row_code, row_weights
 from fusionai.backends.torch import row_vectors as vec
 from fusionai.backends.torch.blocked_linear import compiled_once
-from fusionai.backends.torch.row_blocks import GROUPS, block_bytes
+from fusionai.backends.torch.row_blocks import GROUPS, LAYOUT_OF
 from fusionai.backends.torch.row_code import Factor, Form
+from fusionai.backends.torch.row_weights import each_summand
+from fusionai.ir import levels
 
 HALVES: Final[bool] = (
     vec.LEVEL.startswith("AVX512")
@@ -54,6 +56,8 @@ _PADDING: Final = 16
 # (blocks, rows) by falling rows, the last with one row. The sums fill the vector registers that the factors leave: 32
 # registers of 16 numbers, 16 of 8, or 16 of 4. Other processors than x86 have 32 of 4, as much as the second.
 _TILES: Final = vec.by_registers(((3, 8), (4, 4), (4, 2), (4, 1)), ((1, 6), (1, 4), (2, 2), (4, 1)), ((1, 2), (2, 1)))
+_DECODED: Final = frozenset({*GROUPS.values(), *LAYOUT_OF})
+"""Formats whose scales and offsets take registers too."""
 _FOUR_BIT_TILES: Final = vec.by_registers(((2, 8), (2, 4), (2, 2), (2, 1)), ((1, 4), (1, 2), (1, 1)), ((1, 2), (1, 1)))
 
 
@@ -65,111 +69,6 @@ def factor_of(blocks: row_blocks.Blocks) -> Factor:
 def scratch_bytes() -> int:
     """Return the scratch bytes of `multiply_many`."""
     return 4 * (ROWS * (SUMMANDS + _PADDING) + _TILES[0][0] * SUMMANDS * vec.LANES)
-
-
-# ----------------------------------------------------------------------------------------------------- weights of kinds
-
-
-def _each_summand(
-    builder: Any,
-    kind: Factor,
-    w_at: list[Any],
-    count: Any,
-    body: Callable[[list[Any], Any], None],
-    ahead: Any | None = None,
-) -> None:
-    """Emit `body(weights of every block in float32, index of the summand)`, ascending. `ahead`: distance in bytes to
-    the weights that are prefetched meanwhile."""
-
-    def fetch(off: Any) -> None:
-        if ahead is not None:
-            for at in w_at:
-                vec.prefetch(builder, builder.add(builder.add(at, ahead), off))
-
-    def words_at(off: Any) -> list[Any]:
-        return [builder.load(vec.at_address(builder, builder.add(at, off), vec.WORDS), align=4) for at in w_at]
-
-    match kind:
-        case Factor.FP32 | Factor.FP16 | Factor.INT8:
-            size = {Factor.FP32: 4, Factor.FP16: 2, Factor.INT8: 1}[kind]
-            with cgutils.for_range(builder, count) as loop:
-                off = builder.mul(loop.index, vec.int64(size * vec.LANES))
-                fetch(off)
-                body([_loaded(builder, kind, builder.add(at, off)) for at in w_at], loop.index)
-        case Factor.BF16:
-            pairs = builder.sdiv(count, vec.int64(2))
-            with cgutils.for_range(builder, pairs) as loop:
-                off = builder.mul(loop.index, vec.int64(4 * vec.LANES))
-                fetch(off)
-                words, first = words_at(off), builder.mul(loop.index, vec.int64(2))
-                body([_first(builder, word) for word in words], first)
-                body([_second(builder, word) for word in words], builder.add(first, vec.int64(1)))
-            with builder.if_then(builder.icmp_signed("!=", builder.and_(count, vec.int64(1)), vec.int64(0))):
-                words = words_at(builder.mul(pairs, vec.int64(4 * vec.LANES)))
-                body([_first(builder, word) for word in words], builder.mul(pairs, vec.int64(2)))
-        case _:
-            _each_grouped(builder, kind, w_at, count, body, fetch)
-
-
-def _each_grouped(
-    builder: Any,
-    kind: Factor,
-    w_at: list[Any],
-    count: Any,
-    body: Callable[[list[Any], Any], None],
-    fetch: Callable[[Any], None],
-) -> None:
-    """Emit `body` for weights of 4 bits, of which a group shares a scale and an offset. `fetch`: prefetches the weights
-    that many bytes on."""
-    size = next(group for group, known in GROUPS.items() if known is kind)
-    fma = vec.fused(builder, vec.FLOATS, "v16f32")
-    eight, mask, four = (ir.Constant(vec.FLOATS, [-8.0] * vec.LANES), _all(15), _all(4))
-    with cgutils.for_range(builder, builder.sdiv(count, vec.int64(size))) as group:
-        start = builder.mul(group.index, vec.int64(block_bytes(kind, size)))
-        words = [builder.load(vec.at_address(builder, builder.add(at, start), vec.WORDS), align=4) for at in w_at]
-        scales = [_first(builder, word) for word in words]
-        bases = [
-            builder.call(fma, [eight, scale, _second(builder, word)]) for word, scale in zip(words, scales, strict=True)
-        ]
-        with cgutils.for_range(builder, vec.int64(size // 2)) as loop:
-            off = builder.add(
-                builder.add(start, vec.int64(4 * vec.LANES)), builder.mul(loop.index, vec.int64(vec.LANES))
-            )
-            fetch(off)
-            levels = [_bytes(builder, builder.add(at, off), signed=False) for at in w_at]
-            first = builder.add(builder.mul(group.index, vec.int64(size)), builder.mul(loop.index, vec.int64(2)))
-            for number, halves in enumerate(
-                ([builder.and_(both, mask) for both in levels], [builder.lshr(both, four) for both in levels])
-            ):
-                floats = [builder.sitofp(half, vec.FLOATS) for half in halves]
-                weights = [builder.call(fma, list(given)) for given in zip(floats, scales, bases, strict=True)]
-                body(weights, builder.add(first, vec.int64(number)))
-
-
-def _loaded(builder: Any, kind: Factor, address: Any) -> Any:
-    if kind is Factor.FP32:
-        return vec.load_wide(builder, Form.FP32, address)
-    if kind is Factor.INT8:
-        return builder.sitofp(_bytes(builder, address, signed=True), vec.FLOATS)
-    return vec.load_wide(builder, Form.FP16, address)
-
-
-def _bytes(builder: Any, address: Any, *, signed: bool) -> Any:
-    loaded = builder.load(vec.at_address(builder, address, ir.VectorType(ir.IntType(8), vec.LANES)), align=1)
-    return builder.sext(loaded, vec.WORDS) if signed else builder.zext(loaded, vec.WORDS)
-
-
-def _all(value: int) -> Any:
-    return ir.Constant(vec.WORDS, [value] * vec.LANES)
-
-
-def _first(builder: Any, words: Any) -> Any:
-    """Return the first bfloat16 of each pair as float32; a bfloat16 is the upper half of its float32."""
-    return builder.bitcast(builder.shl(words, _all(16)), vec.FLOATS)
-
-
-def _second(builder: Any, words: Any) -> Any:
-    return builder.bitcast(builder.and_(words, _all(-65536)), vec.FLOATS)
 
 
 # --------------------------------------------------------------------------------------------------------------- pieces
@@ -208,7 +107,7 @@ def _tile(kind: Factor, blocks: int, rows: int, *, resumed: bool = False) -> Any
                     for values, line in zip(weights, sums, strict=True):
                         builder.store(builder.call(fma, [values, same, builder.load(line[row])]), line[row])
 
-            _each_summand(builder, kind, w_at, count, add, ahead)
+            each_summand(builder, kind, w_at, count, add, ahead)
         for block, line in enumerate(sums):
             scale = None
             if kind is Factor.INT8:
@@ -251,7 +150,7 @@ def _widened(kind: Factor) -> Any:
             out = builder.add(y, builder.mul(index, vec.int64(4 * vec.LANES)))
             builder.store(weights[0], vec.at_address(builder, out, vec.FLOATS), align=4)
 
-        _each_summand(builder, kind, [w], count, keep)
+        each_summand(builder, kind, [w], count, keep)
 
     return vec.intrinsic_of(f"widened_{kind.name}", codegen)
 
@@ -305,7 +204,7 @@ def _across(kind: Factor, width: int, rows: int, *, resumed: bool = False) -> An
 
 def _down(kind: Factor, *, resumed: bool = False) -> Any:
     """Return a function that multiplies all rows by blocks `block` to `end`."""
-    tiles = _FOUR_BIT_TILES if kind in GROUPS.values() else _TILES
+    tiles = _FOUR_BIT_TILES if kind in _DECODED else _TILES
     # If there are fewer than four tile sizes, the smallest is repeated.
     sizes = [tiles[min(number, len(tiles) - 1)] for number in range(4)]
     most, many, some, _ = (rows for _, rows in sizes)
@@ -371,30 +270,15 @@ def _few(kind: int, stamp: int) -> Any:
         step, blocks = _step(kind, count), (columns + 15) // 16
         group = max(12, _GROUP_BYTES // max(1, step)) if rows > _TILE_ROWS else blocks
         for block in range(0, blocks, max(1, group)):
-            end = min(blocks, block + group)
-            # Numba removes all but one of these branches before it compiles.
-            if kind == _FP32:
-                _fp32(w, step, x, x_step, y, y_step, rows, block, end, count)
-            elif kind == _BF16:
-                _bf16(w, step, x, x_step, y, y_step, rows, block, end, count)
-            elif kind == _HALVES:
-                _halves(w, step, x, x_step, y, y_step, rows, block, end, count)
-            elif kind == _FP16:
-                _fp16(w, step, x, x_step, y, y_step, rows, block, end, count)
-            elif kind == _INT8:
-                _int8(w, step, x, x_step, y, y_step, rows, block, end, count)
-            elif kind == _INT4_32:
-                _int4_32(w, step, x, x_step, y, y_step, rows, block, end, count)
-            elif kind == _INT4_64:
-                _int4_64(w, step, x, x_step, y, y_step, rows, block, end, count)
-            else:
-                _int4_128(w, step, x, x_step, y, y_step, rows, block, end, count)
+            _down_of_kind(w, step, x, x_step, y, y_step, rows, block, min(blocks, block + group), count)
 
     signature = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
-    return cfunc(signature, cache=True)(vec.named(multiply, f"multiply_{Factor(kind).name}"))
+    return cfunc(signature, cache=True)(_of_kind(multiply, Factor(kind), _down_of_kind=_down(Factor(kind))))
 
 
 def _many(kind: int, wide: int, stamp: int) -> Any:
+    direct = kind in (Factor.FP32, Factor.HALVES)
+
     def multiply_many(
         w: Any, x: Any, x_step: Any, y: Any, y_step: Any, rows: Any, columns: Any, count: Any, scratch: Any
     ) -> None:
@@ -415,32 +299,34 @@ def _many(kind: int, wide: int, stamp: int) -> Any:
                 for block in range(0, blocks, wide):
                     end = min(blocks, block + wide)
                     at, out = w + block * step + behind, y + row * y_step + 64 * block
-                    if kind == _FP32:
-                        _more(at, step, scratch, near, out, y_step, some, 0, end - block, part)
-                    elif kind == _HALVES:
-                        _more_halves(at, step, scratch, near, out, y_step, some, 0, end - block, part)
+                    # Numba removes one of these branches before it compiles.
+                    if direct:
+                        _more_of_kind(at, step, scratch, near, out, y_step, some, 0, end - block, part)
                     else:
                         for number in range(end - block):
-                            given, made = at + number * step, widened + number * 64 * part
-                            if kind == _BF16:
-                                _widen_bf16(given, 0, 0, 0, made, 0, part)
-                            elif kind == _FP16:
-                                _widen_fp16(given, 0, 0, 0, made, 0, part)
-                            elif kind == _INT8:
-                                _widen_int8(given, 0, 0, 0, made, 0, part)
-                            elif kind == _INT4_32:
-                                _widen_int4_32(given, 0, 0, 0, made, 0, part)
-                            elif kind == _INT4_64:
-                                _widen_int4_64(given, 0, 0, 0, made, 0, part)
-                            else:
-                                _widen_int4_128(given, 0, 0, 0, made, 0, part)
-                        _more(widened, 64 * part, scratch, near, out, y_step, some, 0, end - block, part)
+                            _widen_of_kind(at + number * step, 0, 0, 0, widened + number * 64 * part, 0, part)
+                        _more_of_kind(widened, 64 * part, scratch, near, out, y_step, some, 0, end - block, part)
                     if kind == _INT8 and first + part == count:
                         for number in range(end - block):
                             _scale(w + (block + number) * step + 16 * count, 0, 0, 0, out + 64 * number, y_step, some)
 
+    factor = Factor(kind)
+    more = _down(factor if factor is Factor.HALVES else Factor.FP32, resumed=True)
+    widen = None if direct else _widened(factor)
     signature = "void(int64, int64, int64, int64, int64, int64, int64, int64, int64)"
-    return cfunc(signature, cache=True)(vec.named(multiply_many, f"multiply_many_{Factor(kind).name}"))
+    return cfunc(signature, cache=True)(_of_kind(multiply_many, factor, _more_of_kind=more, _widen_of_kind=widen))
+
+
+_down_of_kind: Any = None
+_more_of_kind: Any = None
+_widen_of_kind: Any = None
+
+
+def _of_kind(function: Any, kind: Factor, **pieces: Any) -> Any:
+    """Return the function with these globals. As variables of a closure, which numba makes a part of the code's name on
+    the disk, compiled pieces would have another name in each process."""
+    made = FunctionType(function.__code__, {**globals(), **pieces}, closure=function.__closure__)
+    return vec.named(made, f"{function.__name__}_{kind.name}")
 
 
 @njit(nogil=True)
@@ -454,21 +340,24 @@ def _step(kind: Any, count: Any) -> Any:
         return 32 * count
     if kind == _INT8:
         return 16 * count + 64
+    for number, shared, shared_bytes in _SHARED:
+        if kind == number:
+            return count // shared * 16 * shared_bytes
     group = 32 << (kind - _INT4_32)
     return count // group * (64 + 8 * group)
 
 
-_FP32, _BF16, _HALVES, _FP16, _INT8, _INT4_32, _INT4_64, _INT4_128 = (int(factor) for factor in Factor)
+_FP32, _BF16, _HALVES, _FP16, _INT8, _INT4_32 = (
+    int(factor) for factor in (Factor.FP32, Factor.BF16, Factor.HALVES, Factor.FP16, Factor.INT8, Factor.INT4_32)
+)
+_SHARED: Final = tuple((int(factor), layout.shared, layout.shared_bytes) for factor, layout in LAYOUT_OF.items())
 _ROWS, _SUMMANDS, _TILE_ROWS = ROWS, SUMMANDS, _TILES[0][1]
-_fp32, _bf16, _fp16, _int8, _int4_32, _int4_64, _int4_128 = (
-    _down(factor) for factor in Factor if factor is not Factor.HALVES
-)
-_more = _down(Factor.FP32, resumed=True)
-# Code with this instruction must not be generated where the processor lacks it; the substitutes are never called.
-_halves = _down(Factor.HALVES) if HALVES else _bf16
-_more_halves = _down(Factor.HALVES, resumed=True) if HALVES else _more
-_widen_bf16, _widen_fp16, _widen_int8, _widen_int4_32, _widen_int4_64, _widen_int4_128 = (
-    _widened(factor) for factor in Factor if factor not in (Factor.FP32, Factor.HALVES)
-)
 _copy, _scale = _copied(), _scaled()
-_STAMP: Final = vec.stamp_of(__file__, row_code.__file__, row_blocks.__file__, about=f"{vec.LEVEL} {HALVES}")
+_STAMP: Final = vec.stamp_of(
+    __file__,
+    row_code.__file__,
+    row_blocks.__file__,
+    row_weights.__file__,
+    levels.__file__,
+    about=f"{vec.LEVEL} {HALVES}",
+)

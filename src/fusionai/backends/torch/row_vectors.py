@@ -84,11 +84,11 @@ def _load(builder: Any, form: Form, address: Any, many: Callable[[Any], Any], sp
             return builder.fpext(builder.load(at_address(builder, address, many(HALF)), align=2), many(FLOAT))
     bits = builder.zext(builder.load(at_address(builder, address, many(SHORT)), align=2), many(INT))
     if form is Form.FP16:
-        return _of_half(builder, bits, spread)
+        return of_half(builder, bits, spread)
     return builder.bitcast(builder.shl(bits, ir.Constant(bits.type, spread(16))), many(FLOAT))
 
 
-def _of_half(builder: Any, bits: Any, spread: Callable[[int], Any]) -> Any:
+def of_half(builder: Any, bits: Any, spread: Callable[[int], Any]) -> Any:
     """Return the exact float32 values of float16 bits held in 32-bit integers, by integer operations and one product
     with a power of two."""
 

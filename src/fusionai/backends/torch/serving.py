@@ -6,16 +6,14 @@ head's product, which is the largest of all, and the layer before it are needed 
 last attention only the wanted rows are computed. The memory needed is computed before anything is allocated: weights as
 kept, caches, programs for single rows, and the values of the largest pass.
 
-Weights are imported one at a time, in the dtypes of the model's files, packed for products, and kept once. Neighbours:
-`packed_siblings` merges nodes, `packed_graph` chooses kernels, `packed_linear` packs, `page_table` keeps the sessions,
-`paged_attention` the caches.
+Neighbours: `held_weights` keeps the weights, `packed_siblings` merges nodes, `packed_graph` chooses kernels,
+`page_table` keeps the sessions, `paged_attention` the caches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -32,10 +30,10 @@ from fusionai.backends.torch.blocked_linear import kernels as row_kernels
 from fusionai.backends.torch.blocked_linear import scratch_bytes
 from fusionai.backends.torch.carried_states import NodeStates
 from fusionai.backends.torch.compiled_stage import META, input_shapes, measure
+from fusionai.backends.torch.held_weights import ServingWeights, import_bytes, weight_bytes
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.operators import TorchContext
-from fusionai.backends.torch.packed_linear import PackedLinear, block_pages, pack, packed_bytes
 from fusionai.backends.torch.packed_siblings import Joined, join_siblings
 from fusionai.backends.torch.paged_attention import (
     LayerCache,
@@ -49,130 +47,8 @@ from fusionai.ir.schema import Graph, Node, ParamSpec
 from fusionai.ir.serving import row_dimension, split_behind_attention
 from fusionai.ir.states import StateShape
 from fusionai.primitives.errors import ExecutionError
-from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor, tensor_bytes
-from fusionai.wire.serving import ServeOptions, WeightFormat
-
-
-class ServingWeights:
-    """Weights under import and in use. `graph`: the served graph. `joined`: the graph that runs, whose parameters may
-    stack several of the served graph's. `uses`: products by node id. `tables`: parameters that lookups read, kept in
-    their file's narrower dtype. `in_blocks`: matrices are stored in blocks, as row programs read them."""
-
-    def __init__(
-        self, graph: Graph, joined: Joined, form: WeightFormat, device: torch.device, *, in_blocks: bool = False
-    ) -> None:
-        self._given = graph.params
-        self._graph = graph = joined.graph
-        self._form: WeightFormat = form
-        self._device = device
-        self._parts = joined.parts
-        self._stack_of = {part: whole for whole, parts in joined.parts.items() for part in parts}
-        self._incomplete: dict[str, dict[str, Tensor]] = {}
-        self.uses = packed_graph.products(graph)
-        layouts = {(use.weight, use.transposed) for use in self.uses.values()}
-        shapes = [graph.params[weight].shape[:: -1 if turned else 1] for weight, turned in layouts]
-        self._pages = block_pages(shapes, form) if in_blocks else None
-        self.tables = packed_graph.lookup_tables(graph)
-        self._only_packed = packed_graph.only_packed(graph, self.uses)
-        self._named: dict[str, list[str]] = {}
-        for value, spec in self._given.items():
-            self._named.setdefault(spec.key, []).append(value)
-        self._plain: dict[str, Tensor] = {}
-        self._packed: dict[str, dict[int, PackedLinear]] = {}
-        self._values: dict[str, Tensor | packed_graph.PackedParameter] | None = None
-
-    def add(self, key: str, tensor: HostTensor) -> None:
-        """Import one entry, whose shape and dtype were checked."""
-        for name in self._named[key]:
-            if name in self._stack_of:
-                self._take_part(name, tensor)
-            else:
-                self._take(name, self._given[name], tensor)
-        self._values = None
-
-    def joined(self, keys: Iterable[str]) -> frozenset[str]:
-        """Return the keys of all parts of the stacks that hold one of `keys`, and `keys`."""
-        found = frozenset(keys)
-        wholes = {self._stack_of[name] for key in found for name in self._named[key] if name in self._stack_of}
-        whole = found | {self._given[part].key for stack in wholes for part in self._parts[stack]}
-        return found if whole == found else self.joined(whole)
-
-    def values(self, names: Iterable[str]) -> dict[str, Tensor | packed_graph.PackedParameter]:
-        """Return the interpreter's parameters of these names; all weights must have been imported."""
-        if self._values is None:
-            self._values = {name: self._value(name) for name in self._graph.params}
-        return {name: self._values[name] for name in names}
-
-    @property
-    def nbytes(self) -> int:
-        distinct = {id(product): product.nbytes for group in self._packed.values() for product in group.values()}
-        tensors = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for group in (self._plain, *self._incomplete.values())
-            for tensor in group.values()
-        }
-        return sum(distinct.values()) + sum(tensors.values())
-
-    def shares(self, value: object) -> bool:
-        """Return whether a result shares a weight's memory."""
-        if not isinstance(value, Tensor):
-            return False
-        address = value.untyped_storage().data_ptr()
-        return any(tensor.untyped_storage().data_ptr() == address for tensor in self._plain.values())
-
-    def _take(self, name: str, spec: ParamSpec, tensor: HostTensor) -> None:
-        if self._pack(name, spec.key, lambda: to_torch(tensor, self._device)) and name in self._only_packed:
-            return
-        own = to_torch(tensor, self._device, own=True)
-        narrow = name in self.tables and ITEMSIZE_BYTES[tensor.dtype] <= ITEMSIZE_BYTES[spec.dtype]
-        self._plain[name] = own if narrow else own.to(DTYPES[spec.dtype])
-
-    def _take_part(self, name: str, tensor: HostTensor) -> None:
-        """Keep a part until all parts of its stack are here, then stack and pack them."""
-        whole = self._stack_of[name]
-        here = self._incomplete.setdefault(whole, {})
-        here[name] = to_torch(tensor, self._device, own=True)
-        if len(here) < len(self._parts[whole]):
-            return
-        del self._incomplete[whole]
-        dtype = DTYPES[self._graph.params[whole].dtype]
-        stacked = torch.cat([here[part].to(dtype) for part in self._parts[whole]])
-        here.clear()
-        if not self._pack(whole, whole, lambda: stacked):
-            self._plain[whole] = stacked
-
-    def _pack(self, name: str, key: str, given: Callable[[], Tensor]) -> bool:
-        """Pack the weight for each product that reads it; return whether any does."""
-        uses = [use for use in self.uses.values() if use.weight == name]
-        by_layout: dict[bool, PackedLinear] = {}
-        for use in uses:
-            if use.transposed not in by_layout:
-                plain = given()
-                by_layout[use.transposed] = pack(
-                    plain.t().contiguous() if use.transposed else plain,
-                    None,
-                    self._form,
-                    key,
-                    in_blocks=self._pages is not None,
-                    pages=self._pages,
-                )
-            self._packed.setdefault(name, {})[use.node] = by_layout[use.transposed]
-        return bool(uses)
-
-    def _value(self, name: str) -> Tensor | packed_graph.PackedParameter:
-        packed = self._packed.get(name)
-        plain = self._plain.get(name)
-        if packed is None and name not in self.tables:
-            assert plain is not None
-            return plain
-        with_bias = {number: self._biased(product, self.uses[number]) for number, product in (packed or {}).items()}
-        return packed_graph.PackedParameter(plain, with_bias)
-
-    def _biased(self, product: PackedLinear, use: packed_graph.ProductWeight) -> PackedLinear:
-        if use.bias is None:
-            return product
-        return replace(product, bias=self._plain[use.bias])
-
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.wire.serving import ServeOptions
 
 _CONTEXT = TorchContext(training=False, key=DropoutKey(0, 0, 0))
 
@@ -185,13 +61,13 @@ class TorchServingProgram(ServingProgram):
     ) -> None:
         super().__init__(graph, options)
         self._device = device
-        joined = join_siblings(graph)
+        in_blocks = device.type == "cpu" and row_kernels() is not None
+        joined = join_siblings(graph, packed=in_blocks and options.weights == "packed")
         self._running = joined.graph
         self._plan = planned(self._running, tuple(graph.outputs), packed_graph.products(self._running), device)
         # One program for each output alone and one for all outputs together.
         programs = 1 if len(graph.outputs) == 1 else 1 + len(graph.outputs)
         rows_bytes = 0 if self._plan is None else programs * needed_bytes(self._plan, options)
-        in_blocks = device.type == "cpu" and row_kernels() is not None
         if in_blocks:
             rows_bytes += scratch_bytes()
         if device.type == "cpu":
@@ -224,6 +100,9 @@ class TorchServingProgram(ServingProgram):
     def _forget_compiled(self) -> None:
         self._row_programs.clear()
 
+    def _keep_packed(self, spec: ParamSpec, data: memoryview) -> bool:
+        return self._weights.keep_packed(spec, data)
+
     def allocate(self) -> None:
         if self._caches is None:
             self._caches = {shape.node: LayerCache(shape, self._options, self._device) for shape in self._layers}
@@ -242,7 +121,9 @@ class TorchServingProgram(ServingProgram):
         weights_bytes = weight_bytes(self._graph, form, in_blocks=in_blocks)
         cache_bytes = self._planned_bytes
         self.size = ProgramSize(weights_bytes, cache_bytes)
-        held_bytes = weights_bytes + cache_bytes + rows_bytes + _import_bytes(self._graph, joined)
+        held_bytes = (
+            weights_bytes + cache_bytes + rows_bytes + import_bytes(self._graph, joined, form, in_blocks=in_blocks)
+        )
         if limit_bytes is not None and held_bytes > limit_bytes:
             raise ExecutionError(
                 f"the stage takes {weights_bytes} bytes of weights as {form}, {cache_bytes} of caches and "
@@ -448,25 +329,3 @@ class RowsBehind:
         value = self.graph.outputs[meaning]
         sizes = shape_of(self.graph, value, with_rows(self.graph, 0))
         return torch.empty(sizes, dtype=DTYPES[self.graph.values[value].dtype], device=device)
-
-
-def weight_bytes(graph: Graph, form: WeightFormat, *, in_blocks: bool = False) -> int:
-    """Return the bytes of all parameters as they are kept: packed for products, plain for other readers."""
-    uses = packed_graph.products(graph)
-    plainless = packed_graph.only_packed(graph, uses)
-    total_bytes = 0
-    for name, spec in graph.params.items():
-        orientations = {use.transposed for use in uses.values() if use.weight == name}
-        for transposed in orientations:
-            rows, columns = reversed(spec.shape) if transposed else spec.shape
-            total_bytes += packed_bytes(rows, columns, form, in_blocks=in_blocks)
-        if not orientations or name not in plainless:
-            total_bytes += tensor_bytes(spec.dtype, spec.shape)
-    return total_bytes
-
-
-def _import_bytes(graph: Graph, joined: Joined) -> int:
-    """Return the bytes of the largest tensor, which exists unpacked while it is packed; a stacked one exists together
-    with its parts."""
-    alone = max((prod(spec.shape) * 4 for spec in graph.params.values()), default=0)
-    return max(alone, *(2 * 4 * prod(joined.graph.params[name].shape) for name in joined.parts), 0)

@@ -18,7 +18,7 @@ from fusionai.capture.models.source import parse_source
 from fusionai.cli import console
 from fusionai.cli.options import ServingOptions
 from fusionai.cli.planning.pool_file import FIRST, LAST, ConstraintsTable, PoolOnPaper
-from fusionai.client.serving.planning import serving_problem
+from fusionai.client.serving.planning import can_stay_packed, serving_problem
 from fusionai.ir.cost import block_costs
 from fusionai.ir.partition import ends
 from fusionai.ir.schema import Graph, content_hash
@@ -76,7 +76,7 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
             serving_graph(graph),
             pool.peers,
             pool.owner,
-            asked.served.needs(None),
+            asked.served.needs(None, can_stay_packed(graph, pool.peers)),
             ends="pool" if pool.owner is None else asked.served.ends,
             takeover=asked.takeover,
             kept=kept,
@@ -153,13 +153,14 @@ def captured(model: str, asked: Asked, home: Path) -> Graph:
             from fusionai.capture.capture import capture
             from fusionai.capture.models.adapter import Lora
 
-        return capture(
+        made = capture(
             source,
             batch=batch,
             sequence=sequence,
             train=asked.task == "train",
             adapter=None if asked.lora is None else Lora(asked.lora, 2.0 * asked.lora),
-        ).graph
+        )
+        return made.graph if asked.task == "train" else made.as_filed().graph
 
     return kept(home / "graphs", source, options, anew)
 

@@ -120,10 +120,10 @@ class ServingView:
         captured = event.model.captured
         self.say(f"{event.model.files.name}: {format_count(captured.n_parameters)} parameters; job {event.job}")
         if event.model.packed is not None:
-            self.say(
-                f"the files hold {event.model.packed}; this is also how they are sent and cached. Each machine unpacks "
-                "them and keeps them as --weights says"
-            )
+            kept = "Each machine unpacks them and keeps them as --weights says"
+            if event.plan.serving is not None and event.plan.serving.weights == "packed":
+                kept = "Each machine multiplies by them as they are (matrices that it can't read so are unpacked)"
+            self.say(f"the files hold {event.model.packed}; this is also how they are sent and cached. {kept}")
         show_plan(event.plan, self._names)
 
     def _loaded(self, event: progress.WeightsLoaded) -> None:

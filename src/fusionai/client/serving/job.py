@@ -34,7 +34,7 @@ class ServeRequest:
     model's longest context."""
 
     model: str
-    needs: Callable[[int | None], ServingNeeds]
+    needs: Callable[[int | None, bool], ServingNeeds]
     home: Path
     local: int | None = None
     local_spares: int = 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -30,7 +30,7 @@ from fusionai.capture.models.source import DirectorySource, GgufSource, HubSourc
 from fusionai.capture.models.state import rounding
 from fusionai.execution.host import ComputeThread
 from fusionai.ir.cost import WeightFormat
-from fusionai.ir.packed import packed_bytes, with_packed
+from fusionai.ir.packed import packed_bytes
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import LOGITS, SEQUENCE, require_servable, serving_graph
 from fusionai.ir.states import carries
@@ -227,10 +227,7 @@ def open_model(files: ServedFiles, adapters: tuple[ServedAdapter, ...] = (), roo
     source = DirectorySource(files.directory)
     module = build(source, seed=0).module if room else None
     slots = AdapterSlots.of([one.files for one in adapters], room, module) if adapters or room else None
-    captured = capture(source, batch=(1, 2), sequence=(1, LONGEST_PASS), train=False, adapter=slots)
-    checkpoint = captured.source.checkpoint
-    packed = {} if checkpoint is None else {key: one.packings for key, one in checkpoint.packed.items()}
-    captured = replace(captured, graph=with_packed(captured.graph, packed))
+    captured = capture(source, batch=(1, 2), sequence=(1, LONGEST_PASS), train=False, adapter=slots).as_filed()
     graph = serving_graph(captured.graph)
     whole = not _has_caches(graph, captured)
     size = graph.values[graph.outputs[LOGITS]].shape[-1]
@@ -276,7 +273,7 @@ def rounding_words(model: ServedModel, form: WeightFormat) -> str | None:
         if spec.kind == "parameter" and len(spec.shape) == 2 and SMALLEST <= prod(spec.shape) <= LARGEST_MEASURED
     )
     some = matrices[:: max(1, len(matrices) // MEASURED)][:MEASURED]
-    if form == "fp32" or not some:
+    if form in ("fp32", "packed") or not some:
         return None
     change = rounding(model.captured.source, some, form)
     return f"--weights {form} changes the weights by {change:.2%} (root mean square, measured on {len(some)} of them)"

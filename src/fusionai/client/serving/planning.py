@@ -66,6 +66,12 @@ def serving_problem(
     )
 
 
+def can_stay_packed(graph: Graph, peers: Sequence[PeerProfile]) -> bool:
+    """Return whether the model's files are quantised and all peers can keep matrices as they lie there."""
+    packed = any(spec.packed for spec in graph.params.values())
+    return packed and all("packed" in peer.weight_formats for peer in peers)
+
+
 def checking_sentence(plan: Plan, checkable: frozenset[int], *, spot: bool) -> str | None:
     """Return a sentence about the checks, None if this machine computes everything. `checkable`: stages whose inputs
     and outputs other stages see."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,7 +45,7 @@ from fusionai.client.serving.model import (
     open_model,
     rounding_words,
 )
-from fusionai.client.serving.planning import checking_sentence, equalised, serving_problem
+from fusionai.client.serving.planning import can_stay_packed, checking_sentence, equalised, serving_problem
 from fusionai.execution.connections import Deployment
 from fusionai.ir.cost import balance_tokens
 from fusionai.ir.serving import SEQUENCE
@@ -225,7 +225,7 @@ class _Start:
         if not members:
             raise nobody(process.pool.membership.pool, members, process.trust.barred)
         loaded = await self._load(opening, hashing, small)
-        needs = self._needs(loaded.model)
+        needs = self._needs(loaded.model, members)
         replanner = self._replanner(process, loaded, needs, members)
         process.note("planning")
         self._stack.push_async_callback(_ended, process.pool, replanner.job, ServedNote(home, replanner.job))
@@ -270,7 +270,7 @@ class _Start:
         )
         weights = await hashing
         stack.callback(weights.close)
-        form = request.needs(model.positions).weights
+        form = request.needs(model.positions, False).weights
         if (words := await in_background(lambda: rounding_words(model, form))) is not None:
             self._on_event(Noted(words))
         draft: DraftModel | None = None
@@ -292,8 +292,10 @@ class _Start:
         progress_of = lambda done, total: self._on_event(Hashed(done, total))  # noqa: E731
         return await in_background(lambda: hash_weights(model, store, memory, progress_of))
 
-    def _needs(self, model: ServedModel) -> ServingNeeds:
-        needs = self._request.needs(model.positions)
+    def _needs(self, model: ServedModel, members: Sequence[PoolMember]) -> ServingNeeds:
+        profiles = [member.profile for member in members]
+        can_keep = not model.whole and can_stay_packed(model.graph, profiles)
+        needs = self._request.needs(model.positions, can_keep)
         if model.whole:
             needs = whole_needs(needs, model)
             why = f"{model.files.name} can't use caches: the whole text is recomputed for every token"
@@ -340,7 +342,15 @@ class _Start:
             problem = msgspec.structs.replace(replanner.problem, peers=peers, links=links)
             return await in_background(lambda: planned(problem))
 
-        return await first_deployment(replanner, plan_with, pool_name=process.pool.membership.pool, note=process.note)
+        pool_name = process.pool.membership.pool
+        deployment = await first_deployment(replanner, plan_with, pool_name=pool_name, note=process.note)
+        needs, sizes = replanner.problem.serving, deployment.plan.serving
+        assert needs is not None
+        assert sizes is not None
+        # Later plans must have room for the contexts that clients were promised.
+        fixed = msgspec.structs.replace(needs, context_tokens=sizes.context_tokens, longest_tokens=0)
+        replanner.problem = msgspec.structs.replace(replanner.problem, serving=fixed)
+        return deployment
 
     async def _serve(
         self,

@@ -116,11 +116,14 @@ class ServingNeeds(_Data, frozen=True, kw_only=True):
     """Requirements of a serving job on its stages. If a problem has them, its block costs are those of one position of
     a pass (`ir.cost`), with weights in the format in which they are kept."""
 
-    weights: Literal["fp32", "bf16", "fp16", "int8", "int4"] = "fp32"
+    weights: Literal["fp32", "bf16", "fp16", "int8", "int4", "packed"] = "fp32"
     cache: Literal["fp32", "bf16", "fp16"] = "fp32"
     page_tokens: int = 16
     context_tokens: int
     """Largest number of tokens of prompt plus answer."""
+    longest_tokens: int = 0
+    """Largest number of tokens of prompt plus answer if the cache has room for them beyond what is wanted; 0:
+    `context_tokens`."""
     sessions: int
     """Largest number of sessions at a time."""
     cache_tokens: int = 0
@@ -331,7 +334,7 @@ PROMPT_TOKENS: Final = 2048
 class ServingSizes(_Data, frozen=True, kw_only=True):
     """Sizes that all stages of a serving plan share, and the predicted speed of all sessions together."""
 
-    weights: Literal["fp32", "bf16", "fp16", "int8", "int4"]
+    weights: Literal["fp32", "bf16", "fp16", "int8", "int4", "packed"]
     cache: Literal["fp32", "bf16", "fp16"]
     page_tokens: int
     pages: int

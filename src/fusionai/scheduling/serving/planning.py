@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from math import inf
+from math import ceil, inf
 from typing import Final
 
 import msgspec
@@ -68,6 +68,10 @@ MOST_PAGES: Final = 1_048_576
 """Upper limit on cache pages."""
 ROUNDING: Final = 1e-9
 """Relative difference of two times that counts as rounding."""
+_CONTEXTS: Final = 4
+"""Contexts that are longer than needed fit into the cache this many times, if there are as many sessions; chosen."""
+_STEP_TOKENS: Final = 1024
+"""Contexts that fill the cache are multiples of this; chosen."""
 FILLED: Final = 0.75
 """Fraction of the memory beyond the wanted cache that becomes pages. The rest lets a spare hold the weights of more
 stages than it will run."""
@@ -160,13 +164,21 @@ def _written(
             page_tokens=needs.page_tokens,
             pages=pages,
             sessions=needs.sessions,
-            context_tokens=needs.context_tokens,
+            context_tokens=_context(needs, pages),
             pass_tokens=needs.pass_tokens,
             passes_in_flight=passes,
             tokens_per_s_together=together_per_s,
             prompt_tokens_per_s=prompt_tokens / first_token_s(stages, costs, prompt_tokens, needs.pass_tokens),
         ),
     )
+
+
+def _context(needs: ServingNeeds, pages: int) -> int:
+    """Return the longest context. One that is longer than needed leaves room for others, so that the job can go on with
+    fewer machines."""
+    room = (pages - 1) * needs.page_tokens // min(needs.sessions, _CONTEXTS)
+    longest = needs.longest_tokens if room >= needs.longest_tokens else room // _STEP_TOKENS * _STEP_TOKENS
+    return max(needs.context_tokens, longest)
 
 
 def _found_in_pool(
@@ -263,8 +275,10 @@ def _limits(problem: Problem, pipeline: ServingPipeline, cache_tokens: int) -> S
 
 def _pages(pipeline: ServingPipeline, best: PartialPipeline, needs: ServingNeeds, cache_tokens: int) -> int:
     """Return the number of pages: those the pipeline was found with, and a part of the remaining room. The room is that
-    of every machine, the job owner's included. The pages never exceed all sessions' whole contexts."""
-    pages = min(needs.sessions * context_pages(needs) + 1, MOST_PAGES)
+    of every machine, the job owner's included. The pages never exceed all sessions' whole contexts, or the longest
+    ones."""
+    longest = needs.longest_tokens * min(needs.sessions, _CONTEXTS) / FILLED / needs.page_tokens
+    pages = min(max(needs.sessions * context_pages(needs), ceil(longest)) + 1, MOST_PAGES)
     rooms = [
         (pipeline.lent_bytes(peer, 0) - pipeline.bytes(a, b, 0), pipeline.token_bytes(a, b))
         for peer, a, b in _placed(best)

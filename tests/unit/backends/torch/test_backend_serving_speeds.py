@@ -37,7 +37,9 @@ def test_every_format_has_both_figures(monkeypatch: pytest.MonkeyPatch, *, compi
         return 2.0
 
     found = measured_serving(torch.device("cpu"), calls_per_s)
-    assert tuple(pace.form for pace in found) == get_args(WeightFormat)
+    assert tuple(pace.form for pace in found) == tuple(
+        form for form in get_args(WeightFormat) if compiled or form != "packed"
+    )
     assert {pace.flops_per_s for pace in found} == {2 * 2.0 * PROMPT_ROWS * 1024 * 1024}
     assert [shape[0] for shape in shapes] == [PROMPT_ROWS, 1] * len(found)
     if compiled:

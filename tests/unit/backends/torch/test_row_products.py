@@ -8,6 +8,7 @@ from ctypes import CFUNCTYPE, c_int64
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,15 +18,22 @@ from fusionai.backends.torch.blocked_linear import blocked_product, kernels, scr
 from fusionai.backends.torch.packed_linear import PackedLinear, Product, block_pages, pack, packed_bytes
 from fusionai.backends.torch.row_blocks import (
     GROUPS,
+    LAYOUT_OF,
+    LEVELS,
     Blocks,
+    block_bytes,
     eight_bits_in_blocks,
     floats_in_blocks,
     four_bits_in_blocks,
+    levels_in_blocks,
 )
 from fusionai.backends.torch.row_code import Factor
 from fusionai.backends.torch.row_products import FEW_ROWS, HALVES, ROWS, SUMMANDS
+from fusionai.ir.levels import LevelLayout, Levels
+from fusionai.ir.packed import FLOATS as CODED
 from fusionai.wire.serving import WeightFormat
-from harness.levels import LEVELS, run_as
+from harness.levels import LEVELS as PROCESSORS
+from harness.levels import run_as
 from harness.patience import CEILING_S
 
 FORMS: tuple[WeightFormat, ...] = ("fp32", "bf16", "fp16", "int8", "int4")
@@ -36,7 +44,16 @@ DTYPES = {
     Factor.HALVES: torch.bfloat16,
     Factor.FP16: torch.float16,
 }
-WAYS = [way for way in Factor if way is not Factor.HALVES or HALVES]
+USUAL = {
+    *(Factor.LEVELS4_128, Factor.LEVELS4_32_8, Factor.LEVELS8_16_16),
+    *(Factor.LEVELS_E4M3_128, Factor.LEVELS_E2M1_32),
+}
+"""Formats of quantised files that stand for the others, whose code differs in sizes only."""
+WAYS = [
+    pytest.param(way, marks=[pytest.mark.long] if way in LAYOUT_OF and way not in USUAL else [])
+    for way in Factor
+    if way is not Factor.HALVES or HALVES
+]
 SIZES = [
     *((columns, 24, 5) for columns in (1, 2, 15, 16, 17, 31, 48, 64, 65, 100, 128, 129, 130, 144, 176, 250, 257)),
     *((33, count, 3) for count in (1, 2, 3, 15, 16, 17, 31, 64, 101)),
@@ -71,6 +88,8 @@ def laid(way: Factor, weight: torch.Tensor) -> tuple[Blocks, torch.Tensor]:
     if way is Factor.INT8:
         levels, scales = (weight * 20).round().clamp(-127, 127).to(torch.int8), torch.arange(1.0, columns + 1) / 64
         return eight_bits_in_blocks(levels, scales), levels.float() * scales[:, None]
+    if way in LAYOUT_OF:
+        return of_levels(LAYOUT_OF[way], weight)
     group = group_of(way)
     levels = (weight * 4 + 8).round().clamp(0, 15)
     pairs = (
@@ -80,8 +99,46 @@ def laid(way: Factor, weight: torch.Tensor) -> tuple[Blocks, torch.Tensor]:
     return four_bits_in_blocks(levels.to(torch.int32), pairs), (levels - 8) * scales + middles
 
 
+def of_levels(layout: LevelLayout, weight: torch.Tensor) -> tuple[Blocks, torch.Tensor]:
+    """Levels as a quantised file has them, with factors of half precision, and their numbers."""
+    columns, count = weight.shape
+    groups, generator = count // layout.group, np.random.default_rng(count)
+    if layout.floats is not None:
+        return of_codes(layout, columns, count, generator)
+    levels = (weight.numpy() * (4 if layout.bits == 4 else 40) + (8 if layout.bits == 4 else 0)).round()
+    # Where groups have scales, levels have up to 6 bits, so that all products are exact.
+    levels = levels.clip(*((0, 15) if layout.bits == 4 else (-128, 127) if layout.groups == 1 else (-32, 31)))
+    factors, bases = (
+        generator.normal(size=(columns, count // layout.shared)).astype(np.float16).astype(np.float32) for _ in range(2)
+    )
+    scales, middles = (generator.integers(-128, 128, (columns, groups)).astype(np.int8) for _ in range(2))
+    whole = levels.astype(np.uint8 if layout.bits == 4 else np.int8)
+    held = Levels(whole, factors, middles) if layout.groups == 1 else Levels(whole, factors, middles, bases, scales)
+    blocks = Blocks(LEVELS[layout], columns, count, levels_in_blocks(held, layout))
+    wide = [np.repeat(values, layout.groups, axis=1).astype(np.float64) for values in (factors, bases)]
+    if layout.groups == 1:
+        wide, scales = [wide[0], wide[0]], np.ones_like(scales)
+    scale, offset = (np.repeat(values, layout.group, axis=1) for values in (wide[0] * scales, wide[1] * middles))
+    return blocks, torch.from_numpy((levels * scale - offset).astype(np.float32))
+
+
+def of_codes(
+    layout: LevelLayout, columns: int, count: int, generator: np.random.Generator
+) -> tuple[Blocks, torch.Tensor]:
+    """Random codes of a small float, all but infinities and what is no number."""
+    assert layout.floats is not None
+    values = CODED[layout.floats]
+    codes = generator.choice(np.flatnonzero(np.isfinite(values)), (columns, count)).astype(np.uint8)
+    factors = generator.normal(size=(columns, count // layout.group)).astype(np.float32) / np.abs(values[codes]).max()
+    held = Levels(codes, factors)
+    numbers = values[codes] * np.repeat(factors, layout.group, axis=1)
+    return Blocks(LEVELS[layout], columns, count, levels_in_blocks(held, layout)), torch.from_numpy(numbers)
+
+
 def group_of(way: Factor) -> int:
     """Number of summands that share a scale."""
+    if way in LAYOUT_OF:
+        return LAYOUT_OF[way].shared
     return next((group for group, known in GROUPS.items() if known is way), 1)
 
 
@@ -162,7 +219,7 @@ def test_products_of_many_sizes_are_float64s(way: Factor) -> None:
         assert bool(((got.double() - expected).abs() <= bound).all()), (columns, count, rows)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way.values[0] not in LAYOUT_OF])
 def test_small_whole_numbers_are_exact(way: Factor) -> None:
     """Every weight and every summand is where it belongs: sums of whole numbers round nowhere."""
     generator = torch.Generator().manual_seed(2)
@@ -177,7 +234,8 @@ def test_small_whole_numbers_are_exact(way: Factor) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("columns", "count"), [(1, 7), (16, 33), (139, 21), (320, 50)])
 def test_a_rows_bits_are_the_same_whatever_rows_are_with_it(way: Factor, columns: int, count: int) -> None:
-    weight, x = drawn(columns, count * group_of(way), 34, seed=4)
+    group = group_of(way)
+    weight, x = drawn(columns, -(-count // group) * group if way in LAYOUT_OF else count * group, 34, seed=4)
     product = made(way, weight)
     alone = torch.cat([product(row[None]) for row in x])
     for rows in range(1, 20):
@@ -213,13 +271,39 @@ def known() -> Any:
     return found
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way in DTYPES])
+@pytest.mark.parametrize("way", [way for way in DTYPES if way is not Factor.HALVES or HALVES])
 def test_a_columns_bits_do_not_depend_on_the_columns_beside_it(way: Factor) -> None:
     """Stacked matrices give what each gives."""
     weight, x = drawn(177, 19, 13)
     whole = made(way, weight)(x)
     for first, end in ((0, 1), (0, 48), (5, 138), (16, 177), (176, 177)):
         assert same_bits(made(way, weight[first:end].contiguous())(x), whole[:, first:end])
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.values[0] in LAYOUT_OF])
+@pytest.mark.parametrize("rows", [1, 3, 8, FEW_ROWS + 7])
+def test_levels_of_a_quantised_file_give_the_bits_of_the_numbers_they_stand_for(way: Factor, rows: int) -> None:
+    """So a machine that keeps a matrix as its file holds it, and one that unpacks it, agree in every bit."""
+    weight, x = drawn(139, 3 * SUMMANDS, rows, seed=6)
+    blocks, numbers = laid(way, weight)
+    assert blocks.data.shape == (9, block_bytes(way, 3 * SUMMANDS))
+    assert same_bits(blocked_product(blocks)(x), made(Factor.FP32, numbers)(x))
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if LAYOUT_OF.get(way.values[0], LevelLayout(8, 0)).floats])
+def test_each_code_of_a_small_float_has_its_value(way: Factor) -> None:
+    """Infinities too; codes of E4M3 that are no numbers are refused when they come."""
+    layout = LAYOUT_OF[way]
+    assert layout.floats is not None
+    values = CODED[layout.floats]
+    codes = np.zeros((len(values), layout.group), np.uint8)
+    codes[:, 0] = np.arange(len(values))
+    data = levels_in_blocks(Levels(codes, np.ones((len(values), 1), np.float32)), layout)
+    x = torch.zeros((1, layout.group))
+    x[0, 0] = 1.0
+    made = blocked_product(Blocks(way, len(values), layout.group, data))(x)[0].numpy()
+    known = np.ones(len(values), bool) if way is not Factor.LEVELS_E4M3_128 else np.isfinite(values)
+    assert np.array_equal(made[known], values[known], equal_nan=True)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -236,7 +320,7 @@ def test_no_rows_are_no_rows_of_a_packed_product(form: WeightFormat) -> None:
     assert product(x.reshape(1, 0, 6)).shape == (1, 0, 20)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way in DTYPES])
+@pytest.mark.parametrize("way", [way for way in DTYPES if way is not Factor.HALVES or HALVES])
 def test_what_is_no_number_passes_through_and_stays_in_its_row_and_column(way: Factor) -> None:
     weight, x = drawn(35, 9, 11)
     clean = made(way, weight)(x)
@@ -296,7 +380,7 @@ def test_the_scratch_buffer_is_enough_for_the_largest_piece() -> None:
 def test_packed_matrices_take_what_was_planned(form: WeightFormat) -> None:
     for columns, count in [(1, 1), (17, 5), (48, 64), (139, 96), (32, 256)]:
         weight, x = drawn(columns, count, 20)
-        pages = block_pages([(columns, count)], form)
+        pages = block_pages([((columns, count), None)], form)
         product = pack(weight, None, form, "weight", in_blocks=True, pages=pages)
         assert product.blocks is not None
         assert product.nbytes == packed_bytes(columns, count, form, in_blocks=True)
@@ -314,13 +398,13 @@ def test_products_are_near_those_of_the_weights_that_came(form: WeightFormat, er
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", PROCESSORS)
 def test_bits_do_not_depend_on_rows_at_lower_instruction_sets(level: str) -> None:
     """This file's own tests of bits and of sums, in a process that takes the processor for a smaller one."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         pytest.skip("levels of x86 processors")
-    chosen = "rows_bits_are or float64s or whole_numbers"
-    command = [sys.executable, "-m", "pytest", __file__, "-k", chosen, "-p", "no:faulthandler"]
+    chosen = "rows_bits_are or float64s or whole_numbers or quantised or small_float"
+    command = [sys.executable, "-m", "pytest", __file__, "-k", chosen, "-m", "not long", "-p", "no:faulthandler"]
     done = run_as(level, command, timeout_s=CEILING_S, directory=Path(__file__).parents[4])
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout

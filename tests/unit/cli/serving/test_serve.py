@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -83,9 +84,17 @@ def test_a_context_is_the_models_unless_it_is_asked_for() -> None:
     assert flags.needs(512).context_tokens == 512
     assert flags.needs(100_000).context_tokens == 4096
     assert flags.needs(512).cache_tokens == 2 * 512
+    assert [flags.needs(most).longest_tokens for most in (None, 512, 100_000)] == [32_768, 512, 32_768]
     asked = ServingOptions(weights="fp32", cache="fp32", context_tokens=8192, sessions=64, ends="owner")
     assert (asked.needs(100_000).context_tokens, asked.needs(2048).context_tokens) == (8192, 2048)
     assert asked.needs(100_000).cache_tokens == 4 * 8192
+    assert asked.needs(100_000).longest_tokens == 0
+
+
+def test_quantised_files_stay_packed_unless_another_format_is_asked_for() -> None:
+    flags = ServingOptions(weights="auto", cache="fp32", context_tokens=None, sessions=2, ends="owner")
+    assert (flags.needs(None).weights, flags.needs(None, True).weights) == ("fp32", "packed")
+    assert replace(flags, weights="int8").needs(None, True).weights == "int8"
 
 
 def test_ends_with_the_pool_are_no_split() -> None:

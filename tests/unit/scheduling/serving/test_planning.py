@@ -106,6 +106,23 @@ def test_memory_counts_weights_pages_rings_and_what_is_retained() -> None:
     assert head.memory_bytes == 4_000_000
 
 
+def test_contexts_are_longer_where_the_cache_has_room_for_four_of_them() -> None:
+    long = msgspec.structs.replace(NEEDS, longest_tokens=50_000)
+    found = plan(problem(needs=long)).serving
+    assert found is not None
+    assert found.context_tokens == 50_000
+    assert 20_000 < found.pages <= 20_100
+    for one, expected in ((26, 1000), (60, 11_264), (150, 38_912)):
+        small = plan(problem(peer("ada", memory_bytes=one * 10**6), needs=long)).serving
+        assert small is not None
+        assert small.context_tokens == expected
+        assert small.context_tokens == 1000 or 4 * small.context_tokens < small.pages * small.page_tokens
+    alone = plan(problem(needs=msgspec.structs.replace(long, sessions=1, context_tokens=1000))).serving
+    assert alone is not None
+    assert alone.context_tokens == 50_000
+    assert alone.pages <= 5100
+
+
 def test_pages_fill_what_memory_is_left_up_to_every_sessions_context() -> None:
     whole = plan(problem())
     assert whole.serving is not None
