@@ -80,7 +80,7 @@ LAYOUTS: Final = (
     LevelLayout(8, GROUPS[-1], floats="e5m2"),
     *(LevelLayout(4, group, floats="e2m1") for group in _FP4_GROUPS),
 )
-"""All layouts that there are."""
+"""Layouts in the order of their formats in `backends.torch.row_code`."""
 
 
 def level_layout(spec: ParamSpec) -> LevelLayout | None:
@@ -200,7 +200,7 @@ def _gguf(packing: Packing, layout: LevelLayout, parts: list[Array]) -> _Rows:
     def numbers(rows: Array) -> Levels:
         blocks = raw[rows].reshape(-1, block_bytes)
         factors, count = _half_floats(blocks, fields.factor), len(rows)
-        # With a factor of 1, no base and scales of 1 the reader of the format returns the levels themselves.
+        # The reader of the format returns the levels themselves if factor and scales are 1 and there is no base.
         unit = blocks.copy()
         unit[:, fields.factor] = _ONE
         if fields.base is not None:
