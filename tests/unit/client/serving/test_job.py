@@ -28,6 +28,7 @@ def test_the_probe_takes_no_place_from_the_sessions_that_were_asked_for() -> Non
         vocabulary=100,
         texts=SimpleNamespace(stop_tokens=frozenset[int]()),
         windows=(),
+        states=False,
         whole=False,
         adapters=(),
         slots=None,
