@@ -207,7 +207,8 @@ def _gguf(packing: Packing, layout: LevelLayout, parts: list[Array]) -> _Rows:
             unit[:, fields.base] = 0
         if fields.scales is not None:
             unit[:, fields.scales] = np.frombuffer(fields.unit, np.uint8)
-        levels = (dequantize(unit, kind) + lift).astype(np.int8 if layout.bits == 8 else np.uint8)
+        # The blocks are given as one row, because the reader splits rows into groups of 16.
+        levels = (dequantize(unit.reshape(1, -1), kind) + lift).astype(np.int8 if layout.bits == 8 else np.uint8)
         levels, shared = levels.reshape(count, columns), factors.reshape(count, -1)
         if fields.scales is None:
             return Levels(levels, shared, np.full(shared.shape, lift, np.int8))
