@@ -38,7 +38,7 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     pages: Annotated[int, Meta(ge=1, le=MAX_PAGES)]
     """Pages that every stage has for each of its attention layers without a window."""
     sessions: Annotated[int, Meta(ge=1, le=MAX_SESSIONS)]
-    """Most sessions at a time. Layers with a window keep one ring buffer per session."""
+    """Most sessions at a time. Layers with a window or a state keep a ring buffer or states per session."""
     pass_tokens: Annotated[int, Meta(ge=1, le=65_536)]
     """Most positions in one pass."""
     retain: bool = True

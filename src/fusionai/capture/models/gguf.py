@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -45,6 +45,8 @@ _LLAMA3: Final[dict[str, Any]] = {
 """Scaling of rotations in Llama 3.1 to 3.3, but for the factor."""
 METHOD: Final = "gguf"
 """The `quant_method` of a config.json that names a GGUF file."""
+SPLIT: Final = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+"""Name of one of several files of a model."""
 _LAYOUT: Final = 2
 """Number of the form of the kept directories."""
 _PLAIN: Final = frozenset(
@@ -59,8 +61,9 @@ _ROTATED: Final = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_hea
 
 
 def gguf_directory(file: Path) -> Path:
-    """Return a directory in Hugging Face layout for a GGUF file, made once for each version of the file. Raises
-    `ModelError`."""
+    """Return a directory in Hugging Face layout for a GGUF file, made once for each version of the file. Of a model in
+    several files, any may be given. Raises `ModelError`."""
+    file = files_of(file)[0]
     with storage_errors(file, "read"):
         stat = file.stat()
     stamp = f"{_LAYOUT} {file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
@@ -68,6 +71,23 @@ def gguf_directory(file: Path) -> Path:
     if not (place / "config.json").is_file():
         _write(file.resolve(), place)
     return place
+
+
+def files_of(file: Path) -> tuple[Path, ...]:
+    """Return the files of a model by one of them, as llama.cpp's `llama-gguf-split` names them. Raises `ModelError` if
+    one is missing."""
+    split = SPLIT.fullmatch(file.name)
+    if split is None:
+        return (file,)
+    count = int(split["count"])
+    paths = tuple(file.with_name(f"{split['name']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing or not paths:
+        raise ModelError(
+            f"{file} is one of {count} files of a model; {', '.join(missing[:4]) or file.name} is not there.",
+            hint="Put all files into one directory, under their own names.",
+        )
+    return paths
 
 
 def _write(file: Path, place: Path) -> None:
@@ -82,12 +102,13 @@ def _write(file: Path, place: Path) -> None:
             hint=f"Use the model's safetensors, or a GGUF file of one of {', '.join(sorted(_PLAIN))}.",
         )
     parts = reader.get_field("split.count")
-    if parts is not None and int(parts.contents()) > 1:
+    if parts is not None and max(1, int(parts.contents())) != len(files_of(file)):
         raise ModelError(
-            f"{file} is one of {parts.contents()} files that hold a model together, which can't be read.",
-            hint="Join them with llama.cpp's llama-gguf-split --merge.",
+            f"{file} says that it is one of {parts.contents()} files of a model; its name says otherwise.",
+            hint="Give the files the names that they were published with.",
         )
-    scaled = _scaled_rotations(reader, file)
+    tensors = (tensor for path in files_of(file) for tensor in (reader if path == file else _opened(path)).tensors)
+    scaled = _scaled_rotations(reader, tensors, file)
     layers = reader.get_field(f"{architecture}.block_count")
     if layers is not None and (architecture, int(layers.contents())) in _OTHER_SCALE:
         raise ModelError(
@@ -116,10 +137,10 @@ def _write(file: Path, place: Path) -> None:
     write_atomic(place / "config.json", json.dumps(fields, default=str).encode())
 
 
-def _scaled_rotations(reader: GGUFReader, file: Path) -> dict[str, Any] | None:
+def _scaled_rotations(reader: GGUFReader, tensors: Iterable[ReaderTensor], file: Path) -> dict[str, Any] | None:
     """Return how Llama 3.1 and its successors scale rotations, which the file says by a table of divisors; None if
     there is no table. Raises `ModelError` for a table of another kind."""
-    tables = [tensor for tensor in reader.tensors if tensor.name.startswith("rope_f")]
+    tables = [tensor for tensor in tensors if tensor.name.startswith("rope_f")]
     if not tables:
         return None
     table = np.asarray(tables[0].data, np.float32).reshape(-1)
@@ -162,36 +183,36 @@ def _text(reader: GGUFReader, name: str) -> str:
 
 
 def gguf_matrices(scheme: Mapping[str, Any], module: nn.Module, config: Mapping[str, Any]) -> QuantisedFiles:
-    """Return the weights of the GGUF file that a kept directory names, by their names in `module`. Raises
-    `ModelError`."""
+    """Return the weights of the GGUF file that a kept directory names, and of those that belong to it, by their names
+    in `module`. Raises `ModelError`."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     file = Path(str(scheme.get("file")))
     if not file.is_file():
         raise ModelError(f"the GGUF file {file} is not there any more.", hint="Put it back, or name the new file.")
-    reader = _opened(file)
-    architecture = _text(reader, "general.architecture")
+    readers = {path: _opened(path) for path in files_of(file)}
+    architecture = _text(readers[file], "general.architecture")
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=dict(config))
     names = get_gguf_hf_weights_map(module, processor)
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    stacks: dict[str, dict[str, ReaderTensor]] = {}
+    stacks: dict[str, dict[str, tuple[Path, ReaderTensor]]] = {}
     matrices: dict[str, PackedMatrix] = {}
-    for tensor in reader.tensors:
+    for path, tensor in ((path, tensor) for path, reader in readers.items() for tensor in reader.tensors):
         if tensor.name == _TABLE:
             continue  # read into the configuration
         name = names.get(tensor.name)
         if name is None or name not in shapes:
             raise ModelError(
-                f"{file} has weights that its model does not know, such as {tensor.name}.",
+                f"{path} has weights that its model does not know, such as {tensor.name}.",
                 hint="Use the model's safetensors.",
             )
         if (stacked := _EXPERTS.fullmatch(tensor.name)) is not None:
-            stacks.setdefault(name, {})[stacked[2]] = tensor
+            stacks.setdefault(name, {})[stacked[2]] = path, tensor
         else:
             heads = _heads(architecture, tensor.name, config)
             offset = -1.0 if architecture in _ONE_ADDED and "norm.weight" in tensor.name else 0.0
-            packing = _checked(file, tensor, shapes[name], heads=heads, offset=offset)
-            place = ByteRange(file, int(tensor.data_offset), int(tensor.n_bytes))
+            packing = _checked(path, tensor, shapes[name], heads=heads, offset=offset)
+            place = ByteRange(path, int(tensor.data_offset), int(tensor.n_bytes))
             matrices[name] = PackedMatrix((packing,), (place,))
     matrices |= {name: _experts(file, parts, shapes[name]) for name, parts in stacks.items()}
     return QuantisedFiles(matrices)
@@ -231,7 +252,7 @@ def _checked(
     return packing
 
 
-def _experts(file: Path, parts: Mapping[str, ReaderTensor], shape: tuple[int, ...]) -> PackedMatrix:
+def _experts(file: Path, parts: Mapping[str, tuple[Path, ReaderTensor]], shape: tuple[int, ...]) -> PackedMatrix:
     """Return the stack [experts, gate and up, width] that the file holds as two."""
     if set(parts) != {"gate", "up"}:
         raise ModelError(f"{file} lacks half of the experts: it has only {', '.join(parts)}.", hint="Fetch it again.")
@@ -239,10 +260,10 @@ def _experts(file: Path, parts: Mapping[str, ReaderTensor], shape: tuple[int, ..
 
     def pieces() -> Iterator[tuple[Packing, ByteRange]]:
         for expert in range(experts):
-            for tensor in (parts["gate"], parts["up"]):
-                packing = _checked(file, tensor, (rows // 2, width), parts=experts)
+            for path, tensor in (parts["gate"], parts["up"]):
+                packing = _checked(path, tensor, (rows // 2, width), parts=experts)
                 nbytes = int(tensor.n_bytes) // experts
-                yield packing, ByteRange(file, int(tensor.data_offset) + expert * nbytes, nbytes)
+                yield packing, ByteRange(path, int(tensor.data_offset) + expert * nbytes, nbytes)
 
     packings, ranges = zip(*pieces(), strict=True)
     return PackedMatrix(packings, ranges)

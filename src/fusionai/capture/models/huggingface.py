@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import nn
 
-from fusionai.capture.models.gguf import METHOD, gguf_directory
+from fusionai.capture.models.gguf import METHOD, SPLIT, gguf_directory
 from fusionai.capture.models.source import Architecture, ConfigSource, DirectorySource, GgufSource, HubSource
 from fusionai.capture.tracing.attention import ATTENTION, register
 from fusionai.primitives.errors import ModelError
@@ -244,15 +244,16 @@ def _last_line(error: Exception) -> str:
 
 
 def _only_file(directory: Path, repository: str, name: str) -> Path:
-    """Return the one GGUF file with `name` in its own. Raises `ModelError` if there is none, or several."""
-    files = [path for path in directory.rglob("*.gguf") if name.lower() in path.name.lower()]
-    if len(files) == 1:
+    """Return the one GGUF file with `name` in its own, or the first of the files of one model. Raises `ModelError` if
+    there is none, or several."""
+    files = [path for path in sorted(directory.rglob("*.gguf")) if name.lower() in path.name.lower()]
+    models = {(path.parent, split["name"] if (split := SPLIT.fullmatch(path.name)) else path.name) for path in files}
+    if len(models) == 1:
         return files[0]
     listed = ", ".join(sorted(path.name for path in files)[:4]) or "no file"
     raise ModelError(
         f"{repository} has {listed} with {name!r} in its name; expected one GGUF file.",
-        hint="Name more of the file, as in owner/name:model-Q4_K_M. A model in several GGUF files can't be read; "
-        "llama.cpp's llama-gguf-split joins them.",
+        hint="Name more of the file, as in owner/name:model-Q4_K_M.",
     )
 
 

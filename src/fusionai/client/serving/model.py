@@ -25,6 +25,7 @@ from fusionai.capture.capture import Captured, capture
 from fusionai.capture.checking.check import require_causal
 from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.build import build
+from fusionai.capture.models.gguf import SPLIT
 from fusionai.capture.models.huggingface import model_directory
 from fusionai.capture.models.source import DirectorySource, GgufSource, HubSource, parse_source
 from fusionai.capture.models.state import rounding
@@ -175,7 +176,8 @@ def find_model(text: str) -> ServedFiles:
     source = parse_source(text)
     match source:
         case GgufSource():
-            return ServedFiles(model_directory(source), source.path.stem)
+            split = SPLIT.fullmatch(source.path.name)
+            return ServedFiles(model_directory(source), split["name"] if split else source.path.stem)
         case HubSource(gguf=name) if name:
             return ServedFiles(model_directory(source), text)
         case DirectorySource() | HubSource():

@@ -167,7 +167,7 @@ def test_stacks_of_experts_are_joined_expert_by_expert(tmp_path: Path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    tensors = dict(zip(("gate", "up"), gguf.GGUFReader(file).tensors, strict=True))
+    tensors = {part: (file, tensor) for part, tensor in zip(("gate", "up"), gguf.GGUFReader(file).tensors, strict=True)}
     matrix = read_gguf._experts(file, tensors, (3, 8, 32))
     expected = np.concatenate([gates, ups], axis=1)
     numbers = unpacked(matrix.packings, matrix.stored.mapped()).reshape(3, 8, 32)
@@ -201,13 +201,48 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path):
         capture(DirectorySource(directory), batch=(1, 2), sequence=(1, 8))
 
 
-def test_one_of_several_files_is_refused(tmp_path: Path):
-    file = tmp_path / "small-00001-of-00003.gguf"
+def in_parts(whole: Path, count: int) -> list[Path]:
+    """The file's metadata and weights in several files, as `llama-gguf-split` writes them."""
+    reader = gguf.GGUFReader(whole)
+    paths = [whole.with_name(f"{whole.stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    for number, path in enumerate(paths):
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_uint16("split.count", count)
+        writer.add_uint16("split.no", number)
+        for field in reader.fields.values() if number == 0 else ():
+            if not field.name.startswith(("GGUF.", "general.architecture")):
+                sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub)
+        for tensor in reader.tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return paths
+
+
+def test_a_model_in_several_files_is_read_by_any_of_them(tmp_path: Path):
+    whole = written(tmp_path, "Q8_0")
+    expected = {name: matrix.numbers() for name, matrix in found_in(whole).matrices.items()}
+    paths = in_parts(whole, 3)
+    whole.unlink()
+    assert gguf_directory(paths[0]) == gguf_directory(paths[2])
+    found = found_in(paths[1]).matrices
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name].numbers(), expected[name]) for name in expected)
+    paths[1].unlink()
+    with pytest.raises(ModelError, match=r"small-00002-of-00003\.gguf is not there"):
+        gguf_directory(paths[0])
+
+
+def test_a_file_whose_name_hides_that_there_are_others_is_refused(tmp_path: Path):
+    file = tmp_path / "small.gguf"
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_uint16("split.count", 3)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelError, match="one of 3 files"):
+    with pytest.raises(ModelError, match="one of 3 files of a model; its name says otherwise"):
         gguf_directory(file)
