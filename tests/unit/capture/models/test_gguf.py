@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from fusionai.capture.capture import capture
 from fusionai.capture.models import gguf as read_gguf
+from fusionai.capture.models import huggingface
 from fusionai.capture.models.build import build
 from fusionai.capture.models.gguf import gguf_directory, gguf_matrices
 from fusionai.capture.models.source import DirectorySource, parse_source
@@ -246,3 +247,12 @@ def test_a_file_whose_name_hides_that_there_are_others_is_refused(tmp_path: Path
     writer.close()
     with pytest.raises(ModelError, match="one of 3 files of a model; its name says otherwise"):
         gguf_directory(file)
+
+
+def test_the_files_of_one_model_on_the_hub_are_one_answer(tmp_path: Path):
+    for name in ("m-Q4_K_M-00002-of-00002", "m-Q4_K_M-00001-of-00002", "m-Q8_0", "other-Q5_K", "m-Q5_K"):
+        (tmp_path / f"{name}.gguf").write_bytes(b"")
+    assert huggingface._only_file(tmp_path, "owner/name", "q4_k_m").name == "m-Q4_K_M-00001-of-00002.gguf"
+    assert huggingface._only_file(tmp_path, "owner/name", "Q8_0").name == "m-Q8_0.gguf"
+    with pytest.raises(ModelError, match=r"has m-Q5_K\.gguf, other-Q5_K\.gguf with 'Q5_K' in its name"):
+        huggingface._only_file(tmp_path, "owner/name", "Q5_K")
