@@ -51,6 +51,7 @@ from fusionai.primitives.environment import fix_cublas_workspace
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.pace import ServingSpeed
 from fusionai.primitives.process import loading
+from fusionai.scheduling.kernels.compiled import available
 from fusionai.wire.messages import OptimizerSpec
 from fusionai.wire.serving import ServeOptions, WeightFormat
 
@@ -170,7 +171,7 @@ def measured_serving(device: torch.device, calls_per_s: _CallsPerS) -> tuple[Ser
     in_blocks = device.type == "cpu" and kernels() is not None
     found: list[ServingSpeed] = []
     with torch.inference_mode():
-        for form in weight_formats(device):
+        for form in weight_formats(device, compiled=in_blocks):
             if form == "packed":
                 packed = for_levels(weight.shape, TYPICAL_LEVELS)
                 assert packed.blocks is not None
@@ -185,9 +186,9 @@ def measured_serving(device: torch.device, calls_per_s: _CallsPerS) -> tuple[Ser
     return tuple(found)
 
 
-def weight_formats(device: torch.device) -> tuple[WeightFormat, ...]:
+def weight_formats(device: torch.device, *, compiled: bool) -> tuple[WeightFormat, ...]:
     """Return the formats in which a device keeps matrices for serving: `packed` needs compiled products."""
-    packed = device.type == "cpu" and kernels() is not None
+    packed = device.type == "cpu" and compiled
     return tuple(form for form in get_args(WeightFormat) if form != "packed" or packed)
 
 
@@ -274,7 +275,8 @@ class TorchBackend(Backend):
             free_bytes=free_bytes,
             threads=torch.get_num_threads(),
             fingerprint=fingerprint(self._device),
-            weight_formats=weight_formats(self._device),
+            # Whether the compiler works is found out when it is first used: it takes seconds to import.
+            weight_formats=weight_formats(self._device, compiled=available()),
             savings=("recompute", "offload", *(("offload_weights",) if self.device in EMPTIED else ())),
         )
 
