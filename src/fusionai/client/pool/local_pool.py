@@ -28,11 +28,12 @@ from typing import IO, Any, Final
 
 import msgspec
 
+from fusionai.execution.measurement import FILE as MEASUREMENT
 from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.primitives.environment import inherited
 from fusionai.primitives.errors import FusionError, StorageError, UsageError
 from fusionai.primitives.process import ORDINARY, YIELDING, weigh_session
-from fusionai.storage.atomic import JobLock
+from fusionai.storage.atomic import JobLock, write_atomic
 
 FIRST_S: Final = 1.0
 """Delay before the first restart, in seconds (chosen); doubled with each further one within `WINDOW_S`."""
@@ -380,7 +381,8 @@ async def serving_pool(
     home: Path, count: int, spares: int, *, hashes: Path, say: Callable[[str], None]
 ) -> AsyncIterator[LocalPool]:
     """Run a pool of `count` active peers and `spares` further ones during the block. Their homes are in a directory of
-    `home`, which is removed afterwards. `hashes`: file with the hashes of model files, which the peers share."""
+    `home`, which is removed afterwards. `hashes`: file with the hashes of model files, which the peers share. What one
+    peer measured is kept for the peers of later pools."""
     if not 1 <= count <= MOST_SERVING:
         raise UsageError(f"expected --local from 1 to {MOST_SERVING}, got {count}.")
     machines = count + spares
@@ -389,8 +391,22 @@ async def serving_pool(
     threads = local_threads(count)
     peers = [LocalPeer(name, threads=threads, memory_bytes=lent_bytes, weights_beside=hashes) for name in names]
     with local_home(home / "local") as directory:
+        kept = home / "local" / MEASUREMENT
+        hand_out(kept, [directory / name for name in names])
         async with LocalPool(directory, peers, name="local", say=say) as pool:
+            hand_out(directory / names[0] / MEASUREMENT, [kept.parent])
             yield pool
+
+
+def hand_out(measurement: Path, homes: Sequence[Path]) -> None:
+    """Copy a kept measurement of this machine, if there is one, to these homes. Peers that it does not fit measure."""
+    try:
+        content = measurement.read_bytes()
+        for home in homes:
+            home.mkdir(parents=True, exist_ok=True)
+            write_atomic(home / measurement.name, content)
+    except (OSError, StorageError) as problem:
+        log.info("peers measure this machine anew: %s", problem)
 
 
 def local_threads(peers: int) -> int:

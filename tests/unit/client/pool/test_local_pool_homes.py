@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fusionai.client.pool.local_pool import local_home
+from fusionai.client.pool.local_pool import clear_left, hand_out, local_home
 
 HOLDER = """
 import sys
 from pathlib import Path
-from fusionai.client.pool.local_pool import local_home
+from fusionai.client.pool.local_pool import clear_left, hand_out, local_home
 
 with local_home(Path(sys.argv[1])) as directory:
     (directory / "weights").write_bytes(b"many")
@@ -41,3 +41,15 @@ def test_what_a_killed_process_left_goes_with_the_next_and_what_lives_stays(tmp_
         living.communicate()
     assert living.returncode == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_measurement_is_handed_to_the_peers_of_later_pools(tmp_path: Path) -> None:
+    homes = [tmp_path / "local" / "ab" / name for name in ("tower", "desktop")]
+    hand_out(tmp_path / "local" / "measurement.json", homes)
+    assert not any((home / "measurement.json").exists() for home in homes)
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "measurement.json").write_bytes(b"speeds")
+    hand_out(tmp_path / "local" / "measurement.json", homes)
+    assert [(home / "measurement.json").read_bytes() for home in homes] == [b"speeds", b"speeds"]
+    clear_left(tmp_path / "local")
+    assert (tmp_path / "local" / "measurement.json").exists()
