@@ -27,6 +27,8 @@ from fusionai.scheduling.analysis.catalogue import Catalogue, Device, Dtype
 from fusionai.scheduling.problem.types import Excluded, Link, PeerProfile
 from fusionai.scheduling.token_cost import Prices
 
+CARD_FORMATS: Final = ("fp32", "bf16", "fp16", "int8", "int4")
+"""Formats in which graphics cards keep matrices: they can't multiply by those of quantised files as they are."""
 _SHIPPED: Final = "data/catalogue.toml"
 
 
@@ -319,6 +321,7 @@ def _profile(table: PeerTable, catalogue: Catalogue, path: Path) -> PeerProfile:
             pace=table.pace,
             memory_bandwidth_bytes_per_s=bandwidth or 0.0,
             memory_bytes=memory_bytes,
+            weight_formats=() if device is None else CARD_FORMATS,
             share=parse_share(table.share),
             fingerprint=table.fingerprint or f"as {table.name}",
             uplink=Link(bandwidth_bytes_per_s=_bandwidth_bytes_per_s(table.uplink), latency_s=latency_s),

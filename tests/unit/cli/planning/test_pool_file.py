@@ -153,6 +153,7 @@ def test_a_gpu_of_the_catalogue_stands_for_what_nobody_measured(tmp_path: Path):
     assert rig.memory_bytes == 8_500_000_000
     assert rig.memory_bandwidth_bytes_per_s == pytest.approx(760e9 * 0.75)
     assert (rig.power_w, rig.device, rig.device_name) == (320, "cuda", "RTX 3080")
+    assert "packed" not in rig.weight_formats, "cards can't multiply by quantised files' matrices as they are"
     half = RIGS.replace('gpu = "RTX 3080"', 'gpu = "RTX 3080"\nprecision = "fp16"\nutilisation = 0.5')
     assert read_pool(written(tmp_path, half)).peers[0].flops_per_s == pytest.approx(59.5e12 * 0.5)
     assert (tower.flops_per_s, tower.memory_bytes) == (1e13, 10**10), "what is measured wins"
