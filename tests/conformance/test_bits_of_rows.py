@@ -159,3 +159,5 @@ def test_a_gathered_expert_s_product_is_the_same_among_any_number(items: int, sh
     whole, some = multiply(weight, x), multiply(weight[-items:].clone(), x[-items:].clone())
     assert torch.allclose(whole, torch.bmm(weight, x), atol=1e-4)
     assert torch.equal(some, whole[-items:])
+    # Scans multiply so with a dimension more.
+    assert torch.equal(multiply(weight[None, -items:], x[None, -items:]), whole[None, -items:])

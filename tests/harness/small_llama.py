@@ -1,4 +1,5 @@
-"""A small random Llama: captured, and transformers' own with the weights that a pool serves. Decides its sizes."""
+"""A small random Llama: captured, and transformers' own with the weights that a pool serves. Decides its sizes, and
+those of small models with states."""
 
 from __future__ import annotations
 
@@ -27,6 +28,15 @@ SMALL_LLAMA: dict[str, Any] = {
     "tie_word_embeddings": True,
     "initializer_range": 0.6,
 }
+SMALL_MAMBA: dict[str, Any] = {
+    "model_type": "mamba",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "state_size": 4,
+    "num_hidden_layers": LAYERS,
+    "initializer_range": 0.6,
+}
+SMALL_MAMBA2: dict[str, Any] = {**SMALL_MAMBA, "model_type": "mamba2", "num_heads": 4, "head_dim": 8, "n_groups": 2}
 THREE_PEERS = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
 """Embedding; a layer each; norm and head."""
 

@@ -24,6 +24,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*"),
 ]
 
+TALK: dict[str, Any] = {
+    "files": ["talk.jsonl"],
+    "format": "chat",
+    "template": "template.jinja",
+    "evaluation_fraction": 0.2,
+    "sequence_length": 64,
+}
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] }}. {% endgeneration %}"
@@ -67,13 +74,7 @@ def test_conversations_tune_an_adapter_that_peft_loads_and_a_pool_serves(pool: L
         "job__checkpoint_every": 5,
         "model": {"path": "tiny"},
         "adapter": {"rank": 4, "targets": ["q_proj", "v_proj"]},
-        "data": {
-            "files": ["talk.jsonl"],
-            "format": "chat",
-            "template": "template.jinja",
-            "evaluation_fraction": 0.2,
-            "sequence_length": 64,
-        },
+        "data": TALK,
         "train__learning_rate": 0.02,
         "evaluation": {"every": 5, "batches": 2, "keep_best": True},
         "privacy": {"level": "split"},
@@ -132,13 +133,7 @@ def test_an_adapter_is_trained_on_a_quantised_base(pool: LivePool, tmp_path: Pat
             "job__directory": f"runs-{name}",
             "model": {"path": name},
             "adapter": {"rank": 4, "targets": ["q_proj", "v_proj"]},
-            "data": {
-                "files": ["talk.jsonl"],
-                "format": "chat",
-                "template": "template.jinja",
-                "evaluation_fraction": 0.2,
-                "sequence_length": 64,
-            },
+            "data": TALK,
             "evaluation": {"every": 2, "batches": 2},
             "placement": {"stages": 2},
         }

@@ -30,7 +30,7 @@ from harness.pool import OWNER, peer_id
 from harness.serving_liars import SERVING_LIES, LyingServer, ServingLie
 from harness.serving_pool import Served, served, tokens_of
 from harness.small_llama import SMALL_LLAMA as LLAMA
-from harness.small_llama import VOCABULARY
+from harness.small_llama import SMALL_MAMBA, SMALL_MAMBA2, VOCABULARY
 
 pytestmark = pytest.mark.slow
 LONG = pytest.mark.long
@@ -39,25 +39,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 8},
     "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8},
     "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "mamba2": {
-        "model_type": "mamba2",
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "state_size": 4,
-        "num_heads": 4,
-        "head_dim": 8,
-        "n_groups": 2,
-        "num_hidden_layers": 3,
-        "initializer_range": 0.6,
-    },
-    "mamba": {
-        "model_type": "mamba",
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "state_size": 4,
-        "num_hidden_layers": 3,
-        "initializer_range": 0.6,
-    },
+    "mamba2": SMALL_MAMBA2,
+    "mamba": SMALL_MAMBA,
 }
 THREE_PEERS = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
 """Embedding; a layer each; norm and head."""

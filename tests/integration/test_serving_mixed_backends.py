@@ -21,7 +21,7 @@ from harness.backend_kinds import Kinds
 from harness.pool import peer_id
 from harness.serving_pool import model_weights, served, tokens_of
 from harness.small_llama import SMALL_LLAMA as LLAMA
-from harness.small_llama import VOCABULARY
+from harness.small_llama import SMALL_MAMBA, SMALL_MAMBA2, VOCABULARY
 
 pytest.importorskip("jax", reason="the extra fusionai[jax] is not installed")
 pytest.importorskip("onnxruntime", reason="the extra fusionai[onnxruntime] is not installed")
@@ -41,25 +41,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_head": 4,
         "initializer_range": 0.6,
     },
-    "mamba": {
-        "model_type": "mamba",
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "state_size": 4,
-        "num_hidden_layers": 3,
-        "initializer_range": 0.6,
-    },
-    "mamba2": {
-        "model_type": "mamba2",
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "state_size": 4,
-        "num_heads": 4,
-        "head_dim": 8,
-        "n_groups": 2,
-        "num_hidden_layers": 3,
-        "initializer_range": 0.6,
-    },
+    "mamba": SMALL_MAMBA,
+    "mamba2": SMALL_MAMBA2,
 }
 WHOLE = ("mamba",)
 """What is served here without caches."""

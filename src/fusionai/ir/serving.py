@@ -9,13 +9,14 @@ backends serve it.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Final
 
 import msgspec
 
 from fusionai.ir.graph import SYMINT, cheap_nodes, consumers, needed_nodes, producers, prune, reads, renamed, restrict
 from fusionai.ir.operators import OPERATORS
-from fusionai.ir.schema import Graph, ListArg, Node, Ref
+from fusionai.ir.schema import Graph, ListArg, Node, Ref, ValueSpec
 from fusionai.ir.shapes import evaluate, symbols_of
 from fusionai.ir.states import CONVOLUTION, may_carry, state_shapes
 from fusionai.primitives.errors import GraphError
@@ -42,14 +43,15 @@ _ALONG_ALL: Final = frozenset({"aten.sum.default", "aten.mean.default", "aten.ma
 
 def serving_graph(graph: Graph) -> Graph:
     """Return `graph` without loss, labels and dropout, with the outputs `logits` and `hidden`. `hidden` is the operand
-    of the head's product, [1, s, hidden size]. Node ids and blocks stay. Raises `GraphError` if there is no such head,
-    or if random numbers are drawn, because a token would then depend on the tokens computed together with it."""
+    of the head's product, [1, s, hidden size]. Node ids and blocks stay; nodes that are added have new ids. Raises
+    `GraphError` if there is no such head, or if random numbers are drawn, because a token would then depend on the
+    tokens computed together with it."""
     if LOGITS not in graph.outputs:
         raise GraphError(
             f"graph {graph.name!r} has no output 'logits', only {', '.join(graph.outputs) or 'none'}.",
             hint="Serve a causal language model.",
         )
-    plain = _without_identities(prune(graph, [LOGITS]))
+    plain = _by_rows(_without_identities(prune(graph, [LOGITS])))
     drawing = next((node for node in plain.nodes if node.op == RANDOM), None)
     if drawing is not None:
         raise GraphError(
@@ -216,6 +218,36 @@ def _without_identities(graph: Graph) -> Graph:
             node = msgspec.structs.replace(node, kwargs={**node.kwargs, "dropout": 0.0})
         kept.append(node)
     return prune(msgspec.structs.replace(graph, nodes=tuple(kept)), list(graph.outputs))
+
+
+def _by_rows(graph: Graph) -> Graph:
+    """Write products weight @ x, whose columns are positions, as products of rows with the weight. Backends keep such
+    weights in the asked-for format, and a row's bits do not depend on the number of rows."""
+    values = dict(graph.values)
+    following = 1 + max((node.id for node in graph.nodes), default=0)
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        match node.op, node.args:
+            case (("aten.matmul.default" | "aten.mm.default"), (Ref(weight), Ref(x))) if (
+                weight in graph.params and x not in graph.params and len(values[weight].shape) == 2
+            ):
+                *outer, inner, rows = values[x].shape
+                last, (made,) = len(outer) + 1, node.outputs
+                turned, product = f"{made}:x", f"{made}:rows"
+                values[turned] = ValueSpec((*outer, rows, inner), values[x].dtype)
+                values[product] = ValueSpec((*outer, rows, values[weight].shape[0]), values[made].dtype)
+                turn = partial(msgspec.structs.replace, node, op="aten.transpose.int")
+                nodes += [
+                    turn(id=following, args=(Ref(x), last - 1, last), outputs=(turned,)),
+                    msgspec.structs.replace(
+                        node, op="aten.linear.default", args=(Ref(turned), Ref(weight)), outputs=(product,)
+                    ),
+                    turn(id=following + 1, args=(Ref(product), last - 1, last)),
+                ]
+                following += 2
+            case _:
+                nodes.append(node)
+    return msgspec.structs.replace(graph, nodes=tuple(nodes), values=values)
 
 
 def _hidden(graph: Graph) -> str:

@@ -23,6 +23,7 @@ def _graph(extra: Sequence[tuple[Node, ValueSpec]] = (), *, causal: bool = True,
         "position_ids": ValueSpec((1, "s"), "int64"),
         "labels": ValueSpec((1, "s"), "int64"),
         "table": ValueSpec((11, 8), "float32"),
+        "square": ValueSpec((8, 8), "float32"),
         "length": ValueSpec((), "symint"),
         "words": _ROWS,
         "split": ValueSpec((1, "s", 2, 4), "float32"),
@@ -75,7 +76,10 @@ def _graph(extra: Sequence[tuple[Node, ValueSpec]] = (), *, causal: bool = True,
             inputs=("input_ids", "position_ids", "labels"),
             outputs={"logits": "logits", "loss": "loss"},
             values=values,
-            params={"table": ParamSpec(key="table", kind="parameter", shape=(11, 8), dtype="float32")},
+            params={
+                name: ParamSpec(key=name, kind="parameter", shape=shape, dtype="float32")
+                for name, shape in (("table", (11, 8)), ("square", (8, 8)))
+            },
             nodes=tuple(nodes),
         )
     )
@@ -103,6 +107,23 @@ def test_loss_labels_and_dropout_are_gone_and_hidden_states_come_out() -> None:
     assert [node.id for node in graph.nodes] == [0, 1, 2, 3, 4, 5, 6, 50, 51, 52, 53]
     assert graph.nodes[4].kwargs["dropout"] == 0.0
     require_servable(graph, attention_nodes=1, attention_layers=1)
+
+
+def test_weights_before_their_operand_become_products_of_rows() -> None:
+    """Mamba multiplies a weight by columns. As rows, they have the weight's format, and bits of their own."""
+    columns = ValueSpec((1, 8, "s"), "float32")
+    turned = (Node(id=8, op="aten.transpose.int", args=(Ref("dropped"), 1, 2), outputs=("columns",)), columns)
+    before = (Node(id=9, op="aten.matmul.default", args=(Ref("square"), Ref("columns")), outputs=("made",)), columns)
+    after = (
+        Node(id=10, op="aten.transpose.int", args=(Ref("made"), 1, 2), outputs=("back",)),
+        ValueSpec((1, "s", 8), "float32"),
+    )
+    graph = validate(serving_graph(_graph(extra=(turned, before, after), logits_of="back")))
+    one, product, other = graph.nodes[graph.nodes.index(next(n for n in graph.nodes if n.id == 9)) - 1 :][:3]
+    assert (product.op, product.args) == ("aten.linear.default", (Ref("made:x"), Ref("square")))
+    assert graph.values[product.outputs[0]].shape == (1, "s", 8)
+    assert (one.op, other.op, other.outputs) == ("aten.transpose.int", "aten.transpose.int", ("made",))
+    assert len({node.id for node in graph.nodes}) == len(graph.nodes)
 
 
 def test_a_graph_without_logits_or_head_is_refused() -> None:

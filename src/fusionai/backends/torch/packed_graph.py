@@ -184,6 +184,8 @@ def one_by_one(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     Here every call has the sizes of one item."""
 
     def run(a: Tensor, b: Tensor) -> Tensor:
+        if a.dim() > 3 and a.shape[:-2] == b.shape[:-2]:
+            return run(a.flatten(0, -3), b.flatten(0, -3)).unflatten(0, a.shape[:-2])
         # A single product per sum has only one order. Other devices are excluded, because each call would cost a wait.
         if a.dim() != 3 or b.dim() != 3 or a.shape[2] == 1 or a.shape[0] == 0 or a.device.type != "cpu":
             return compute(a, b)
