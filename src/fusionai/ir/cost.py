@@ -361,6 +361,7 @@ def _weight_bytes(graph: Graph, nodes: list[Node], weights: WeightFormat) -> tup
     """Return (bytes kept, bytes of these that are only looked up by rows). Matrices that only products read are packed,
     all others are kept as they are."""
     packed: set[str] = set()
+    by_columns: set[str] = set()
     tables: set[str] = set()
     plain: set[str] = set()
     for node in nodes:
@@ -371,6 +372,8 @@ def _weight_bytes(graph: Graph, nodes: list[Node], weights: WeightFormat) -> tup
                     tables.add(value)
                 elif node.op in PRODUCTS and is_matrix:
                     packed.add(value)
+                    if node.op != "aten.linear.default":
+                        by_columns.add(value)
                 else:
                     plain.add(value)
     tables -= plain
@@ -378,7 +381,8 @@ def _weight_bytes(graph: Graph, nodes: list[Node], weights: WeightFormat) -> tup
     kept = looked_up + sum(_plain_bytes(graph, value) for value in plain)
     for value in packed:
         rows, columns = graph.params[value].shape
-        layout = level_layout(graph.params[value]) if weights == "packed" else None
+        # Quantised files share scales within rows, so a product of columns needs the numbers.
+        layout = level_layout(graph.params[value]) if weights == "packed" and value not in by_columns else None
         if layout is None:
             kept += matrix_bytes(rows, columns, weights)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fusionai.ir.cost import matrix_bytes, serving_costs
@@ -101,3 +102,10 @@ def test_matrices_that_stay_packed_count_as_they_are_kept():
     for one, other in zip(kept, whole, strict=True):
         assert one.parameter_bytes < other.parameter_bytes / 3
         assert one.workspace_bytes < other.workspace_bytes
+    product = given.nodes[2]
+    turned = msgspec.structs.replace(product, op="aten.mm.default")
+    nodes = (*given.nodes[:2], turned, *given.nodes[3:])
+    (_, layer) = serving_costs(
+        msgspec.structs.replace(given, nodes=nodes), weights="packed", cache="fp32", pass_tokens=1
+    )
+    assert layer.parameter_bytes == whole[1].parameter_bytes, "products of columns read the numbers"
