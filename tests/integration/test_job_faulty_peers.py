@@ -157,7 +157,10 @@ def test_what_is_wrong_from_the_middle_on_is_taken_back_to_there(llama: Captured
     faulty_peer = LyingBackend("scales", part=1.0, since=5)
     done = run(tmp_path, llama, {1: faulty_peer})
     (restored,) = [event for event in done.events if isinstance(event, progress.Restored)]
-    assert restored.base == 4  # steps 4 and 5 are a stretch; those before were checked and held
+    # Steps 4 and 5 are a stretch. How many of those before were checked in time depends on the machine's load.
+    held = max(one.below for one in checks(done) if one.stage == 1 and one.outcome == "valid")
+    assert held <= restored.base <= 4
+    assert restored.base % 2 == 0
     assert_same(done, undisturbed, tmp_path, STEPS)
 
 
