@@ -13,7 +13,15 @@ import platformdirs
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from fusionai.backends.registry import open_backend
 from fusionai.backends.serving.base import array_of
@@ -179,10 +187,27 @@ def written(form: str, directory: Path) -> ServedModel:
 def test_matrices_kept_as_in_the_files_give_the_bits_of_their_numbers(
     form: str, per_number: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A prompt in two pieces, single tokens, and two sessions in one pass."""
     monkeypatch.setattr(platformdirs, "user_cache_path", lambda _name, **_options: tmp_path)
-    model = written(form, tmp_path)
-    weights = hash_weights(model, WeightStore(tmp_path / "own"), tmp_path / "hashes.json", lambda _done, _all: None)
+    assert_packed_gives_the_bits(written(form, tmp_path), tmp_path, per_number)
+
+
+@pytest.mark.parametrize(("form", "per_number"), [("fp8", 1.1), ("gptq-4", 0.6), ("awq", 0.6), ("mxfp4", 0.7)])
+def test_so_do_the_matrices_of_experts(form: str, per_number: float, tmp_path: Path):
+    """Files with a tensor for each expert, or, of gpt-oss, with one for all."""
+    directory, plain = tmp_path / "model", tmp_path / "plain"
+    if form == "mxfp4":
+        _write_mxfp4(gpt_oss(), directory, plain)
+    else:
+        write_quantised(directory, FORMS[form], model=qwen3_moe(), plain=plain)
+    model = open_model(find_model(str(directory)))
+    stacks = [spec for spec in model.graph.params.values() if len(spec.shape) == 3 and spec.packed]
+    assert len(stacks) == 2 * (4 if form == "mxfp4" else 2)
+    assert_packed_gives_the_bits(model, tmp_path, per_number)
+
+
+def assert_packed_gives_the_bits(model: ServedModel, directory: Path, per_number: float) -> None:
+    """A prompt in two pieces, single tokens, and two sessions in one pass. `per_number`: bytes at most of a number."""
+    weights = hash_weights(model, WeightStore(directory / "own"), directory / "hashes.json", lambda _done, _all: None)
     outputs: dict[str, list[bytes]] = {}
     held: dict[str, int] = {}
     for weights_as in ("fp32", "packed"):
@@ -230,27 +255,52 @@ def test_a_gguf_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert kept < numbers * (0.65 if kind == "Q4_K" else 1.15)
 
 
-def test_stacked_experts_in_4_bit_floats(tmp_path: Path):
+def gpt_oss() -> GptOssForCausalLM:
     torch.manual_seed(0)
-    config = GptOssConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        vocab_size=320,
-        max_position_embeddings=256,
-        sliding_window=64,
-        initializer_range=0.2,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
+    return GptOssForCausalLM(
+        GptOssConfig(
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            vocab_size=320,
+            max_position_embeddings=256,
+            sliding_window=64,
+            initializer_range=0.2,
+            eos_token_id=None,
+            bos_token_id=None,
+            pad_token_id=None,
+        )
     )
+
+
+def qwen3_moe() -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            hidden_size=128,
+            intermediate_size=128,
+            moe_intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            num_experts=6,
+            num_experts_per_tok=3,
+            vocab_size=320,
+            max_position_embeddings=256,
+            initializer_range=0.2,
+        )
+    )
+
+
+def test_stacked_experts_in_4_bit_floats(tmp_path: Path):
     directory, plain = tmp_path / "model", tmp_path / "plain"
-    _write_mxfp4(GptOssForCausalLM(config), directory, plain)
+    _write_mxfp4(gpt_oss(), directory, plain)
     model = open_model(find_model(str(directory)))
     checkpoint = model.captured.source.checkpoint
     assert checkpoint is not None

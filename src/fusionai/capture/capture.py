@@ -157,8 +157,7 @@ def draft(
     symbols = _symbols(built, specs, batch, sequence, notes)
     checkpoint = _checkpoint(built)  # before the expensive tracing: weights of another model raise here
     built.module.train(train)
-    if train:
-        by_products(built.module)
+    by_products(built.module)
     run = _Run(built, task, train, specs, names, symbols, checkpoint, notes)
     with mode_reads() as reads:
         program, lowered = run.traced(whole=whole)

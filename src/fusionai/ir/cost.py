@@ -9,9 +9,9 @@ recomputed, as in FlashAttention, arXiv 2205.14135, section 3), other operators 
 `ir.operators` names the rules, `scheduling` turns costs into seconds.
 
 In generation, a decode pass reads every matrix once, however few positions it has, but only some rows of an embedding
-table. Matrices of products are counted in the requested format, everything else in its own. Layers with an attention
-window keep a ring buffer of the window plus one pass per session, nodes that carry a state two states; the caches of
-other layers grow with the tokens.
+table, and only the chosen experts. Matrices of products are counted in the requested format, everything else in its
+own. Layers with an attention window keep a ring buffer of the window plus one pass per session, nodes that carry a
+state two states; the caches of other layers grow with the tokens.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Final, Literal
 import msgspec
 
 from fusionai.ir.graph import cheap_nodes, consumers, needing_gradient, nodes_by_block, reads
-from fusionai.ir.levels import level_layout
+from fusionai.ir.levels import LevelLayout, level_layout
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.packed import packed_bytes
-from fusionai.ir.schema import Graph, Node, Ref
-from fusionai.ir.serving import ATTENTION, PRODUCTS, SEQUENCE
+from fusionai.ir.schema import Graph, Node, ParamSpec, Ref
+from fusionai.ir.serving import ATTENTION, EXPERT_PRODUCT, PRODUCTS, SEQUENCE
 from fusionai.ir.shapes import evaluate
 from fusionai.ir.states import state_shapes
 from fusionai.ir.weights import stored_bytes
@@ -62,7 +62,8 @@ class BlockCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     moved_bytes: float = 0.0
     """Bytes read and written by operators that are not views per microbatch, forward and backward."""
     looked_up_bytes: int = 0
-    """Serving: part of `parameter_bytes` in tables of which a pass reads only some rows."""
+    """Serving: part of `parameter_bytes` that a pass of one position does not read: other rows of tables, and experts
+    that it does not choose. Passes of several positions choose more experts."""
     cache_token_bytes: int = 0
     """Serving: keys and values of one token, in layers with full attention."""
     cache_session_bytes: int = 0
@@ -282,7 +283,7 @@ def serving_costs(
     states = {} if whole is not None else _state_bytes(graph)
     found: list[BlockCost] = []
     for record, long, members in zip(records, longer, nodes_by_block(graph), strict=True):
-        kept, looked_up = _weight_bytes(graph, members, weights)
+        kept, looked_up = _weight_bytes(graph, members, weights, symbols)
         growing, ring = 0, 0
         for node in members:
             if node.op == ATTENTION and whole is None:
@@ -357,45 +358,77 @@ def matrix_bytes(rows: int, columns: int, weights: WeightFormat) -> int:
             return ceil(rows * columns / 2) + INT4_SCALE_BYTES * ceil(rows * columns / INT4_GROUP)
 
 
-def _weight_bytes(graph: Graph, nodes: list[Node], weights: WeightFormat) -> tuple[int, int]:
-    """Return (bytes kept, bytes of these that are only looked up by rows). Matrices that only products read are packed,
-    all others are kept as they are."""
-    packed: set[str] = set()
-    by_columns: set[str] = set()
+def _weight_bytes(
+    graph: Graph, nodes: list[Node], weights: WeightFormat, symbols: Mapping[str, int]
+) -> tuple[int, int]:
+    """Return (bytes kept, bytes of these that a pass of one position does not read). Matrices that only products read
+    are packed, all others are kept as they are."""
+    packed: dict[str, bool] = {}
+    """Matrices, and whether products read them as [in, out]."""
+    experts: dict[str, int] = {}
+    """Stacks of experts' matrices, and how many a position chooses."""
     tables: set[str] = set()
     plain: set[str] = set()
     for node in nodes:
         for value in reads(node):
             if value in graph.params:
-                is_matrix = len(graph.params[value].shape) == 2
+                dimensions = len(graph.params[value].shape)
                 if node.op == EMBEDDING and value == next(reads(node)):
                     tables.add(value)
-                elif node.op in PRODUCTS and is_matrix:
-                    packed.add(value)
-                    if node.op != "aten.linear.default":
-                        by_columns.add(value)
+                elif node.op in PRODUCTS and dimensions == 2:
+                    packed[value] = packed.get(value, False) or node.op != "aten.linear.default"
+                elif node.op == EXPERT_PRODUCT and dimensions == 3:
+                    packed[value] = node.kwargs.get("transposed") is True
+                    experts[value] = evaluate(graph.values[next(reads(node))].shape[0], symbols)
                 else:
                     plain.add(value)
     tables -= plain
     looked_up = sum(_table_bytes(graph, value, weights) for value in tables)
     kept = looked_up + sum(_plain_bytes(graph, value) for value in plain)
-    for value in packed:
-        rows, columns = graph.params[value].shape
-        # Quantised files share scales within rows, so a product of columns needs the numbers.
-        layout = level_layout(graph.params[value]) if weights == "packed" and value not in by_columns else None
-        if layout is None:
-            kept += matrix_bytes(rows, columns, weights)
-        else:
-            kept += rows * columns // layout.shared * layout.shared_bytes
+    for value, transposed in packed.items():
+        matrix_count = graph.params[value].shape[0] if value in experts else 1
+        held_bytes = matrix_count * _product_bytes(graph.params[value], weights, transposed=transposed)
+        kept += held_bytes
+        if value in experts:
+            looked_up += held_bytes - held_bytes * min(matrix_count, experts[value]) // matrix_count
     return kept, looked_up
+
+
+def _product_bytes(spec: ParamSpec, weights: WeightFormat, *, transposed: bool) -> int:
+    """Return the bytes of a product's matrix, or of each of a stack."""
+    rows, columns = spec.shape[-2:]
+    layout = _kept_layout(spec, weights, transposed=transposed)
+    if layout is None:
+        return matrix_bytes(*((columns, rows) if transposed else (rows, columns)), weights)
+    return rows * columns // layout.shared * layout.shared_bytes
+
+
+def _kept_layout(spec: ParamSpec, weights: WeightFormat, *, transposed: bool) -> LevelLayout | None:
+    """Return the layout in which a product's weight stays as its file holds it. Quantised files share scales within
+    rows, so a product of a matrix's columns needs the numbers; experts' files are turned with their matrices."""
+    if weights != "packed" or (transposed and len(spec.shape) == 2):
+        return None
+    return level_layout(spec, transposed=transposed)
 
 
 def _unpacked_bytes(graph: Graph, nodes: list[Node], weights: WeightFormat) -> int:
     """Size of the largest parameter in float32, which is in memory while it is packed, unless it stays as its file
     holds it."""
-    read = {value for node in nodes for value in reads(node) if value in graph.params}
-    specs = [graph.params[value] for value in read]
-    return max((4 * prod(spec.shape) for spec in specs if weights != "packed" or level_layout(spec) is None), default=0)
+    read = {
+        (value, node.kwargs.get("transposed") is True)
+        for node in nodes
+        for value in reads(node)
+        if value in graph.params
+    }
+    specs = [(graph.params[value], transposed) for value, transposed in read]
+    return max(
+        (
+            4 * prod(spec.shape)
+            for spec, transposed in specs
+            if weights != "packed" or level_layout(spec, transposed=transposed) is None
+        ),
+        default=0,
+    )
 
 
 def _table_bytes(graph: Graph, value: str, weights: WeightFormat) -> int:

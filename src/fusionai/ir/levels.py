@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.ir.packed import FLOATS, awq_codes, bits_of, floats_of, fp4_scales, nibbles, part_arrays
+from fusionai.ir.packed import FLOATS, awq_codes, bits_of, floats_of, fp4_scales, nibbles, packed_bytes, part_arrays
 from fusionai.ir.schema import Packing, ParamSpec
 from fusionai.primitives.errors import GraphError
 
@@ -83,11 +84,44 @@ LAYOUTS: Final = (
 """Layouts in the order of their formats in `backends.torch.row_code`."""
 
 
-def level_layout(spec: ParamSpec) -> LevelLayout | None:
-    """Return the layout in which a parameter can be multiplied by as it is packed; None if it must be unpacked."""
-    if len(spec.packed) != 1 or len(spec.shape) != 2:
-        return None
-    packing = spec.packed[0]
+def level_layout(spec: ParamSpec, *, transposed: bool = False) -> LevelLayout | None:
+    """Return the layout in which a matrix [out, in], or a stack of such matrices, can be multiplied by as it is packed;
+    None if it must be unpacked. `transposed`: the matrices are [in, out]."""
+    layouts = {_layout(packing) for packing in _matrices(spec, transposed=transposed)}
+    return layouts.pop() if len(layouts) == 1 else None
+
+
+def _matrices(spec: ParamSpec, *, transposed: bool) -> list[Packing]:
+    """Return packings of matrices that are the parameter's rows, one below the other; none if its rows are divided."""
+    found = [_flat(packing, transposed=transposed) for packing in spec.packed]
+    columns = spec.shape[-2 if transposed else -1] if len(spec.shape) in (2, 3) else 0
+    whole = [packing for packing in found if packing is not None and packing.shape[1] == columns]
+    rows = sum(packing.shape[0] for packing in whole)
+    return whole if len(whole) == len(found) and rows * columns == prod(spec.shape) else []
+
+
+def _flat(packing: Packing, *, transposed: bool) -> Packing | None:
+    """Return the packing as that of a matrix [all rows, columns]; None if there is none."""
+    if transposed and len(packing.shape) > 1:
+        shape = (*packing.shape[:-2], packing.shape[-1], packing.shape[-2])
+        packing = msgspec.structs.replace(packing, shape=shape, turned=not packing.turned)
+    match packing.shape:
+        case (_, _):
+            return packing
+        case (count, rows, columns) if (
+            packing.form in _ROWS_ALONE and not packing.turned and rows % (packing.block or (1,))[0] == 0
+        ):
+            return msgspec.structs.replace(packing, shape=(count * rows, columns))
+        case _:
+            return None
+
+
+_ROWS_ALONE: Final = frozenset({"gguf", "float8", "float4"})
+"""Forms whose rows are stored one by one, so that a stack of matrices is one matrix with all rows."""
+
+
+def _layout(packing: Packing) -> LevelLayout | None:
+    """Return the layout of a matrix."""
     sizes = [prod(part.shape) for part in packing.parts]
     rows, columns = packing.shape
     if packing.heads and rows % (2 * packing.heads):
@@ -129,13 +163,54 @@ def _grouped(bits: int, columns: int, groups: int) -> LevelLayout | None:
 
 # Numbers that are not finite are found by their users.
 @np.errstate(over="ignore", invalid="ignore", divide="ignore")
-def levels_of(spec: ParamSpec, layout: LevelLayout, data: memoryview) -> Callable[[Array], Levels]:
-    """Return a function that returns some rows, by number, of a parameter with this layout. `data`: the bytes of its
-    parts, which `ir.packed.check_packing` has accepted. Raises `GraphError` if their number is wrong, and for FP8 codes
-    that are no numbers."""
-    packing = spec.packed[0]
+def levels_of(
+    spec: ParamSpec, layout: LevelLayout, data: memoryview, *, transposed: bool = False
+) -> Callable[[Array], Levels]:
+    """Return a function that returns some rows, by number, of a parameter with this layout; those of a stack of
+    matrices follow one another. `data`: the bytes of its parts, which `ir.packed.check_packing` has accepted. Raises
+    `GraphError` if their number is wrong, and for FP8 codes that are no numbers."""
+    readers: list[_Rows] = []
+    ends: list[int] = []
+    first_byte = 0
+    for packing in _matrices(spec, transposed=transposed):
+        end_byte = first_byte + packed_bytes([packing])
+        readers.append(_reader(packing, layout, part_arrays(packing, data[first_byte:end_byte])))
+        ends.append(packing.shape[0] + (ends[-1] if ends else 0))
+        first_byte = end_byte
+    if first_byte != data.nbytes:
+        raise GraphError(f"a packed weight takes {first_byte} bytes, {data.nbytes} came.")
+    if len(readers) == 1:
+        return readers[0]
+
+    def numbers(rows: Array) -> Levels:
+        matrices = np.searchsorted(ends, rows, side="right")
+        where = {int(matrix): np.flatnonzero(matrices == matrix) for matrix in dict.fromkeys(matrices)}
+        parts = [readers[matrix](rows[here] - (ends[matrix - 1] if matrix else 0)) for matrix, here in where.items()]
+        order = np.argsort(np.concatenate(list(where.values())))
+        return _joined(parts, order)
+
+    return numbers
+
+
+def _joined(parts: Sequence[Levels], order: Array) -> Levels:
+    """Return the rows of all parts, in this order."""
+
+    def one(arrays: Sequence[Array | None]) -> Array | None:
+        present = [array for array in arrays if array is not None]
+        return np.concatenate(present)[order] if present else None
+
+    return Levels(
+        np.concatenate([part.levels for part in parts])[order],
+        np.concatenate([part.factors for part in parts])[order],
+        one([part.middles for part in parts]),
+        one([part.bases for part in parts]),
+        one([part.scales for part in parts]),
+    )
+
+
+def _reader(packing: Packing, layout: LevelLayout, arrays: list[Array]) -> _Rows:
     order = _rows_in_order(packing)
-    rows_of = _READERS[packing.form](packing, layout, part_arrays(packing, data))
+    rows_of = _READERS[packing.form](packing, layout, arrays)
     return lambda rows: rows_of(order[rows])
 
 

@@ -34,6 +34,7 @@ FROM_SEGMENTS: Final = frozenset({POSITIONS, ADAPTERS})
 
 ATTENTION: Final = "fusion.attention"
 PRODUCTS: Final = frozenset({"aten.linear.default", "aten.mm.default", "aten.matmul.default", "aten.addmm.default"})
+EXPERT_PRODUCT: Final = "fusion.expert_linear"
 _IDENTITIES: Final = frozenset({"fusion.dropout", "aten.alias.default", "aten.detach.default", "aten.clone.default"})
 """Operators that return their first operand outside training."""
 BY_MODE: Final = "fusion.in_training"

@@ -26,7 +26,7 @@ from fusionai.backends.torch.packed_linear import (
     packed_bytes,
 )
 from fusionai.backends.torch.packed_siblings import Joined
-from fusionai.ir.levels import Array, LevelLayout, Levels, level_layout, levels_of, numbers_of
+from fusionai.ir.levels import LevelLayout, level_layout, levels_of, numbers_of
 from fusionai.ir.packed import packed_bytes as file_bytes
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.primitives.errors import ExecutionError
@@ -55,17 +55,16 @@ class ServingWeights:
         self._table_layouts = kept_tables(graph, self._layouts, form) if in_blocks else {}
         self._tables: dict[str, PackedTable] = {}
         ways = {(use.weight, use.transposed) for use in self.uses.values()}
-        shapes = [
-            (graph.params[weight].shape[:: -1 if turned else 1], self._layouts.get(weight)) for weight, turned in ways
-        ]
-        self._pages = block_pages(shapes, form) if in_blocks else None
+        stacks = [(matrices_of(graph.params[weight], turned), self._layouts.get(weight)) for weight, turned in ways]
+        matrices = [(shape, layout) for (count, *shape), layout in stacks for _ in range(count)]
+        self._pages = block_pages(matrices, form) if in_blocks else None
         self.tables = packed_graph.lookup_tables(graph)
         self._only_packed = packed_graph.only_packed(graph, self.uses)
         self._named: dict[str, list[str]] = {}
         for value, spec in self._given.items():
             self._named.setdefault(spec.key, []).append(value)
         self._plain: dict[str, Tensor] = {}
-        self._packed: dict[str, dict[int, PackedLinear]] = {}
+        self._packed: dict[str, dict[int, list[PackedLinear]]] = {}
         self._values: dict[str, Tensor | packed_graph.PackedParameter] | None = None
 
     def add(self, key: str, tensor: HostTensor) -> None:
@@ -92,22 +91,27 @@ class ServingWeights:
             return False
         for name, whole in zip(names, wholes, strict=True):
             if (layout := self._layouts.get(whole)) is not None:
-                self._fill(name, whole, layout, levels_of(spec, layout, data))
+                self._fill(name, whole, layout, spec, data)
             if (layout := self._table_layouts.get(name)) is not None:
                 self._tables[name] = PackedTable(spec, layout, bytes(data))
         self._values = None
         return True
 
-    def _fill(self, name: str, whole: str, layout: LevelLayout, rows_of: Callable[[Array], Levels]) -> None:
-        """Write a matrix, or its part of a stack, into the memory of its product."""
+    def _fill(self, name: str, whole: str, layout: LevelLayout, spec: ParamSpec, data: memoryview) -> None:
+        """Write a matrix, its part of a stack, or the matrices of experts into the memory of their products."""
+        uses = [use for use in self.uses.values() if use.weight == whole]
+        turned = uses[0].transposed
         if whole not in self._packed:
-            product = for_levels(self._graph.params[whole].shape, layout, self._pages)
-            self._packed[whole] = {use.node: product for use in self.uses.values() if use.weight == whole}
-        blocks = next(iter(self._packed[whole].values())).blocks
-        assert blocks is not None
+            count, *shape = matrices_of(self._graph.params[whole], turned)
+            products = [for_levels(shape, layout, self._pages) for _ in range(count)]
+            self._packed[whole] = {use.node: products for use in uses}
         before = itertools.takewhile(lambda part: part != name, self._parts.get(whole, ()))
         first = sum(self._given[part].shape[0] for part in before)
-        fill_levels(blocks, first, self._given[name].shape[0], rows_of, layout)
+        _, rows, _ = matrices_of(self._given[name], turned)
+        rows_of = levels_of(spec, layout, data, transposed=turned)
+        for number, product in enumerate(next(iter(self._packed[whole].values()))):
+            assert product.blocks is not None
+            fill_levels(product.blocks, first, rows, lambda some, at=number * rows: rows_of(at + some), layout)
 
     def values(self, names: Iterable[str]) -> dict[str, Tensor | packed_graph.PackedParameter]:
         """Return the interpreter's parameters of these names; all weights must have been imported."""
@@ -117,7 +121,8 @@ class ServingWeights:
 
     @property
     def nbytes(self) -> int:
-        distinct = {id(product): product.nbytes for group in self._packed.values() for product in group.values()}
+        products = (product for group in self._packed.values() for kept in group.values() for product in kept)
+        distinct = {id(product): product.nbytes for product in products}
         tensors = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for group in (self._plain, *self._incomplete.values())
@@ -157,18 +162,21 @@ class ServingWeights:
     def _pack(self, name: str, key: str, given: Callable[[], Tensor]) -> bool:
         """Pack the weight for each product that reads it; return whether any does."""
         uses = [use for use in self.uses.values() if use.weight == name]
-        by_layout: dict[bool, PackedLinear] = {}
+        by_layout: dict[bool, list[PackedLinear]] = {}
         for use in uses:
             if use.transposed not in by_layout:
                 plain = given()
-                by_layout[use.transposed] = pack(
-                    plain.t().contiguous() if use.transposed else plain,
-                    None,
-                    self._form,
-                    key,
-                    in_blocks=self._pages is not None,
-                    pages=self._pages,
-                )
+                by_layout[use.transposed] = [
+                    pack(
+                        one.t().contiguous() if use.transposed else one,
+                        None,
+                        self._form,
+                        key,
+                        in_blocks=self._pages is not None,
+                        pages=self._pages,
+                    )
+                    for one in (plain.unbind(0) if plain.dim() == 3 else [plain])
+                ]
             self._packed.setdefault(name, {})[use.node] = by_layout[use.transposed]
         return bool(uses)
 
@@ -178,14 +186,12 @@ class ServingWeights:
         if packed is None and name not in self.tables:
             assert plain is not None
             return plain
-        with_bias = {number: self._biased(product, self.uses[number]) for number, product in (packed or {}).items()}
+        with_bias = {number: self._biased(kept, self.uses[number]) for number, kept in (packed or {}).items()}
         table = self._tables.get(name)
         return packed_graph.PackedParameter(plain, with_bias, None if table is None else table.rows)
 
-    def _biased(self, product: PackedLinear, use: packed_graph.ProductWeight) -> PackedLinear:
-        if use.bias is None:
-            return product
-        return replace(product, bias=self._plain[use.bias])
+    def _biased(self, kept: list[PackedLinear], use: packed_graph.ProductWeight) -> list[PackedLinear]:
+        return kept if use.bias is None else [replace(product, bias=self._plain[use.bias]) for product in kept]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,13 +222,22 @@ def kept_layouts(given: Mapping[str, ParamSpec], joined: Joined, form: WeightFor
     found: dict[str, LevelLayout] = {}
     uses = packed_graph.products(joined.graph)
     readable = packed_graph.only_packed(joined.graph, uses) | packed_graph.lookup_tables(joined.graph)
-    turned = {use.weight for use in uses.values() if use.transposed}
-    for name in ({use.weight for use in uses.values()} & readable) - turned:
-        layouts = {level_layout(given[part]) for part in joined.parts.get(name, (name,))}
+    for name in {use.weight for use in uses.values()} & readable:
+        ways = {use.transposed for use in uses.values() if use.weight == name}
+        turned = ways.pop()
+        if ways or (turned and len(joined.graph.params[name].shape) == 2):
+            continue
+        layouts = {level_layout(given[part], transposed=turned) for part in joined.parts.get(name, (name,))}
         layout = layouts.pop()
         if layout is not None and not layouts:
             found[name] = layout
     return found
+
+
+def matrices_of(spec: ParamSpec, transposed: bool) -> tuple[int, int, int]:
+    """Return how many matrices a product's weight has, and the shape [out, in] of each."""
+    *count, rows, columns = spec.shape
+    return (prod(count), columns, rows) if transposed else (prod(count), rows, columns)
 
 
 def kept_tables(graph: Graph, kept: Mapping[str, LevelLayout], form: WeightFormat) -> dict[str, LevelLayout]:
@@ -249,8 +264,8 @@ def weight_bytes(graph: Graph, form: WeightFormat, *, in_blocks: bool = False) -
     for name, spec in graph.params.items():
         orientations = {use.transposed for use in uses.values() if use.weight == name}
         for transposed in orientations:
-            rows, columns = reversed(spec.shape) if transposed else spec.shape
-            total_bytes += packed_bytes(rows, columns, form, in_blocks=in_blocks, layout=layouts.get(name))
+            count, rows, columns = matrices_of(spec, transposed)
+            total_bytes += count * packed_bytes(rows, columns, form, in_blocks=in_blocks, layout=layouts.get(name))
         if name in tables:
             total_bytes += file_bytes(spec.packed)
         elif not orientations or name not in plainless:

@@ -21,7 +21,8 @@ from fusionai.backends.torch.operators import PLAIN, checked
 from fusionai.backends.torch.packed_linear import PackedLinear, aligned
 from fusionai.ir.graph import reads
 from fusionai.ir.operators import OPERATORS
-from fusionai.ir.schema import Graph, Node, Ref
+from fusionai.ir.schema import Graph, Node, ParamSpec, Ref
+from fusionai.ir.serving import EXPERT_PRODUCT
 
 _LINEAR: Final = "aten.linear.default"
 _ADDMM: Final = "aten.addmm.default"
@@ -65,17 +66,18 @@ its own."""
 
 @dataclass(frozen=True, slots=True)
 class PackedParameter:
-    """A parameter in memory: `plain` for readers that are not products, `packed` for each product (by node id). `rows`
-    returns rows of a table that is kept as a quantised file holds it."""
+    """A parameter in memory: `plain` for readers that are not products, `packed` for each product (by node id): its
+    matrix, or the matrix of each expert. `rows` returns rows of a table that is kept as a quantised file holds it."""
 
     plain: Tensor | None
-    packed: Mapping[int, PackedLinear]
+    packed: Mapping[int, Sequence[PackedLinear]]
     rows: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ProductWeight:
-    """The parameter of a product. `transposed`: it is stored [in, out]. `bias`: value name of the bias, or None."""
+    """The parameter of a product: a matrix, or a stack of an expert's matrices each. `transposed`: it is stored [in,
+    out]. `bias`: value name of the bias, or None."""
 
     node: int
     weight: str
@@ -84,16 +86,20 @@ class ProductWeight:
 
 
 def products(graph: Graph) -> dict[int, ProductWeight]:
-    """Return node id -> the parameter it multiplies by, for every product of an activation with a matrix."""
+    """Return node id -> the parameter it multiplies by, for every product of an activation with a matrix, or with those
+    of chosen experts."""
     found: dict[int, ProductWeight] = {}
     for node in graph.nodes:
         use = _use(node)
-        if use is None or use.weight not in graph.params or len(graph.params[use.weight].shape) != 2:
+        if use is None or use.weight not in graph.params:
+            continue
+        if len(graph.params[use.weight].shape) != (3 if node.op == EXPERT_PRODUCT else 2):
             continue
         biased = use.bias is None or use.bias in graph.params
         operands = [value for value in reads(node) if value not in (use.weight, use.bias)]
         floats = graph.params[use.weight].dtype == "float32"
-        if biased and floats and len(operands) == 1 and operands[0] not in graph.params:
+        numbers = 2 if node.op == EXPERT_PRODUCT else 1
+        if biased and floats and len(operands) == numbers and operands[0] not in graph.params:
             found[node.id] = use
     return found
 
@@ -134,7 +140,7 @@ def kernels(graph: Graph, uses: Mapping[int, ProductWeight], tables: frozenset[s
     found: dict[int, Callable[..., Any]] = {}
     for node in graph.nodes:
         if node.id in uses:
-            found[node.id] = _product(node)
+            found[node.id] = _product(node, graph.params[uses[node.id].weight])
         elif node.op == _EMBEDDING and next(reads(node)) in held:
             found[node.id] = _lookup(DTYPES[graph.values[node.outputs[0]].dtype])
         elif any(value in held for value in reads(node)):
@@ -212,6 +218,8 @@ def _use(node: Node) -> ProductWeight | None:
     match node.op, names:
         case "aten.linear.default", [str(), str(weight), *rest]:
             return ProductWeight(node.id, weight, transposed=False, bias=rest[0] if rest else None)
+        case "fusion.expert_linear", [str(), str(weight), str()]:
+            return ProductWeight(node.id, weight, transposed=node.kwargs.get("transposed") is True, bias=None)
         case "aten.addmm.default", [str(bias), str(), str(weight)] if not node.kwargs:
             return ProductWeight(node.id, weight, transposed=True, bias=bias)
         case _ if node.op in _PLAIN_PRODUCTS and len(names) == 2 and names[0] and names[1]:
@@ -220,13 +228,38 @@ def _use(node: Node) -> ProductWeight | None:
             return None
 
 
-def _product(node: Node) -> Callable[..., Tensor]:
+def _product(node: Node, spec: ParamSpec) -> Callable[..., Tensor]:
     """Return a function called like the node's operator, with the weight as `PackedParameter`; the packed product
-    contains the bias."""
+    contains the bias. `spec`: of the weight."""
     identity = node.id
-    if node.op == _ADDMM:
-        return lambda _bias, x, weight: weight.packed[identity](x)
-    return lambda x, weight, _bias=None: weight.packed[identity](x)
+    match node.op:
+        case "fusion.expert_linear":
+            # The rules read no more than the weight's shape.
+            check = checked(node.op, lambda *_, **__: None)
+
+            def run(x: Tensor, weight: PackedParameter, experts: Tensor, **options: Any) -> Tensor:
+                check(x, spec, experts, **options)
+                return by_experts(weight.packed[identity], x, experts)
+
+            return run
+        case "aten.addmm.default":
+            return lambda _bias, x, weight: weight.packed[identity][0](x)
+        case _:
+            return lambda x, weight, _bias=None: weight.packed[identity][0](x)
+
+
+def by_experts(products: Sequence[PackedLinear], x: Tensor, experts: Tensor) -> Tensor:
+    """Return [rows, out] for x [rows, in]: each row's product with the matrix of its expert, experts int64 [rows]. The
+    rows of an expert are multiplied together, which changes no bit of any of them."""
+    if not x.shape[0]:
+        return products[0](x)
+    order = experts.argsort(stable=True)
+    counts = torch.bincount(experts, minlength=len(products)).tolist()
+    rows = zip(products, x[order].split(counts), strict=True)
+    made = torch.cat([product(own) for product, own in rows if own.shape[0]])
+    result = torch.empty_like(made)
+    result[order] = made
+    return result
 
 
 def _lookup(dtype: torch.dtype) -> Callable[..., Tensor]:

@@ -107,7 +107,7 @@ class RowProgram:
             weight = uses[node].weight
             held = values([weight])[weight]
             assert isinstance(held, PackedParameter)
-            blocks = held.packed[node].blocks
+            blocks = held.packed[node][0].blocks
             assert blocks is not None
             self._held.append(blocks)
             factor = products.factor_of(blocks)

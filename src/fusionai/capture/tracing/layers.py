@@ -5,10 +5,9 @@ Transformers computes recurrent layers by fused kernels, or else by loops over p
 unroll to one length. Its modules call them by a few names that all models share. While a module is traced, those names
 mean the same formulas around `fusion::linear_scan` or `fusion::linear_attention`. A call with other options is refused.
 
-Mixtures of experts become grouped matrix products in graphs that train; everything except the products with experts'
-weights is plain operators, in the order of transformers' own batched form. That form gathers the weights of each
-token's experts. It suits serving, where rows are few and each row's bits must not depend on the others, but for
-thousands of tokens the copies do not fit in memory. Phi's mixtures choose experts by SparseMixer (arXiv 2409.12136): in
+Mixtures of experts become grouped matrix products; everything except the products with experts' weights is plain
+operators, in the order of transformers' own batched form. That form gathers the weights of each token's experts, whose
+copies do not fit in memory. Phi's mixtures choose experts by SparseMixer (arXiv 2409.12136): in
 training by random draws, with a gradient that an `autograd.Function` defines. The router here gives
 the same numbers and have this gradient by automatic differentiation. In evaluation nothing is drawn."""
 
