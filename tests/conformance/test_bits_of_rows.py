@@ -150,8 +150,8 @@ def test_a_row_is_reduced_to_the_same_bits_among_any_number(name: str) -> None:
 
 @pytest.mark.parametrize("items", [1, 2, 3, 7, 16, 40])
 @pytest.mark.parametrize("shape", [(24, 33), (48, 64), (64, 256)])
-def test_a_gathered_expert_s_product_is_the_same_among_any_number(items: int, shape: tuple[int, int]) -> None:
-    """Mixtures gather a matrix for every row in serving: a batch of products of one row each."""
+def test_a_product_of_batches_is_the_same_among_any_number(items: int, shape: tuple[int, int]) -> None:
+    """Modules that choose a matrix for every row multiply so: a batch of products of one row each."""
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn((40, *shape), generator=generator)
     x = torch.randn((40, shape[1], 1), generator=generator)

@@ -109,3 +109,34 @@ def test_matrices_that_stay_packed_count_as_they_are_kept():
         msgspec.structs.replace(given, nodes=nodes), weights="packed", cache="fp32", pass_tokens=1
     )
     assert layer.parameter_bytes == whole[1].parameter_bytes, "products of columns read the numbers"
+
+
+def test_a_token_reads_the_experts_that_it_chooses() -> None:
+    """Eight matrices [16, 32], of which a position takes two."""
+    made = graph()
+    values = {
+        **made.values,
+        "stack": ValueSpec((8, 16, 32), "float32"),
+        "rows": ValueSpec(("2*s", 32), "float32"),
+        "chosen": ValueSpec(("2*s",), "int64"),
+        "mixed": ValueSpec(("2*s", 16), "float32"),
+    }
+    node = Node(
+        id=9, op="fusion.expert_linear", args=(Ref("rows"), Ref("stack"), Ref("chosen")), outputs=("mixed",), block=1
+    )  # fmt: skip
+    stack = ParamSpec(key="stack", kind="parameter", shape=(8, 16, 32), dtype="float32")
+    with_experts = msgspec.structs.replace(
+        made,
+        inputs=(*made.inputs, "rows", "chosen"),
+        values=values,
+        params={**made.params, "stack": stack},
+        nodes=(*made.nodes, node),
+    )
+    before, after = (
+        serving_costs(one, weights="bf16", cache="fp32", pass_tokens=64)[1] for one in (made, with_experts)
+    )
+    assert after.parameter_bytes - before.parameter_bytes == 8 * 16 * 32 * 2
+    assert after.looked_up_bytes - before.looked_up_bytes == 6 * 16 * 32 * 2
+    assert after.forward_flops - before.forward_flops == 2 * (2 * 16 * 32)
+    # Rows, no copies of matrices.
+    assert after.workspace_bytes - before.workspace_bytes <= 4 * 8 * 16 * 32 + 2 * 64 * 4 * 32

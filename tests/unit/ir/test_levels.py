@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -113,6 +114,47 @@ def test_matrices_that_libraries_wrote_have_levels_or_are_unpacked(path: Path):
         assert layout == WRITTEN.get(path.stem)
         if layout is not None:
             assert_equal(matrix.packings[0], bytes(matrix.stored.mapped()), layout)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
+def test_a_stack_has_its_matrices_rows_one_below_the_other(kind: str):
+    """Experts of a GGUF file: for each of three, a matrix of gates and one of upper halves."""
+    parts = [gguf_matrix(kind, 10, 256, seed) for seed in range(6)]
+    spec = ParamSpec(
+        key="w", kind="parameter", shape=(3, 20, 256), dtype="float32", packed=tuple(packing for packing, _ in parts)
+    )
+    layout, data = level_layout(spec), memoryview(b"".join(some for _, some in parts))
+    assert layout == level_layout(spec_of(parts[0][0]))
+    expected = unpacked(spec.packed, data).reshape(60, 256)
+    read = levels_of(spec, layout, data)
+    for rows in (np.arange(60), np.arange(8, 12), np.array([59, 0, 31, 30, 31])):
+        assert np.array_equal(numbers_of(read(rows), layout), expected[rows])
+    with pytest.raises(GraphError, match="bytes"):
+        levels_of(spec, layout, memoryview(bytes(data) + b"0"))
+    mixed = (*spec.packed[:5], gguf_matrix("Q4_0", 10, 256, 1)[0])
+    assert level_layout(msgspec.structs.replace(spec, packed=mixed)) is None, "of two layouts"
+    narrow = msgspec.structs.replace(spec, shape=(3, 40, 128))
+    assert level_layout(narrow) is None, "a packed row is two rows"
+
+
+def test_a_stack_that_products_read_turned_lies_in_the_file_as_they_read_it():
+    """gpt-oss: the module has [experts, in, out], its file [experts, out, in / 32 blocks]."""
+    generator = np.random.default_rng(2)
+    codes, scales = (
+        generator.integers(low, high, 3 * 48 * size, np.uint8) for low, high, size in ((0, 256, 32), (120, 130, 2))
+    )
+    parts = (
+        PackedPart("uint8", (3, 48, 2, 16)), PackedPart("float8_e8m0fnu", (3, 48, 2)), PackedPart("float32", (0,)),
+    )  # fmt: skip
+    packing = Packing(form="float4", shape=(3, 64, 48), parts=parts, turned=True)
+    spec = ParamSpec(key="w", kind="parameter", shape=packing.shape, dtype="float32", packed=(packing,))
+    data = memoryview(codes.tobytes() + scales.tobytes())
+    assert level_layout(spec) is None
+    layout = level_layout(spec, transposed=True)
+    assert layout == LevelLayout(4, 32, floats="e2m1")
+    expected = unpacked((packing,), data).reshape(3, 64, 48).swapaxes(1, 2).reshape(144, 64)
+    made = levels_of(spec, layout, data, transposed=True)(np.arange(144))
+    assert np.array_equal(numbers_of(made, layout), expected)
 
 
 def test_a_layout_says_its_bytes():

@@ -186,7 +186,7 @@ def gated(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def one_by_one(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a product of two batches of matrices that is computed item by item. The number of items depends on all
-    rows of a pass (mixtures of experts gather a matrix for every row), and libraries may choose kernels by that number.
+    rows of a pass (a module may gather a matrix for every row), and libraries may choose kernels by that number.
     Here every call has the sizes of one item."""
 
     def run(a: Tensor, b: Tensor) -> Tensor:
