@@ -212,6 +212,50 @@ def equals_transformers(family: Served) -> None:
         assert np.array_equal(family.pipeline.run([segment], prompt, [len(prompt) - 1])[0], together[number])
 
 
+_COPIED = {"gemma2": _EVERYWHERE["gemma2"], "mamba2": _STATES["mamba2"], "lfm2": _STATES["lfm2"], "llama": {}}
+
+
+@pytest.mark.parametrize(("name", "changes"), [
+    pytest.param(name, changes, marks=pytest.mark.slow if name in ("gemma2", "mamba2") else pytest.mark.long)
+    for name, changes in _COPIED.items()
+])  # fmt: skip
+@pytest.mark.parametrize("kinds", [("torch",), pytest.param(("jax", "onnxruntime", "torch"), marks=pytest.mark.long)])
+def test_a_text_goes_on_from_a_copy_with_the_bits_of_one_that_was_read(
+    name: str, changes: dict[str, Any], kinds: tuple[str, ...]
+) -> None:
+    """Of windows, states and pages: two texts begin as a copy that was taken of a third while it was read, also after
+    that one has gone on and was dropped."""
+    for kind in kinds[:-1]:
+        pytest.importorskip(kind, reason=f"the extra fusionai[{kind}] is not installed")
+    family = family_of(name, changes, kinds=kinds)
+    generator = np.random.default_rng(5)
+    common, *ends = ([int(token) for token in generator.integers(3, 67, length)] for length in (32, 20, 24, 20))
+    shared = tuple(range(-(-32 // OPTIONS.page_tokens)))
+
+    def pages(first: int, behind: tuple[int, ...] = ()) -> tuple[int, ...]:
+        return (*behind, *range(first, first + 15 - len(behind)))
+
+    cold: list[np.ndarray] = []
+    for number, end in enumerate(ends, 1):
+        family.pipeline.forget_all()
+        family.pipeline.run([Segment(number, 0, 32, 0, pages(20))], common, [31])
+        rows = [family.pipeline.run([Segment(number, 32, len(end))], end, [len(end) - 1])[0]]
+        rows.append(family.pipeline.run([Segment(number, 32 + len(end), 1)], [5], [0])[0])
+        cold.append(np.stack(rows))
+    family.pipeline.forget_all()
+    copy = 2**61
+    family.pipeline.run([Segment(1, 0, 32, 0, pages(20, shared), 0, 0, copy)], common, [31])
+    warm = [[family.pipeline.run([Segment(1, 32, len(ends[0]))], ends[0], [len(ends[0]) - 1])[0]]]
+    begun = [Segment(number, 32, len(ends[number - 1]), 0, pages(20 * number, shared), 0, copy) for number in (2, 3)]
+    together = family.pipeline.run(begun, [*ends[1], *ends[2]], [23, 43])
+    warm += [[row] for row in together]
+    family.pipeline.forget([copy])
+    for number, end in enumerate(ends, 1):
+        warm[number - 1].append(family.pipeline.run([Segment(number, 32 + len(end), 1)], [5], [0])[0])
+    for one, other in zip(warm, cold, strict=True):
+        assert np.array_equal(np.stack(one), other)
+
+
 _LONG: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 700},

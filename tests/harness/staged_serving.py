@@ -61,6 +61,10 @@ class Pipeline:
             values |= program.run(segments, inputs, wanted=wanted, rows=rows if is_last else None)
         return np.frombuffer(values[LOGITS].data, dtype=np.float32).reshape(len(rows), -1)
 
+    def forget(self, sessions: Sequence[int]) -> None:
+        for program in self.programs:
+            program.forget(sessions)
+
     def forget_all(self) -> None:
         for program in self.programs:
             program.forget_all()

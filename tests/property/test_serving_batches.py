@@ -15,7 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fusionai.coordination.serving.admission import PROBE_SESSION, BatchLimits, QueueFull
 from fusionai.coordination.serving.batching import Batcher
+from fusionai.coordination.serving.beginnings import Beginnings
 from fusionai.coordination.serving.sessions import PassPlan, SessionSpec
+from fusionai.wire.serving import Segment
 from harness.examples import examples
 
 pytestmark = pytest.mark.slow
@@ -34,11 +36,11 @@ class Batches(RuleBasedStateMachine):
         in_flight=st.integers(1, 3),
         chunks=st.integers(1, 2),
         reserve=st.sampled_from((0, 6)),
-        prefix=st.booleans(),
+        kind=st.sampled_from(("nothing shared", "pages", "copies")),
         queue=st.integers(1, 6),
     )
     def begin(
-        self, pages: int, sessions: int, in_flight: int, chunks: int, reserve: int, prefix: bool, queue: int
+        self, pages: int, sessions: int, in_flight: int, chunks: int, reserve: int, kind: str, queue: int
     ) -> None:
         self.limits = BatchLimits(
             pages=pages,
@@ -48,21 +50,27 @@ class Batches(RuleBasedStateMachine):
             in_flight=in_flight,
             chunk_tokens=5,
             queue=queue,
-            prefix=prefix,
+            prefix=kind != "nothing shared",
+            copies=kind == "copies",
+            tile_tokens=1 if kind == "copies" else None,
             reserve_tokens=reserve,
             probe_tokens=3,
         )
         self.batcher = Batcher(self.limits)
+        self.batcher.beginnings = Beginnings(self.limits.unit, least_tokens=3, tokens_behind=1)
         self.now_s = 0.0
         self.numbers = 0
         self.last_pass = -1
         self.content: dict[tuple[int, int], tuple[str, int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
+        self.states: dict[int, list[tuple[str, int]]] = {}
+        """What a state stands for that a stage carries, by session or copy."""
         self.tokens: dict[int, list[int]] = {}
         """Of those that have not ended: prompt and what was emitted."""
         self.specs: dict[int, SessionSpec] = {}
         self.flying: list[PassPlan] = []
+        self.copies = self.begun = 0
         self.held: set[int] = set()
         """For whom somebody guesses."""
         self.retries_s: list[float] = []
@@ -77,6 +85,8 @@ class Batches(RuleBasedStateMachine):
     )
     def submit(self, prompt: list[int], max_tokens: int, scope: str, deadline_s: float | None) -> None:
         self.numbers += 1
+        if self.limits.copies:  # texts that begin alike
+            scope, max_tokens, prompt = "a", max(1, max_tokens), [0] * (3 + len(prompt))
         spec = SessionSpec(
             number=self.numbers,
             scope=scope,
@@ -152,12 +162,16 @@ class Batches(RuleBasedStateMachine):
         segments = self.batcher.segments_for_rebuild()
         self.batcher.caches_lost()
         retained, self.content, self.tables, self.cached = self.content, {}, {}, {}
+        self.states.clear()
         written: set[tuple[int, int]] = set()
         for segment in segments:
             places = self._places(segment.pages, segment.start, segment.length)
             assert not written & set(places), "a shared page is rebuilt once"
             written.update(places)
             self.content |= {place: retained[place] for place in places}
+            if self.limits.copies:
+                assert segment.start == 0, "states are computed from the beginning"
+                self.states[segment.session] = [retained[place] for place in places]
             self.tables[segment.session] = list(segment.pages)
             self.cached[segment.session] = segment.start + segment.length
 
@@ -224,6 +238,7 @@ class Batches(RuleBasedStateMachine):
         for gone in plan.forget:
             self.tables.pop(gone, None)
             self.cached.pop(gone, None)
+            self.states.pop(gone, None)
         given = iter(plan.tokens)
         for segment in plan.segments:
             before = under_way.get(segment.session)
@@ -242,7 +257,23 @@ class Batches(RuleBasedStateMachine):
                 assert sharing in ([], [segment.session]), "a page that others read is written"
                 self.content[place] = (spec.scope, next(given))
             self.cached[segment.session] = segment.start + segment.length
+            if self.limits.copies:
+                self._carry(segment, known)
         assert len(self.tables) <= self.limits.sessions
+        assert len(self.states) <= self.limits.sessions
+
+    def _carry(self, segment: Segment, known: list[tuple[str, int]]) -> None:
+        """What a stage does that has a state for each session: it begins at nothing, at a copy, or goes on."""
+        before = self.states[segment.source or segment.session] if segment.start else []
+        assert before[: segment.start] == known, "a state is that of another text"
+        assert len(before) == segment.start or not segment.source
+        after = self._places(self.tables[segment.session], segment.start, segment.length)
+        self.states[segment.session] = known + [self.content[place] for place in after]
+        if segment.kept_as:
+            assert segment.kept_as not in self.states
+            self.states[segment.kept_as] = list(self.states[segment.session])
+            self.copies += 1
+        self.begun += segment.source > 0
 
     def _living_tables(self) -> list[tuple[int, tuple[int, ...]]]:
         pages = self.batcher.pages

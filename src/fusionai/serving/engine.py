@@ -370,9 +370,10 @@ def batch_limits(job: ServingJob, deployment: Deployment) -> BatchLimits:
         tile_tokens=job.tile_tokens and min(job.tile_tokens, job.chunk_tokens, options.pass_tokens),
         # The ring buffer of a layer with a window has room for the window and one pass, and states are those after two
         # passes.
-        ahead_tokens=0 if job.carries_states else None if job.prefix_cache else options.pass_tokens,
+        ahead_tokens=0 if job.carries_states else options.pass_tokens if job.has_windows else None,
         queue=job.queue,
-        prefix=job.prefix_cache and not job.carries_states,
+        prefix=job.prefix_cache,
+        copies=job.has_windows or job.carries_states,
         probe_tokens=PROBE_TOKENS,
     )
 

@@ -21,7 +21,7 @@ from fusionai.execution.serving.stage import keeps_positions
 from fusionai.ir import schema
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph
-from fusionai.ir.serving import FROM_SEGMENTS, HIDDEN, LOGITS, serving_graph
+from fusionai.ir.serving import ATTENTION, FROM_SEGMENTS, HIDDEN, LOGITS, serving_graph
 from fusionai.ir.states import carries
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.ids import JobId, PeerId
@@ -53,7 +53,7 @@ class ServingJob:
     adapters: tuple[str, ...] = ()
     """Names of the adapters; an adapter's number is its place here plus 1."""
     prefix_cache: bool = True
-    """Must be off for layers with a window or a state: ring buffers and states belong to one session."""
+    """Whether texts begin with what the stages have of earlier texts with the same beginning."""
     in_flight: int = 0
     """Number of passes in flight; 0: as many as there are machines with stages."""
     queue: int = 256
@@ -73,8 +73,16 @@ class ServingJob:
     @property
     def carries_states(self) -> bool:
         """Whether stages keep states, which can't go back to any position: a text then has one pass under way at a
-        time, no guesses and no prefix cache."""
+        time, and no guesses."""
         return not self.options.whole and carries(self.graph)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether stages keep the last positions of a session in rings, for attention with a window that texts can
+        outgrow."""
+        longest = self.options.pages * self.options.page_tokens
+        windows = [node.kwargs.get("window") for node in self.graph.nodes if node.op == ATTENTION]
+        return not self.options.whole and any(isinstance(one, int) and one < longest for one in windows)
 
 
 def weight_keys(graph: Graph) -> tuple[str, ...]:

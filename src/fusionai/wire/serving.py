@@ -60,6 +60,10 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     first_page: Count = 0
     pages: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_PAGES)], ...], Meta(max_length=65_536)] = ()
     adapter: Annotated[int, Meta(ge=0, le=MAX_ADAPTERS)] = 0
+    source: Count = 0
+    """The session begins at `start` as a copy of this one, which the stage has up to there; 0: it is none."""
+    kept_as: Count = 0
+    """What the stage has of the session after the segment is also kept as this session; 0: it is not."""
 
 
 class StageDelay(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -46,13 +46,21 @@ class CheckedPass:
         return list(range(self.positions) if self.rows is None else self.rows)
 
 
+class PlacedCache(Protocol):
+    """A cache of one node."""
+
+    def copy_place(self, source: int, target: int) -> None:
+        """Copy what one place holds to another. A cache in pages has no places and copies nothing."""
+
+
 class ServingProgram(ABC):
     """One loaded stage with its weights and caches.
 
     `fusion.attention` nodes append their keys and values to the cache of each segment's session and attend to all
     positions of that session up to each position. Layers with a window keep one ring per session, as long as the window
     plus a pass; other layers are paged by the session's page table. Nodes that carry a state (`ir.states`) keep the
-    states after a session's last two passes; a session continues at one of these positions, or at 0. The bits of a
+    states after a session's last two passes; a session continues at one of these positions, or at 0. A session may
+    begin as a copy of another, and may be kept as a copy (`wire.serving.Segment`). The bits of a
     session's rows do not depend on what else is in the pass, nor on whether up to `FEW_POSITIONS` positions after the
     session's first pass come together or one by one.
     """
@@ -142,6 +150,16 @@ class ServingProgram(ABC):
     def resident_bytes(self) -> int:
         """Bytes of the weights as they are kept, and of the caches."""
 
+    def _copy_places(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy rings and states from one session's place to another's, for (from, to)."""
+        for source, target in pairs:
+            for cache in self._placed():
+                cache.copy_place(source, target)
+
+    def _placed(self) -> Iterable[PlacedCache]:
+        """Return the caches with a place for each session."""
+        return ()
+
     @abstractmethod
     def _computed(self, work: CheckedPass) -> dict[str, HostTensor]:
         """Return the wanted values of a pass."""
@@ -169,8 +187,10 @@ class ServingProgram(ABC):
             raise ExecutionError(f"the pass has {positions} positions, but rows up to {max(rows)} are requested.")
         self.allocate()
         spans = self._table.place(segments) if self._keeps else ()
+        self._copy_places([(span.source, span.ring) for span in spans if span.source >= 0])
         results = self._computed(CheckedPass(spans, fed, names, rows, positions))
-        self._table.computed(spans)
+        self._table.computed(segments, spans)
+        self._copy_places([(span.ring, span.kept_in) for span in spans if span.kept_in >= 0])
         return results
 
     def forget(self, sessions: Iterable[int]) -> None:

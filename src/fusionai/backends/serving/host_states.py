@@ -39,6 +39,10 @@ class HostStates:
         step = {"window": self._convolve, "scan": self._scan, "matrix": self._attend}[self.shape.kind]
         return step(spans, *tensors)
 
+    def copy_place(self, source: int, target: int) -> None:
+        places = self._slots.reshape(-1, STATES_PER_SESSION, *self.shape.shape)
+        places[target] = places[source]
+
     def _before(self, span: RowSpan) -> Array:
         return np.zeros(self.shape.shape, np.float32) if span.state < 0 else self._slots[span.state]
 

@@ -42,7 +42,8 @@ class CachedSession:
 class RowSpan:
     """One segment's part of a pass: rows [first, first + length) of the pack are positions [start, end) of a session.
     `pages`: the page table up to `end`. `state`, `next_state`: the slots of the states before and after these
-    positions; `state` is -1 at the beginning of a text."""
+    positions; `state` is -1 at the beginning of a text. `source`: the place (ring and states) that is copied to `ring`
+    before, `kept_in`: that to which `ring` is copied after; -1: none."""
 
     session: int
     first: int
@@ -52,6 +53,8 @@ class RowSpan:
     ring: int
     state: int = -1
     next_state: int = -1
+    source: int = -1
+    kept_in: int = -1
 
     @property
     def end(self) -> int:
@@ -79,9 +82,11 @@ class SessionTable:
         spans: list[RowSpan] = []
         first = 0
         for segment in segments:
-            session = self._sessions.setdefault(segment.session, CachedSession())
-            if (self._windows or self._states) and session.ring < 0:
-                session.ring = self._free_rings.pop()
+            session = self._place_of(segment.session)
+            source = -1
+            if segment.source:
+                other = self._sessions[segment.source]
+                session.written, session.states, source = other.written, list(other.states), other.ring
             session.pages = changed[segment.session]
             session.length = segment.start
             if segment.start == 0:
@@ -96,6 +101,8 @@ class SessionTable:
                 session.ring,
                 state,
                 following,
+                source,
+                self._place_of(segment.kept_as).ring if segment.kept_as else -1,
             )
             if self._paged:
                 for page, begin, _ in self._written_pages(span):
@@ -105,9 +112,15 @@ class SessionTable:
             first += segment.length
         return tuple(spans)
 
-    def computed(self, spans: Iterable[RowSpan]) -> None:
-        """Mark the positions of these spans as cached."""
-        for span in spans:
+    def _place_of(self, number: int) -> CachedSession:
+        session = self._sessions.setdefault(number, CachedSession())
+        if (self._windows or self._states) and session.ring < 0:
+            session.ring = self._free_rings.pop()
+        return session
+
+    def computed(self, segments: Iterable[Segment], spans: Iterable[RowSpan]) -> None:
+        """Mark the positions of these spans, which are those of the segments, as cached."""
+        for segment, span in zip(segments, spans, strict=False):  # a stage that keeps nothing has no spans
             session = self._sessions[span.session]
             session.length = span.end
             if span.next_state >= 0:
@@ -115,6 +128,10 @@ class SessionTable:
             if self._paged:
                 for page, _, end in self._written_pages(span):
                     self._filled[page] = end
+            if segment.kept_as:
+                kept = self._sessions[segment.kept_as]
+                kept.pages, kept.length, kept.written = list(session.pages), session.length, session.written
+                kept.states = list(session.states)
 
     def _states_of(self, session: CachedSession, start: int) -> tuple[int, int]:
         """Return the slots of the state at `start` and of the one after the pass. The latter holds nothing until the
@@ -148,11 +165,17 @@ class SessionTable:
         nothing."""
         tables: dict[int, list[int]] = {}
         writers: dict[int, int] = {}
+        named = [segment.session for segment in segments] + [one.kept_as for one in segments if one.kept_as]
+        if len(set(named)) < len(named):
+            twice = next(number for number in named if named.count(number) > 1)
+            raise ExecutionError(f"session {twice} has two segments in one pass.")
         for segment in segments:
             number = segment.session
-            if number in tables:
-                raise ExecutionError(f"session {number} has two segments in one pass.")
             session = self._sessions.get(number, CachedSession())
+            if segment.source:
+                session = self._sessions.get(segment.source, CachedSession())
+                if segment.source in named:
+                    raise ExecutionError(f"session {segment.source} is copied and changed in one pass.")
             table = self._table(session, segment)
             self._check_start(session, segment, table)
             if self._paged:
@@ -161,7 +184,7 @@ class SessionTable:
                     if writers.setdefault(page, number) != number:
                         raise ExecutionError(f"sessions {writers[page]} and {number} both write page {page}.")
             tables[number] = table
-        new = sum(number not in self._sessions for number in tables)
+        new = sum(number not in self._sessions for number in named)
         if len(self._sessions) + new > self._options.sessions:
             raise ExecutionError(
                 f"{len(self._sessions)} sessions exist and the pass adds {new}; the limit is {self._options.sessions}.",
@@ -195,13 +218,15 @@ class SessionTable:
     def _check_start(self, session: CachedSession, segment: Segment, table: Sequence[int]) -> None:
         start = segment.start
         known = session.length
+        if segment.source and self._paged:
+            known = min(known, self._filled_positions(table))
         if self._states and start and start not in session.states:
             raise ExecutionError(
                 f"session {segment.session} starts at position {start}, but its states are those after "
                 f"{' and '.join(str(end) for end in session.states if end >= 0) or 'no'} positions.",
                 hint="Send its tokens from position 0 on.",
             )
-        if start > known and self._paged and not self._windows and not self._states:
+        if start > known and self._paged and not self._windows and not self._states and not segment.source:
             # The first positions may be in pages that another session filled.
             known = self._filled_positions(table)
         if start > known:

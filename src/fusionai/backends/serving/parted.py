@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from fusionai.backends.binding import check_indices, shape_of, with_rows
 from fusionai.backends.semantics import Scores, visible_keys
-from fusionai.backends.serving.base import CheckedPass, ServingProgram, array_of
+from fusionai.backends.serving.base import CheckedPass, PlacedCache, ServingProgram, array_of
 from fusionai.backends.serving.host_states import HostStates
 from fusionai.backends.serving.page_table import LayerShape, RowSpan, first_key, one_by_one
 from fusionai.ir.graph import consumers, needed_nodes, reads
@@ -133,6 +133,12 @@ class HostCache:
         keys, values = (_decoded(half[slots], self._format) for half in self._halves)
         return keys, values
 
+    def copy_place(self, source: int, target: int) -> None:
+        if self.window is not None:
+            for half in self._halves:
+                rings = half.reshape(-1, self._capacity, *half.shape[1:])
+                rings[target] = rings[source]
+
     def _slots(self, span: RowSpan, first: int) -> npt.NDArray[np.int64]:
         """Return the cache slots of positions `first` to the end of the span."""
         positions = np.arange(first, span.end)
@@ -213,6 +219,9 @@ class PartedServing(ServingProgram):
         if self._caches is None:
             self._caches = {shape.node: HostCache(shape, self._options) for shape in self._layers}
             self._held = {shape.node: HostStates(shape, self._options) for shape in self._states}
+
+    def _placed(self) -> Iterable[PlacedCache]:
+        return (*(self._caches or {}).values(), *self._held.values())
 
     @property
     def _cache_bytes(self) -> int:

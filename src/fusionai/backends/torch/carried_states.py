@@ -37,6 +37,10 @@ class NodeStates:
     def nbytes(self) -> int:
         return self._slots.untyped_storage().nbytes()
 
+    def copy_place(self, source: int, target: int) -> None:
+        places = self._slots.unflatten(0, (-1, STATES_PER_SESSION))
+        places[target] = places[source]
+
     def before(self, span: RowSpan) -> Tensor:
         """Return the state before the span."""
         return self._slots.new_zeros(self.shape.shape) if span.state < 0 else self._slots[span.state]

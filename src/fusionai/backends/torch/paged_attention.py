@@ -110,6 +110,11 @@ class LayerCache:
             given = new[0].transpose(0, 1)
             rows.index_copy_(0, slots, given if given.dtype == rows.dtype else given.to(rows.dtype))
 
+    def copy_place(self, source: int, target: int) -> None:
+        if self.window is not None:
+            for block in self._blocks:
+                block[target] = block[source]
+
     def read(self, layout: PassLayout, number: int) -> tuple[Tensor, Tensor]:
         """Return (keys, values), float32 [1, heads, positions, width], that span `number` may see."""
         span = layout.spans[number]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fusionai.backends.binding import shape_of, with_rows
 from fusionai.backends.semantics import DropoutKey, Scores
-from fusionai.backends.serving.base import CheckedPass, ServingProgram, array_of, largest_pass
+from fusionai.backends.serving.base import CheckedPass, PlacedCache, ServingProgram, array_of, largest_pass
 from fusionai.backends.serving.page_table import RowSpan, one_by_one
 from fusionai.backends.state import ProgramSize
 from fusionai.backends.torch import carried_states, packed_graph
@@ -107,6 +107,9 @@ class TorchServingProgram(ServingProgram):
         if self._caches is None:
             self._caches = {shape.node: LayerCache(shape, self._options, self._device) for shape in self._layers}
             self._held = {shape.node: NodeStates(shape, self._options, self._device) for shape in self._states}
+
+    def _placed(self) -> Iterable[PlacedCache]:
+        return (*(self._caches or {}).values(), *self._held.values())
 
     @property
     def resident_bytes(self) -> int:

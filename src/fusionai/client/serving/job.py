@@ -116,7 +116,6 @@ def serving_job(
         context_tokens=sizes.context_tokens,
         stop_tokens=model.texts.stop_tokens,
         adapters=tuple(adapter.name for adapter in model.adapters),
-        prefix_cache=not (model.windows or model.states),
         tile_tokens=TILE_POSITIONS if tiled else None,
         balance_tokens=balanced_at,
         in_flight=max(sizes.passes_in_flight, len(plan.stages)),

@@ -26,8 +26,10 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from math import lcm
 from typing import Final
 
+from fusionai.coordination.serving.beginnings import Beginnings
 from fusionai.coordination.serving.pages import Match, Pages
 from fusionai.coordination.serving.sessions import Session, SessionSpec, Text
 from fusionai.primitives.errors import FusionError
@@ -52,7 +54,9 @@ class BatchLimits:
     its answer for which an admitted session must find pages. `queue`: limit on waiting sessions. `decoding_passes`:
     number of passes over which decoding sessions are spread; None: as many as are in flight. `chunk_tokens`: longest
     piece of a prompt; `tile_tokens`: pieces are multiples of this, None: of `chunk_tokens`. `ahead_tokens`: limit on
-    one session's positions in passes under way, beyond which stages could not go back; None: no limit."""
+    one session's positions in passes under way, beyond which stages could not go back; None: no limit. `prefix`: texts
+    begin with what is cached of earlier ones. `copies`: stages keep windows or states, which pages do not share, so a
+    text can only begin as a copy of another (`beginnings`)."""
 
     pages: int
     page_tokens: int
@@ -62,6 +66,7 @@ class BatchLimits:
     chunk_tokens: int
     queue: int
     prefix: bool = True
+    copies: bool = False
     reserve_tokens: int = 64
     probe_tokens: int = 8
     decoding_passes: int | None = None
@@ -80,6 +85,12 @@ class BatchLimits:
     @property
     def tile(self) -> int:
         return self.chunk_tokens if self.tile_tokens is None else self.tile_tokens
+
+    @property
+    def unit(self) -> int:
+        """Beginnings that are kept have a multiple of this many tokens: whole pages, and whole tiles, so that pieces of
+        a prompt end at the same multiples with and without them."""
+        return lcm(self.page_tokens, self.tile)
 
     @property
     def spread(self) -> int:
@@ -193,6 +204,7 @@ class Admission:
     """Whether pages of ended texts are held for checks. `take_over` returns these texts; each needs a call of
     `let_go`."""
     pages: Pages = field(init=False)
+    beginnings: Beginnings = field(init=False)
     prompt_tokens: int = 0
     """Prompt tokens read so far, including those from the prefix cache. The next field counts only the cached ones."""
     prefix_tokens: int = 0
@@ -216,6 +228,7 @@ class Admission:
     def __post_init__(self) -> None:
         limits = self.limits
         self.pages = Pages(limits.pages, limits.page_tokens, prefix=limits.prefix)
+        self.beginnings = Beginnings(limits.unit)
         self._queue = FairQueue(limits.queue)
         self.pages.admit(PROBE_SESSION, "", Match((), 0))
         if not self.pages.extend(PROBE_SESSION, limits.probe_tokens):
@@ -350,6 +363,11 @@ class Admission:
             spec = session.spec
             unread = spec.all_rows and session.delivered < len(spec.prompt)
             match = Match((), 0) if unread else self.pages.match(spec.prefix_scope, session.tokens)
+            known, source = match.tokens, 0
+            if self.limits.copies:
+                match, source = self.beginnings.longest(match, self.limits.page_tokens)
+            if self.running + len(self.beginnings) >= places and not self._drop_oldest_beginning(source):
+                return
             left = spec.max_tokens - session.emitted
             if self.pages.lacks(match, len(session.tokens) + min(left, self.limits.reserve_tokens)):
                 if self._make_room():
@@ -361,12 +379,23 @@ class Admission:
             session.admitted = True
             self._forget.pop(number, None)  # its next segment starts it anew
             session.computed = session.origin = match.tokens
+            session.source = source
+            if self.limits.copies and self.limits.prefix:
+                session.marks = self.beginnings.marks(known, match.tokens, len(session.tokens))
             session.pages_sent = 0
             if session.matched is None:
                 session.matched = match.tokens
                 self._queue.charge(spec.scope, len(session.tokens))
                 self.prompt_tokens += len(spec.prompt)
                 self.prefix_tokens += match.tokens
+
+    def _drop_oldest_beginning(self, *needed: int) -> bool:
+        """Have the stages drop the copy that was used longest ago and that no session begins with; return whether there
+        was one."""
+        begins = (one.source for one in self._sessions.values() if one.admitted and one.computed == one.origin)
+        number = self.beginnings.drop_oldest({*begins, *needed})
+        self.forget([number] if number else ())
+        return bool(number)
 
     def _find_page(self, session: Session) -> bool:
         """Find a page for the session's next position. If none is free, the youngest idle session younger than it gives

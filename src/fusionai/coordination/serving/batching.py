@@ -80,10 +80,23 @@ class Batcher(Admission):
         counted: set[int] = set()
         for part in sent.parts:
             session = part.session
-            if self._counts(part, number):
+            counts = self._counts(part, number)
+            if part.kept_as:
+                self._kept(part, counts=counts)
+            if counts:
                 counted.add(session.number)
                 self._advance(number, part, tuple(tokens.get(session.number, ())), session.number in finished, now_s)
         return frozenset(counted)
+
+    def _kept(self, part: SessionShare, *, counts: bool) -> None:
+        """All stages have copied a session at the end of this share; if that does not count, they drop the copy."""
+        former = part.kept_as
+        if counts:
+            key = self.pages.key(part.session.spec.prefix_scope, part.session.tokens[: part.end])
+            former = self.beginnings.add(part.kept_as, key, part.end)
+        else:
+            self.beginnings.drop(part.kept_as)
+        self.forget([former] if former else ())
 
     def failed(self, number: int, now_s: float) -> tuple[int, ...]:
         """Handle a pass that could not be computed. Each of its sessions tries again in a pass of its own. Sessions
@@ -94,6 +107,8 @@ class Batcher(Admission):
         over: list[int] = []
         for part in sent.parts:
             session = part.session
+            if part.kept_as:
+                self._kept(part, counts=False)
             if not self._counts(part, number):
                 continue
             session.put_back()
@@ -151,6 +166,7 @@ class Batcher(Admission):
         """Void all passes under way. The next passes carry whole page tables. A session without a computed position
         since its admission waits again, so that all stages have the positions in `live`."""
         self._passes.clear()
+        self.forget(self.beginnings.clear())
         for session in self._sessions.values():
             if session.admitted and session.computed == session.origin:
                 self._give_up(session)
@@ -166,13 +182,17 @@ class Batcher(Admission):
 
     def segments_for_rebuild(self) -> tuple[Segment, ...]:
         """Return the segments, over all sessions, that a stage without caches needs; each has its whole page table.
-        Pages shared by several sessions are in the first one's segment only; the others start behind them."""
+        Pages shared by several sessions are in the first one's segment only; the others start behind them, or are read
+        again from their tokens if they can't: windows and states are not in pages."""
         segments: list[Segment] = []
         seen: set[int] = set()
         for number, computed in sorted(self.live.items()):
             table = self.pages.table(number)[: self.pages.pages_for(computed)]
             shared = next((entry for entry, page in enumerate(table) if page not in seen), len(table))
             start = min(shared * self.limits.page_tokens, computed)
+            if start and self.limits.copies:
+                self._give_up(self._sessions[number])
+                continue
             seen.update(table)
             if start < computed:
                 adapter = self._sessions[number].spec.adapter
@@ -276,11 +296,21 @@ class Batcher(Admission):
             room -= end - start
             session.flights.append(Flight(number, end))
             session.turn = next(self._turns)
-            parts.append(SessionShare(session, start, end, ()))
+            parts.append(SessionShare(session, start, end, (), kept_as=self._copy_at(session, end)))
         return parts
 
     def _piece_end(self, session: Session, *, others_wait: bool) -> int:
-        return self.pieces.end(session.sent, len(session.tokens), others_wait=others_wait)
+        end = self.pieces.end(session.sent, len(session.tokens), others_wait=others_wait)
+        return min(end, next((mark for mark in session.marks if mark > session.sent), end))
+
+    def _copy_at(self, session: Session, end: int) -> int:
+        """Return the number of the copy that stages take of the session at `end`; 0 if none is wanted there, or all
+        places are taken."""
+        if end not in session.marks:
+            return 0
+        if self.running + len(self.beginnings) >= self.limits.sessions and not self._drop_oldest_beginning():
+            return 0
+        return self.beginnings.begin()
 
     def _may_send(self, session: Session, end: int) -> bool:
         """Return whether after a piece that ends at `end` the stages can still go back to the computed positions."""

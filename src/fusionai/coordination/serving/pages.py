@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fusionai.primitives.errors import FusionError
@@ -30,10 +30,11 @@ class UnknownSession(FusionError):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`pages` that hold the first `tokens` tokens."""
+    """`pages` that hold the first `tokens` tokens, with the keys under which they are known."""
 
     pages: tuple[int, ...]
     tokens: int
+    keys: tuple[Key, ...] = field(default=(), compare=False)
 
 
 @dataclass(slots=True)
@@ -45,8 +46,7 @@ class _Table:
 
 
 class Pages:
-    """`count` pages of `page_tokens` positions each. Without `prefix` no page is shared or kept, because a windowed
-    layer has no pages that another session could continue from."""
+    """`count` pages of `page_tokens` positions each. Without `prefix` no page is shared or kept."""
 
     def __init__(self, count: int, page_tokens: int, *, prefix: bool = True) -> None:
         if count < 1 or page_tokens < 1:
@@ -86,15 +86,27 @@ class Pages:
         """Return the longest known prefix of `tokens` in this scope, in whole pages. Always shorter than `tokens`,
         because the last token's logits are needed."""
         pages: list[int] = []
+        keys: list[Key] = []
         if self.prefix:
-            key = _root(scope)
-            for start in range(0, len(tokens) - self.page_tokens, self.page_tokens):
-                key = _chained(key, tokens[start : start + self.page_tokens])
+            for key in self._keys(scope, tokens[:-1]):
                 page = self._index.get(key)
                 if page is None:
                     break
                 pages.append(page)
-        return Match(tuple(pages), len(pages) * self.page_tokens)
+                keys.append(key)
+        return Match(tuple(pages), len(pages) * self.page_tokens, tuple(keys))
+
+    def key(self, scope: str, tokens: Sequence[int]) -> Key:
+        """Return the key under which the last page of these tokens, which fill whole pages, is known."""
+        *_, last = self._keys(scope, tokens)
+        return last
+
+    def _keys(self, scope: str, tokens: Sequence[int]) -> Iterator[Key]:
+        """Yield the key of each full page of a text that begins with `tokens`."""
+        key = _root(scope)
+        for start in range(0, len(tokens) - self.page_tokens + 1, self.page_tokens):
+            key = _chained(key, tokens[start : start + self.page_tokens])
+            yield key
 
     def lacks(self, match: Match, tokens: int) -> int:
         """Return how many pages are missing for a session of `tokens` positions that begins with `match`; 0 if it

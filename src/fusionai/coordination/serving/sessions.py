@@ -96,6 +96,10 @@ class Session:
     """Number of passes that came back since it was admitted."""
     undisturbed: bool = True
     """Whether all its positions since its admission were computed in one round."""
+    source: int = 0
+    """Number of the copy with which it begins (`beginnings`), 0 for none."""
+    marks: tuple[int, ...] = ()
+    """Positions of its prompt at which stages keep copies of it."""
 
     @property
     def number(self) -> int:
@@ -139,7 +143,8 @@ class Session:
         """Return it to the state before its admission; emitted tokens stay."""
         self.put_back()
         self.admitted = self.lacking = False
-        self.computed = self.origin = self.passes = 0
+        self.computed = self.origin = self.passes = self.source = 0
+        self.marks = ()
         self.undisturbed = True
 
 
@@ -167,6 +172,8 @@ class SessionShare:
     proposals: tuple[int, ...]
     decodes: bool = False
     """Whether the session was decoding, not reading its prompt."""
+    kept_as: int = 0
+    """Number of the copy that stages take at its end, 0 for none."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -199,7 +206,16 @@ def packed(
         pages = table(session.number)
         pages_sent = session.pages_sent
         segments.append(
-            Segment(session.number, part.start, len(own), pages_sent, pages[pages_sent:], session.spec.adapter)
+            Segment(
+                session.number,
+                part.start,
+                len(own),
+                pages_sent,
+                pages[pages_sent:],
+                session.spec.adapter,
+                session.source if part.start == session.origin else 0,
+                part.kept_as,
+            )
         )
         session.pages_sent = len(pages)
         first = part.first_wanted
