@@ -24,6 +24,7 @@ from fusionai.transport.routes.quic import QuicTransport
 from fusionai.transport.routes.tcp import TcpTransport
 from fusionai.transport.security.certificates import MemberCredentials, StrangerCredentials
 from fusionai.transport.security.identity import peer_of
+from fusionai.wire.base import PROTOCOL_VERSION
 from fusionai.wire.frame import (
     GREETING_LIMITS,
     HEADER_BYTES,
@@ -568,7 +569,8 @@ def test_the_first_good_candidate_wins(world: World, run: Callable[..., None]):
 def test_another_version_is_refused(world: World, run: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
     async def main() -> None:
         listener = await listen(world, echo)
-        monkeypatch.setattr(handshake, "hello", lambda stream: Hello(oldest_version=7, newest_version=9, stream=stream))
+        newer = {"oldest_version": PROTOCOL_VERSION + 1, "newest_version": PROTOCOL_VERSION + 3}
+        monkeypatch.setattr(handshake, "hello", lambda stream: Hello(**newer, stream=stream))
         with pytest.raises(RefusedError, match="update the older one") as refused:
             await world.member("a").dial(listener.addresses, expect=world.peer("server"), stream="control")
         assert refused.value.code == "protocol_version"
