@@ -60,14 +60,20 @@ class Trained:
 
 
 def make_model(directory: Path, sizes: dict[str, Any]) -> Path:
+    return make_model_of("llama", directory, sizes)
+
+
+def make_model_of(kind: str, directory: Path, sizes: dict[str, Any]) -> Path:
     """Random weights, and a tokenizer nobody reads from: serving wants one."""
     import torch
     import transformers
 
     directory.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**sizes, tie_word_embeddings=False, eos_token_id=0, bos_token_id=0)
-    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    config = transformers.AutoConfig.for_model(
+        kind, **sizes, tie_word_embeddings=False, eos_token_id=0, bos_token_id=0, pad_token_id=0
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     _put(train_tokenizer(iter([Path(__file__).read_text(encoding="utf-8")]), 300), directory)
     return directory
 
