@@ -31,7 +31,7 @@ from fusionai.backends.torch.row_code import (
 )
 from fusionai.ir.graph import SYMINT, needed_nodes, reads
 from fusionai.ir.schema import Arg, DTypeArg, FloatArg, Graph, ListArg, Node, Ref
-from fusionai.ir.serving import BATCH, POSITIONS, SEQUENCE
+from fusionai.ir.serving import BATCH, EXPERT_PRODUCT, POSITIONS, SEQUENCE
 
 _BINARY: Final = {"add": Op.ADD, "sub": Op.SUB, "mul": Op.MUL, "div": Op.DIV}
 _UNARY: Final = {
@@ -189,6 +189,8 @@ class _Planner:
 
     def _node(self, node: Node) -> None:
         name = node.op.split(".")[1]
+        if node.op == EXPERT_PRODUCT:
+            raise Unplanned(node.op)
         if node.id in self.uses:
             self._product(node, self.uses[node.id])
         elif node.op == "fusion.attention":
