@@ -189,9 +189,7 @@ class _Planner:
 
     def _node(self, node: Node) -> None:
         name = node.op.split(".")[1]
-        if node.op == EXPERT_PRODUCT:
-            raise Unplanned(node.op)
-        if node.id in self.uses:
+        if node.id in self.uses and node.op != EXPERT_PRODUCT:
             self._product(node, self.uses[node.id])
         elif node.op == "fusion.attention":
             self._attention(node)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
+from fusionai.backends.torch import packed_linear
 from fusionai.backends.torch.packed_linear import TRIED, in_steady_calls, pack, rounded, steady_counts, tried
 from fusionai.wire.serving import WeightFormat
 
@@ -101,3 +102,21 @@ def test_rounded_numbers_are_those_that_a_stage_multiplies_by(form: WeightFormat
     tolerance = 1e-6 if in_blocks else 2**-7
     torch.testing.assert_close(made, rounded(weight, form), rtol=tolerance, atol=tolerance)
     assert torch.equal(rounded(weight, form), weight) == (form == "fp32")
+
+
+@pytest.mark.parametrize(("form", "bytes_per_number"), [("fp32", 4.0), ("fp16", 2.0), ("int8", 1.02), ("int4", 0.64)])
+def test_other_devices_keep_what_the_form_says_and_multiply_by_its_numbers(
+    form: WeightFormat, bytes_per_number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in pieces of a matrix. These are torch's plain operators, which are the same on every device."""
+    weight = torch.randn((48, 128), generator=torch.Generator().manual_seed(4))
+    x = torch.randn((2, 3, 128), generator=torch.Generator().manual_seed(5))
+    for numbers in (2**24, 20 * 128):
+        monkeypatch.setattr(packed_linear, "_NUMBERS_OF_A_PIECE", numbers)
+        product, nbytes = packed_linear._on_accelerator(weight, form, "w")
+        assert nbytes <= bytes_per_number * weight.numel()
+        made = product(x.half() if form == "fp16" else x).float()
+        expected = torch.nn.functional.linear(x, rounded(weight, form))
+        torch.testing.assert_close(
+            made, expected, rtol=2e-2 if form == "fp16" else 1e-4, atol=5e-2 if form == "fp16" else 1e-4
+        )
