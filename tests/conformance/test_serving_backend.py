@@ -580,7 +580,7 @@ def test_values_beyond_float16_are_refused() -> None:
         pack(torch.full((16, 32), 70000.0), None, "fp16", "w")
 
 
-@pytest.mark.parametrize("cache", ["bf16", "fp16"])
+@pytest.mark.parametrize("cache", ["bf16", "fp16", "int8"])
 def test_narrow_caches_stay_close(served: Served, cache: Any) -> None:
     graph = Draft().graph
     program = served(graph, ServeOptions(pages=40, sessions=8, pass_tokens=32, page_tokens=4, cache=cache))

@@ -318,7 +318,7 @@ class ServingOptions:
     head are; always `owner` if `privacy` keeps them there."""
 
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "packed"]
-    cache: Literal["fp32", "bf16", "fp16"]
+    cache: Literal["fp32", "bf16", "fp16", "int8"]
     context_tokens: int | None
     sessions: int
     ends: Literal["owner", "pool"]
@@ -356,7 +356,12 @@ _FLAGS: Final = options(
         ["auto", "fp32", "bf16", "fp16", "int8", "int4", "packed"],
         "auto",
     ),
-    choice_option("--cache", "Store the KV cache in this format.", ["fp32", "bf16", "fp16"], "fp32"),
+    choice_option(
+        "--cache",
+        "Store the KV cache in this format. int8: a byte for each number, with a scale for each head of each token.",
+        ["fp32", "bf16", "fp16", "int8"],
+        "fp32",
+    ),
     number_option(
         "--context",
         "Limit prompt plus answer to this many tokens.  [default: the model's limit, at most "

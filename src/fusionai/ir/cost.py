@@ -250,12 +250,12 @@ def _largest(node: Node, sizes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "packed"]
-CacheFormat = Literal["fp32", "bf16", "fp16"]
+CacheFormat = Literal["fp32", "bf16", "fp16", "int8"]
 
 FLOAT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2, "packed": 4}
 """Bytes of a number. `packed`: of a matrix that the files don't hold packed."""
 INT8_SCALE_BYTES: Final = 4
-"""Bytes of the scale of each row."""
+"""Bytes of the scale of each row of a matrix, and of each cached key or value."""
 INT4_SCALE_BYTES: Final = 4
 """Bytes of the scale and middle of each group."""
 INT4_GROUP: Final = 32
@@ -279,7 +279,6 @@ def serving_costs(
     longer = records
     if whole is None and SEQUENCE in symbols:
         longer = block_costs(graph, {**symbols, SEQUENCE: LENGTH}, training=False)
-    item_bytes = FLOAT_BYTES[cache]
     states = {} if whole is not None else _state_bytes(graph)
     found: list[BlockCost] = []
     for record, long, members in zip(records, longer, nodes_by_block(graph), strict=True):
@@ -287,7 +286,7 @@ def serving_costs(
         growing, ring = 0, 0
         for node in members:
             if node.op == ATTENTION and whole is None:
-                token_bytes = item_bytes * _cached_elements(graph, node, symbols)
+                token_bytes = _cached_bytes(graph, node, symbols, cache)
                 window = node.kwargs.get("window")
                 if isinstance(window, int):
                     ring += token_bytes * (window + pass_tokens)
@@ -442,11 +441,16 @@ def _plain_bytes(graph: Graph, value: str) -> int:
     return tensor_bytes(spec.dtype, spec.shape)
 
 
-def _cached_elements(graph: Graph, node: Node, symbols: Mapping[str, int]) -> int:
-    """Number of elements of keys and values [b, heads, s, d] together, for one position."""
-    elements = 0
+def _cached_bytes(graph: Graph, node: Node, symbols: Mapping[str, int], cache: CacheFormat) -> int:
+    """Size of keys and values [b, heads, s, d] together, for one position."""
+    total_bytes = 0
     for arg in node.args[1:3]:
         if isinstance(arg, Ref):
             _, heads, _, width = (evaluate(dim, symbols) for dim in graph.values[arg.name].shape)
-            elements += heads * width
-    return elements
+            total_bytes += heads * vector_bytes(width, cache)
+    return total_bytes
+
+
+def vector_bytes(width: int, cache: CacheFormat) -> int:
+    """Size of one head's key or value as a cache keeps it: in `int8`, with a scale in float32 behind its levels."""
+    return width + INT8_SCALE_BYTES if cache == "int8" else width * FLOAT_BYTES[cache]

@@ -52,7 +52,7 @@ WEIGHTS: Final[Mapping[str, SketchTolerance]] = {
     "int4": SketchTolerance(0.15, 5e-2, 5e-3),
 }
 """Limits by format of the weights; products with quantised weights also round their other factor."""
-CACHE_ROW: Final[Mapping[str, float]] = {"fp32": 0.0, "fp16": 1e-3, "bf16": 3e-3}
+CACHE_ROW: Final[Mapping[str, float]] = {"fp32": 0.0, "fp16": 1e-3, "bf16": 3e-3, "int8": 6e-3}
 """Limit of a row by format of the KV cache: a value between two representable numbers can round either way."""
 ODD_ROWS: Final = 0.05
 """`SketchTolerance.odd_rows` of stages where values decide what is computed."""

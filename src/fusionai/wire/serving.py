@@ -20,7 +20,7 @@ WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "packed"]
 """Format in which a stage keeps its matrices. `int8` and `int4` are weight-only, with one scale per output row or
 group. `packed`: as a quantised file holds them; numbers and results are those of `fp32`, which is the format of
 matrices that no file holds packed."""
-CacheFormat = Literal["fp32", "bf16", "fp16"]
+CacheFormat = Literal["fp32", "bf16", "fp16", "int8"]
 MAX_SESSIONS: Final = 4096
 MAX_PAGES: Final = 1_048_576
 MAX_ADAPTERS: Final = 1024

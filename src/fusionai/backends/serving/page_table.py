@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Final
 
+from fusionai.ir.cost import vector_bytes
 from fusionai.ir.schema import Graph, Node, Ref
 from fusionai.ir.states import STATES_PER_SESSION
 from fusionai.primitives.errors import ExecutionError
@@ -261,8 +262,18 @@ class SessionTable:
             yield span.pages[entry], max(0, span.start - entry * size), min(size, span.end - entry * size)
 
 
-CACHE_NAMES: Final[Mapping[CacheFormat, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Cache format -> dtype name of `primitives.tensors`."""
+CACHE_NAMES: Final[Mapping[CacheFormat, str]] = {
+    "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "uint8"
+}  # fmt: skip
+"""Cache format -> dtype name of `primitives.tensors`. With `int8`, a head's vector is its levels, one byte each, and
+the bytes of its scale in float32 behind them."""
+LEVELS: Final = 127.0
+"""Largest level of a vector kept as `int8`: that of its largest number."""
+
+
+def stored_width(width: int, cache: CacheFormat) -> int:
+    """Return the elements, of the dtype in `CACHE_NAMES`, of one head's vector in a cache."""
+    return vector_bytes(width, cache) // ITEMSIZE_BYTES[CACHE_NAMES[cache]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +296,8 @@ class LayerShape:
 
     def nbytes(self, options: ServeOptions) -> int:
         """Return the bytes of the whole cache."""
-        per_position = self.heads * (self.key_width + self.value_width) * ITEMSIZE_BYTES[CACHE_NAMES[options.cache]]
-        return prod(self.blocks(options)) * per_position
+        vectors_bytes = sum(vector_bytes(width, options.cache) for width in (self.key_width, self.value_width))
+        return prod(self.blocks(options)) * self.heads * vectors_bytes
 
 
 def layer_shapes(graph: Graph, options: ServeOptions) -> tuple[LayerShape, ...]:

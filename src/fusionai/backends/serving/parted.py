@@ -25,7 +25,7 @@ from fusionai.backends.binding import check_indices, shape_of, with_rows
 from fusionai.backends.semantics import Scores, visible_keys
 from fusionai.backends.serving.base import CheckedPass, PlacedCache, ServingProgram, array_of
 from fusionai.backends.serving.host_states import HostStates
-from fusionai.backends.serving.page_table import LayerShape, RowSpan, first_key, one_by_one
+from fusionai.backends.serving.page_table import LEVELS, LayerShape, RowSpan, first_key, one_by_one, stored_width
 from fusionai.ir.graph import consumers, needed_nodes, reads
 from fusionai.ir.schema import Arg, Graph, Node, Ref
 from fusionai.ir.serving import SEQUENCE, row_dimension
@@ -97,7 +97,7 @@ def _aligned(values: Array) -> Array:
     return copy
 
 
-_CODED: Final[dict[CacheFormat, Any]] = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16}
+_CODED: Final[dict[CacheFormat, Any]] = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16, "int8": np.uint8}
 """numpy has no bfloat16: its values are stored as their bits."""
 
 
@@ -112,7 +112,8 @@ class HostCache:
         widths = (shape.key_width, shape.value_width)
         # Zeroed, because a hostile caller may have a page read before it was written: it must not show old memory.
         self._halves = [
-            np.zeros((blocks * self._capacity, shape.heads, width), _CODED[options.cache]) for width in widths
+            np.zeros((blocks * self._capacity, shape.heads, stored_width(width, options.cache)), _CODED[options.cache])
+            for width in widths
         ]
 
     @property
@@ -159,6 +160,12 @@ def _coded(values: Array, form: CacheFormat) -> Array:
             bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
             rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
             return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+        case "int8":
+            largest = np.abs(values).max(axis=-1, keepdims=True).astype(np.float32)
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+                step = np.where(largest > 0, np.float32(LEVELS) / largest, np.float32(0))
+                levels = np.clip(np.rint(values * step), -LEVELS, LEVELS).astype(np.int8)
+            return np.concatenate([levels.view(np.uint8), (largest / np.float32(LEVELS)).view(np.uint8)], axis=-1)
 
 
 def _decoded(values: Array, form: CacheFormat) -> Array:
@@ -169,6 +176,9 @@ def _decoded(values: Array, form: CacheFormat) -> Array:
             return values.astype(np.float32)
         case "bf16":
             return (values.astype(np.uint32) << 16).view(np.float32)
+        case "int8":
+            scales = np.ascontiguousarray(values[..., -4:]).view(np.float32)
+            return values[..., :-4].view(np.int8) * scales
 
 
 Array = npt.NDArray[Any]

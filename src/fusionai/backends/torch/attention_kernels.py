@@ -253,12 +253,15 @@ def _copied(form: Form) -> Any:
         with cgutils.for_range(builder, rows) as loop:
             given = builder.add(x, builder.mul(loop.index, x_step))
             made = builder.add(y, builder.mul(loop.index, y_step))
+            scale = vec.scale_behind(builder, given, count) if form is Form.INT8 else None
             for start, stop, step in ((vec.int64(0), whole, vec.LANES), (whole, count, 1)):
                 with cgutils.for_range_slice(builder, start, stop, vec.int64(step), intp=vec.LONG) as (index, _):
                     one = builder.add(given, builder.mul(index, vec.int64(size)))
                     if step > 1:  # rows of one head are far apart, so the processor does not detect the stride
                         vec.prefetch(builder, builder.add(one, builder.mul(x_step, vec.int64(_AHEAD))))
                     value = (vec.load_wide if step > 1 else vec.load_one)(builder, form, one)
+                    if scale is not None:
+                        value = builder.fmul(value, vec.spread(builder, scale) if step > 1 else scale)
                     out = builder.add(made, builder.mul(index, vec.int64(4)))
                     builder.store(value, vec.at_address(builder, out, value.type), align=4)
 
@@ -268,8 +271,8 @@ def _copied(form: Form) -> Any:
 _AHEAD: Final = 8
 """Rows between the row being copied and the row being prefetched; chosen."""
 _score, _mix, _weigh, _limit = _tile(resumed=False), _tile(resumed=True), _weighed(), _limited()
-_copy_fp32, _copy_bf16, _copy_fp16 = (_copied(form) for form in (Form.FP32, Form.BF16, Form.FP16))
-_FP32, _BF16 = int(Form.FP32), int(Form.BF16)
+_copy_fp32, _copy_bf16, _copy_fp16, _copy_int8 = (_copied(form) for form in Form)
+_FP32, _BF16, _FP16, _ = (int(form) for form in Form)
 _TILE = TILE_POSITIONS
 _LOWEST, _HIDDEN = np.float32(np.finfo(np.float32).min), np.float32(-np.inf)
 (
@@ -287,8 +290,10 @@ def _copy(form: Any, rows: Any, x: Any, x_step: Any, y: Any, y_step: Any, count:
         _copy_fp32(rows, 0, x, x_step, y, y_step, count)
     elif form == _BF16:
         _copy_bf16(rows, 0, x, x_step, y, y_step, count)
-    else:
+    elif form == _FP16:
         _copy_fp16(rows, 0, x, x_step, y, y_step, count)
+    else:
+        _copy_int8(rows, 0, x, x_step, y, y_step, count)
 
 
 @njit(nogil=True)
@@ -300,7 +305,7 @@ def _lay_out(
     that are read with zeros."""
     form, shared, key_width, value_width = task[_FORM], task[_SHARED], task[_KEY_WIDTH], task[_VALUE_WIDTH]
     capacity, page_tokens = task[_CAPACITY], task[_PAGE_TOKENS]
-    size = 4 if form == _FP32 else 2
+    key_bytes, value_bytes = vec.vector_bytes(form, key_width), vec.vector_bytes(form, value_width)
     begin, end = max(first - block, 0), min(stop - block, KEYS)
     for index in range(keys, keys + begin * key_width):
         scratch[index] = np.float32(0.0)
@@ -318,9 +323,9 @@ def _lay_out(
             page = position // page_tokens
             place, run = table[page] * page_tokens + position - page * page_tokens, (page + 1) * page_tokens - position
         run = min(run, end - begin)
-        key_step, value_step = shared * key_width * size, shared * value_width * size
-        key = task[_KEYS] + place * key_step + head * key_width * size
-        value = task[_VALUES] + place * value_step + head * value_width * size
+        key_step, value_step = shared * key_bytes, shared * value_bytes
+        key = task[_KEYS] + place * key_step + head * key_bytes
+        value = task[_VALUES] + place * value_step + head * value_bytes
         _copy(form, run, key, key_step, base + 4 * (keys + begin * key_width), 4 * key_width, key_width)
         _copy(form, run, value, value_step, base + 4 * (values + begin * padded), 4 * padded, value_width)
         begin += run

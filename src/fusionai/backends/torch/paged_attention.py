@@ -30,7 +30,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fusionai.backends.semantics import Scores
-from fusionai.backends.serving.page_table import CACHE_NAMES, TILE_POSITIONS, LayerShape, RowSpan, first_key, one_by_one
+from fusionai.backends.serving.page_table import (
+    CACHE_NAMES,
+    LEVELS,
+    TILE_POSITIONS,
+    LayerShape,
+    RowSpan,
+    first_key,
+    one_by_one,
+    stored_width,
+)
 from fusionai.backends.torch.blocked_linear import in_threads, kernel_module
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.row_code import Form
@@ -87,7 +96,10 @@ class LayerCache:
         widths = (shape.key_width, shape.value_width)
         # Zeroed, because a hostile caller may have a page read before it was written: it must not show old memory.
         self._blocks = [
-            torch.zeros((blocks, per_block, shape.heads, width), dtype=self.dtype, device=device) for width in widths
+            torch.zeros(
+                (blocks, per_block, shape.heads, stored_width(width, options.cache)), dtype=self.dtype, device=device
+            )
+            for width in widths
         ]
         self._rows = [block.view(blocks * per_block, shape.heads, -1) for block in self._blocks]
         self._heads_first = [rows.transpose(0, 1)[None] for rows in self._rows]
@@ -108,6 +120,8 @@ class LayerCache:
         assert slots is not None
         for rows, new in zip(self._rows, (keys, values), strict=True):
             given = new[0].transpose(0, 1)
+            if self.dtype == torch.uint8:
+                given = levels_and_scales(given)
             rows.index_copy_(0, slots, given if given.dtype == rows.dtype else given.to(rows.dtype))
 
     def copy_place(self, source: int, target: int) -> None:
@@ -128,7 +142,13 @@ class LayerCache:
                 block.index_select(0, pages).view(-1, *block.shape[2:])[: span.end].transpose(0, 1)[None]
                 for block in self._blocks
             )
-        return (keys, values) if keys.dtype == torch.float32 else (keys.float(), values.float())
+        match keys.dtype:
+            case torch.float32:
+                return keys, values
+            case torch.uint8:
+                return numbers_of_levels(keys), numbers_of_levels(values)
+            case _:
+                return keys.float(), values.float()
 
     def _ringed(self, half: Tensor, span: RowSpan) -> Tensor:
         first = first_key(span.start, self.window)
@@ -138,6 +158,20 @@ class LayerCache:
             return cut(half, base + begin, base + end)
         late, early = half[0, :, base + begin : base + self.capacity], half[0, :, base : base + end]
         return torch.cat([late.transpose(0, 1), early.transpose(0, 1)]).transpose(0, 1)[None]
+
+
+def levels_and_scales(vectors: Tensor) -> Tensor:
+    """Return uint8 [..., width + 4] for vectors [..., width]: levels from -127 to 127, and the bytes of a scale."""
+    largest = vectors.float().abs().amax(dim=-1, keepdim=True)
+    step = torch.where(largest > 0, LEVELS / largest, torch.zeros_like(largest))
+    levels = (vectors.float() * step).round_().clamp_(-LEVELS, LEVELS).to(torch.int8)
+    return torch.cat([levels.view(torch.uint8), (largest / LEVELS).view(torch.uint8)], dim=-1)
+
+
+def numbers_of_levels(stored: Tensor) -> Tensor:
+    """Return the vectors [..., width] in float32, from what `levels_and_scales` made of them."""
+    scales = stored[..., -4:].contiguous().view(torch.float32)
+    return stored[..., :-4].contiguous().view(torch.int8).float() * scales
 
 
 def cut(rows: Tensor, first: int, end: int) -> Tensor:
@@ -151,7 +185,9 @@ def cut(rows: Tensor, first: int, end: int) -> Tensor:
     return part
 
 
-_FORMS: Final = {torch.float32: Form.FP32, torch.bfloat16: Form.BF16, torch.float16: Form.FP16}
+_FORMS: Final = {
+    torch.float32: Form.FP32, torch.bfloat16: Form.BF16, torch.float16: Form.FP16, torch.uint8: Form.INT8
+}  # fmt: skip
 _LINE_FLOATS: Final = 16
 """Floats in a cache line."""
 

@@ -57,6 +57,8 @@ class Form(IntEnum):
     FP32 = 0
     BF16 = 1
     FP16 = 2
+    INT8 = 3
+    """Vectors of a cache: levels, and a scale in float32 behind them."""
 
 
 class Factor(IntEnum):

@@ -18,6 +18,7 @@ from llvmlite import ir
 from numba import njit
 from numba.core import cgutils
 
+from fusionai.backends.serving.page_table import LEVELS
 from fusionai.backends.torch import row_code
 from fusionai.backends.torch import row_vectors as vec
 from fusionai.backends.torch.row_code import Factor, Field, Form, Op
@@ -29,12 +30,12 @@ _DIMS, _OUT, _A, _A_ROW, _B, _B_ROW, _A_STRIDES, _B_STRIDES, _EXTRA = (int(field
     _GELU_TANH, _COS, _SIN, _MEAN, _TOTAL, _LAYER_NORM, _LINEAR, _ATTENTION,
 ) = (int(op) for op in Op)  # fmt: skip
 _HALVES = int(Factor.HALVES)
-_FP32, _BF16, _FP16 = (int(form) for form in Form)
+_FP32, _BF16, _FP16, _INT8 = (int(form) for form in Form)
 
 
 def _dots(form: Form, columns: int, rows: int) -> Any:
-    """Return an intrinsic for `columns` x `rows` inner products: y[r][c] = sum of w[c] * x[r] over `count`. Strides and
-    addresses are in bytes."""
+    """Return an intrinsic for `columns` x `rows` inner products: y[r][c] = sum of w[c] * x[r] over `count`, times the
+    scale of w[c] if it has one. Strides and addresses are in bytes."""
     size = vec.SIZE[form]
 
     def codegen(builder: Any, args: Any) -> None:
@@ -71,9 +72,11 @@ def _dots(form: Form, columns: int, rows: int) -> Any:
                     value = vec.load_one(builder, Form.FP32, builder.add(row, builder.mul(index, vec.int64(4))))
                     builder.store(builder.call(fma_one, [weight, value, builder.load(end)]), end)
         for column, last in enumerate(totals_at):
+            scale = vec.scale_behind(builder, w_at[column], count) if form is Form.INT8 else None
             for row, end in enumerate(last):
                 address = builder.add(y, builder.add(builder.mul(y_step, vec.int64(row)), vec.int64(4 * column)))
-                builder.store(builder.load(end), vec.at_address(builder, address, vec.FLOAT), align=4)
+                total = builder.load(end) if scale is None else builder.fmul(builder.load(end), scale)
+                builder.store(total, vec.at_address(builder, address, vec.FLOAT), align=4)
 
     return vec.intrinsic_of(f"dots_{form.name}_{columns}_{rows}", codegen)
 
@@ -87,6 +90,13 @@ def _mix(form: Form) -> Any:
         v, v_step, weights, y, count, width, _ = args
         fma, fma_one = vec.fused(builder, vec.FLOATS, "v16f32"), vec.fused(builder, vec.FLOAT, "f32")
 
+        def weight_of(position: Any) -> Any:
+            """Return the weight of a position, times the scale of its vector if that has one."""
+            weight = vec.load_one(builder, Form.FP32, builder.add(weights, builder.mul(position, vec.int64(4))))
+            if form is not Form.INT8:
+                return weight
+            return builder.fmul(weight, vec.scale_behind(builder, builder.add(v, builder.mul(position, v_step)), width))
+
         def blocks(first: Any, many: int) -> None:
             """Compute `many` vectors from `first` on."""
             outs = [
@@ -97,8 +107,7 @@ def _mix(form: Form) -> Any:
             for out, place in zip(outs, sums, strict=True):
                 builder.store(builder.load(vec.at_address(builder, out, vec.FLOATS), align=4), place)
             with cgutils.for_range(builder, count) as loop:
-                weight = vec.load_one(builder, Form.FP32, builder.add(weights, builder.mul(loop.index, vec.int64(4))))
-                same = vec.spread(builder, weight)
+                same = vec.spread(builder, weight_of(loop.index))
                 line = builder.add(builder.add(v, builder.mul(loop.index, v_step)), builder.mul(first, vec.int64(size)))
                 for number, place in enumerate(sums):
                     values = vec.load_wide(builder, form, builder.add(line, vec.int64(number * vec.LANES * size)))
@@ -118,7 +127,7 @@ def _mix(form: Form) -> Any:
         with slices(whole, width, 1) as (first, _):
             out = builder.add(y, builder.mul(first, vec.int64(4)))
             with cgutils.for_range(builder, count) as loop:
-                weight = vec.load_one(builder, Form.FP32, builder.add(weights, builder.mul(loop.index, vec.int64(4))))
+                weight = weight_of(loop.index)
                 at = builder.add(builder.add(v, builder.mul(loop.index, v_step)), builder.mul(first, vec.int64(size)))
                 value = vec.load_one(builder, form, at)
                 place = vec.at_address(builder, out, vec.FLOAT)
@@ -148,6 +157,37 @@ def _as_half(builder: Any, value: Any) -> Any:
     beyond = builder.select(builder.icmp_unsigned(">", size, number(0x7F800000)), number(0x7E00), number(0x7C00))
     whole = builder.select(builder.icmp_unsigned(">=", size, number(0x47800000)), beyond, finite)
     return builder.trunc(builder.or_(whole, builder.lshr(sign, number(16))), vec.SHORT)
+
+
+def _keep_levels() -> Any:
+    """Return an intrinsic that stores `count` float32 values from x at w as levels, rounded to nearest even, and their
+    scale behind them."""
+
+    def codegen(builder: Any, args: Any) -> None:
+        w, _, x, _, _, _, count = args
+        zero, most = ir.Constant(vec.FLOAT, 0.0), ir.Constant(vec.FLOAT, LEVELS)
+        largest = cgutils.alloca_once_value(builder, ir.Constant(vec.INT, 0))
+
+        def value_at(index: Any) -> Any:
+            return vec.load_one(builder, Form.FP32, builder.add(x, builder.mul(index, vec.int64(4))))
+
+        with cgutils.for_range(builder, count) as loop:
+            # Bits are ordered like sizes, with what is not finite last, so that the scale shows it.
+            size = builder.and_(builder.bitcast(value_at(loop.index), vec.INT), ir.Constant(vec.INT, 0x7FFFFFFF))
+            so_far = builder.load(largest)
+            builder.store(builder.select(builder.icmp_unsigned(">", size, so_far), size, so_far), largest)
+        top = builder.bitcast(builder.load(largest), vec.FLOAT)
+        step = builder.select(builder.fcmp_ordered(">", top, zero), builder.fdiv(most, top), zero)
+        # Adding this number leaves the nearest integer in the lowest bits.
+        magic = ir.Constant(vec.FLOAT, 1.5 * 2.0**23)
+        with cgutils.for_range(builder, count) as loop:
+            level = builder.fadd(builder.fmul(value_at(loop.index), step), magic)
+            byte = builder.trunc(builder.bitcast(level, vec.INT), ir.IntType(8))
+            builder.store(byte, vec.at_address(builder, builder.add(w, loop.index), ir.IntType(8)), align=1)
+        place = vec.at_address(builder, builder.add(w, count), vec.FLOAT)
+        builder.store(builder.fdiv(top, most), place, align=1)
+
+    return vec.intrinsic_of("keep_INT8", codegen)
 
 
 def _keep(form: Form) -> Any:
@@ -183,8 +223,11 @@ _BF16_1, _BF16_2, _BF16_4 = (_dots(Form.BF16, 4, rows) for rows in (1, 2, 4))
 _BF16_LAST = _dots(Form.BF16, 1, 1)
 _FP16_1, _FP16_2, _FP16_4 = (_dots(Form.FP16, 4, rows) for rows in (1, 2, 4))
 _FP16_LAST = _dots(Form.FP16, 1, 1)
-_MIX_FP32, _MIX_BF16, _MIX_FP16 = _mix(Form.FP32), _mix(Form.BF16), _mix(Form.FP16)
+_INT8_1, _INT8_2, _INT8_4 = (_dots(Form.INT8, 4, rows) for rows in (1, 2, 4))
+_INT8_LAST = _dots(Form.INT8, 1, 1)
+_MIX_FP32, _MIX_BF16, _MIX_FP16, _MIX_INT8 = (_mix(form) for form in Form)
 _KEEP_FP32, _KEEP_BF16, _KEEP_FP16 = _keep(Form.FP32), _keep(Form.BF16), _keep(Form.FP16)
+_KEEP_INT8 = _keep_levels()
 
 
 def _product(one: Any, two: Any, four: Any, last: Any) -> Any:
@@ -218,6 +261,7 @@ def _product(one: Any, two: Any, four: Any, last: Any) -> Any:
 _product_fp32 = _product(_FP32_1, _FP32_2, _FP32_4, _FP32_LAST)
 _product_bf16 = _product(_BF16_1, _BF16_2, _BF16_4, _BF16_LAST)
 _product_fp16 = _product(_FP16_1, _FP16_2, _FP16_4, _FP16_LAST)
+_product_int8 = _product(_INT8_1, _INT8_2, _INT8_4, _INT8_LAST)
 
 
 @njit(nogil=True)
@@ -228,8 +272,10 @@ def _multiply(
         _product_fp32(w, w_step, x, x_step, y, y_step, rows, columns, count)
     elif form == _BF16:
         _product_bf16(w, w_step, x, x_step, y, y_step, rows, columns, count)
-    else:
+    elif form == _FP16:
         _product_fp16(w, w_step, x, x_step, y, y_step, rows, columns, count)
+    else:
+        _product_int8(w, w_step, x, x_step, y, y_step, rows, columns, count)
 
 
 # --------------------------------------------------------------------------------------------------- element by element
@@ -436,13 +482,16 @@ def _slot(position: Any, table: Any, ring: Any, capacity: Any, page_tokens: Any)
 
 
 @njit(nogil=True)
-def _write(form: Any, at: Any, x: Any, n: Any) -> Any:
+def _write(form: Any, at: Any, x: Any, heads: Any, width: Any) -> Any:
     if form == _FP32:
-        _KEEP_FP32(at, 0, x, 0, 0, 0, n)
+        _KEEP_FP32(at, 0, x, 0, 0, 0, heads * width)
     elif form == _BF16:
-        _KEEP_BF16(at, 0, x, 0, 0, 0, n)
+        _KEEP_BF16(at, 0, x, 0, 0, 0, heads * width)
+    elif form == _FP16:
+        _KEEP_FP16(at, 0, x, 0, 0, 0, heads * width)
     else:
-        _KEEP_FP16(at, 0, x, 0, 0, 0, n)
+        for head in range(heads):
+            _KEEP_INT8(at + head * vec.vector_bytes(form, width), 0, x + 4 * head * width, 0, 0, 0, width)
 
 
 @njit(nogil=True)
@@ -466,15 +515,15 @@ def _attend(
     q, k, v, out = line[_A], line[_B], line[_EXTRA + 1], line[_OUT]
     scale, softcap, sinks = mem[line[_EXTRA + 2]], line[_EXTRA + 3], line[_EXTRA + 4]
     keys, values, window, capacity = cache[0], cache[1], cache[2], cache[3]
-    size = np.int64(4) if form == _FP32 else np.int64(2)
+    key_bytes, value_bytes = vec.vector_bytes(form, key_width), vec.vector_bytes(form, value_width)
     groups = heads // shared
     room = scores.size // groups
-    key_step, value_step = shared * key_width * size, shared * value_width * size
+    key_step, value_step = shared * key_bytes, shared * value_bytes
     for row in range(rows):
         slot, _ = _slot(positions[row], tables[row], rings[row], capacity, page_tokens)
         own = address + 4 * (base + row * width)
-        _write(form, keys + slot * key_step, own + 4 * k, shared * key_width)
-        _write(form, values + slot * value_step, own + 4 * v, shared * value_width)
+        _write(form, keys + slot * key_step, own + 4 * k, shared, key_width)
+        _write(form, values + slot * value_step, own + 4 * v, shared, value_width)
     for row in range(rows):
         end = positions[row] + 1
         first = max(np.int64(0), end - window) if window > 0 else np.int64(0)
@@ -485,7 +534,7 @@ def _attend(
                 slot, run = _slot(position, tables[row], rings[row], capacity, page_tokens)
                 run = min(run, end - position)
                 _multiply(
-                    form, keys + slot * key_step + head * key_width * size, key_step,
+                    form, keys + slot * key_step + head * key_bytes, key_step,
                     own + 4 * (q + head * groups * key_width), 4 * key_width,
                     scores_address + 4 * (position - first), 4 * room, groups, run, key_width,
                 )  # fmt: skip
@@ -518,14 +567,16 @@ def _attend(
                 while position < end:
                     slot, run = _slot(position, tables[row], rings[row], capacity, page_tokens)
                     run = min(run, end - position)
-                    at = values + slot * value_step + head * value_width * size
+                    at = values + slot * value_step + head * value_bytes
                     weights = scores_address + 4 * (start + position - first)
                     if form == _FP32:
                         _MIX_FP32(at, value_step, weights, address + 4 * target, run, value_width, 0)
                     elif form == _BF16:
                         _MIX_BF16(at, value_step, weights, address + 4 * target, run, value_width, 0)
-                    else:
+                    elif form == _FP16:
                         _MIX_FP16(at, value_step, weights, address + 4 * target, run, value_width, 0)
+                    else:
+                        _MIX_INT8(at, value_step, weights, address + 4 * target, run, value_width, 0)
                     position += run
 
 

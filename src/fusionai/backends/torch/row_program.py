@@ -32,7 +32,7 @@ BATCH_ROWS: Final = 16
 """Rows computed at once; chosen so that their values stay in the processor's cache."""
 _FIRST_SCORES: Final = 256
 """Positions for which score memory is allocated at first, per query of a key head; it grows when needed."""
-_CACHES: Final = {"fp32": Form.FP32, "bf16": Form.BF16, "fp16": Form.FP16}
+_CACHES: Final = {"fp32": Form.FP32, "bf16": Form.BF16, "fp16": Form.FP16, "int8": Form.INT8}
 
 Array = npt.NDArray[Any]
 

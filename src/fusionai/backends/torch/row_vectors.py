@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import torch
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
-from numba import types
+from numba import njit, types
 from numba.core import cgutils, config
 from numba.extending import intrinsic
 
@@ -39,8 +39,8 @@ LANES: Final = 16
 BFLOAT: Final = _BFloatType()
 FLOAT, HALF, SHORT, INT, LONG = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
-SIZE: Final = {Form.FP32: 4, Form.BF16: 2, Form.FP16: 2}
-"""Bytes of a number."""
+SIZE: Final = {Form.FP32: 4, Form.BF16: 2, Form.FP16: 2, Form.INT8: 1}
+"""Bytes of a number, without the scale of a vector."""
 _ADDRESSES: Final = 7
 """Arguments of every intrinsic: `w`, `w_step`, `x`, `x_step`, `y`, `y_step`, `count`."""
 _T = TypeVar("_T")
@@ -82,10 +82,31 @@ def _load(builder: Any, form: Form, address: Any, many: Callable[[Any], Any], sp
             return builder.load(at_address(builder, address, many(FLOAT)), align=4)
         case Form.FP16 if HALF_INSTRUCTIONS:
             return builder.fpext(builder.load(at_address(builder, address, many(HALF)), align=2), many(FLOAT))
+        case Form.INT8:  # without the vector's scale
+            levels = builder.load(at_address(builder, address, many(ir.IntType(8))), align=1)
+            return builder.sitofp(builder.sext(levels, many(INT)), many(FLOAT))
     bits = builder.zext(builder.load(at_address(builder, address, many(SHORT)), align=2), many(INT))
     if form is Form.FP16:
         return of_half(builder, bits, spread)
     return builder.bitcast(builder.shl(bits, ir.Constant(bits.type, spread(16))), many(FLOAT))
+
+
+def scale_behind(builder: Any, vector: Any, count: Any) -> Any:
+    """Return the scale of a vector of `count` levels at this address."""
+    return builder.load(at_address(builder, builder.add(vector, count), FLOAT), align=1)
+
+
+_FP32, _, _, _INT8 = (int(form) for form in Form)
+SCALE_BYTES: Final = 4
+"""Bytes of the scale behind a vector's levels."""
+
+
+@njit(nogil=True)
+def vector_bytes(form: Any, width: Any) -> Any:
+    """Return the bytes of a vector of this width in a cache."""
+    if form == _FP32:
+        return 4 * width
+    return width + SCALE_BYTES if form == _INT8 else 2 * width
 
 
 def of_half(builder: Any, bits: Any, spread: Callable[[int], Any]) -> Any:

@@ -117,7 +117,7 @@ class ServingNeeds(_Data, frozen=True, kw_only=True):
     a pass (`ir.cost`), with weights in the format in which they are kept."""
 
     weights: Literal["fp32", "bf16", "fp16", "int8", "int4", "packed"] = "fp32"
-    cache: Literal["fp32", "bf16", "fp16"] = "fp32"
+    cache: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
     page_tokens: int = 16
     context_tokens: int
     """Largest number of tokens of prompt plus answer."""
@@ -335,7 +335,7 @@ class ServingSizes(_Data, frozen=True, kw_only=True):
     """Sizes that all stages of a serving plan share, and the predicted speed of all sessions together."""
 
     weights: Literal["fp32", "bf16", "fp16", "int8", "int4", "packed"]
-    cache: Literal["fp32", "bf16", "fp16"]
+    cache: Literal["fp32", "bf16", "fp16", "int8"]
     page_tokens: int
     pages: int
     sessions: int

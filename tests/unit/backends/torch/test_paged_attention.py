@@ -7,7 +7,13 @@ import torch
 
 from fusionai.backends.semantics import Scores
 from fusionai.backends.serving.page_table import TILE_POSITIONS, RowSpan, first_key
-from fusionai.backends.torch.paged_attention import BLOCK_KEYS, tiled_attention, tiles
+from fusionai.backends.torch.paged_attention import (
+    BLOCK_KEYS,
+    levels_and_scales,
+    numbers_of_levels,
+    tiled_attention,
+    tiles,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -80,3 +86,19 @@ def test_tiles_end_at_multiples_of_the_text_not_of_the_piece() -> None:
         (size, 2 * size),
         (2 * size, 2 * size + 2),
     ]
+
+
+def test_a_byte_for_each_number_is_right_to_half_a_level() -> None:
+    """Of vectors of very different sizes, of zeros, and of what is not finite, which stays so."""
+    vectors = torch.randn((40, 3, 20), generator=torch.Generator().manual_seed(8))
+    vectors *= 10.0 ** torch.arange(-20, 20)[:, None, None]
+    vectors[7] = 0.0
+    stored = levels_and_scales(vectors)
+    assert (stored.dtype, stored.shape) == (torch.uint8, (40, 3, 24))
+    made = numbers_of_levels(stored)
+    largest = vectors.abs().amax(dim=-1, keepdim=True)
+    assert ((made - vectors).abs() <= largest * (0.5 / 127 + 1e-6)).all()
+    assert torch.equal(made[7], vectors[7])
+    for wrong in (float("nan"), float("inf")):
+        vectors[3, 1, 5] = wrong
+        assert not numbers_of_levels(levels_and_scales(vectors))[3, 1, 5].isfinite()

@@ -15,7 +15,14 @@ from fusionai.backends.semantics import Scores
 from fusionai.backends.serving.page_table import TILE_POSITIONS, LayerShape, RowSpan
 from fusionai.backends.torch import paged_attention as wrapper
 from fusionai.backends.torch.attention_kernels import KEYS, WIDE
-from fusionai.backends.torch.paged_attention import LayerCache, attention_scratch_bytes, compiled_attention, lay_out
+from fusionai.backends.torch.paged_attention import (
+    LayerCache,
+    attention_scratch_bytes,
+    compiled_attention,
+    lay_out,
+    levels_and_scales,
+    numbers_of_levels,
+)
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.serving import CacheFormat, ServeOptions
 from harness.levels import LEVELS, run_as
@@ -26,7 +33,7 @@ pytestmark = pytest.mark.slow
 LONG = 2 * KEYS + 3 * TILE_POSITIONS + 5
 PAGE_TOKENS = 16
 PAGES = -(-LONG // PAGE_TOKENS)
-FORMS: tuple[CacheFormat, ...] = ("fp32", "bf16", "fp16")
+FORMS: tuple[CacheFormat, ...] = ("fp32", "bf16", "fp16", "int8")
 CPU = torch.device("cpu")
 
 
@@ -56,13 +63,15 @@ class Text:
         self.cache = LayerCache(self.shape, options, CPU)
         # What others left in the cache is no number anywhere.
         for block in self.cache._blocks:
-            block.fill_(float("nan"))
+            block.fill_(255 if form == "int8" else float("nan"))
         # Pages in no order, and a ring that is not the first.
         self.pages = tuple((7 * number + 3) % (2 * PAGES) for number in range(PAGES))
         windows = {} if window is None else {window: self.cache.capacity}
         layout = lay_out((self.span(0, LONG),), options, paged=window is None, windows=windows, device=CPU)
         self.cache.write(layout, self.k, self.v)
-        kept = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[form]
+        if form == "int8":
+            self.k, self.v = (numbers_of_levels(levels_and_scales(one)) for one in (self.k, self.v))
+        kept = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(form, torch.float32)
         self.k, self.v = self.k.to(kept), self.v.to(kept)
 
     def span(self, start: int, end: int) -> RowSpan:
