@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusionai.coordination.serving.admission import Admission
+from fusionai.coordination.serving.pages import Key
 from fusionai.coordination.serving.sessions import Flight, PassPlan, Session, SessionShare, packed
 from fusionai.coordination.serving.stage_times import PassWork, PieceSizes, StageTimes
 from fusionai.wire.serving import Segment
@@ -90,13 +91,13 @@ class Batcher(Admission):
 
     def _kept(self, part: SessionShare, *, counts: bool) -> None:
         """All stages have copied a session at the end of this share; if that does not count, they drop the copy."""
-        former = part.kept_as
-        if counts:
-            key = self.pages.key(part.session.spec.prefix_scope, part.session.tokens[: part.end])
-            former = self.beginnings.add(part.kept_as, key, part.end)
-        else:
-            self.beginnings.drop(part.kept_as)
-        self.forget([former] if former else ())
+        if counts and self.beginnings.add(part.kept_as, self._key(part.session, part.end)):
+            return
+        self.beginnings.drop(part.kept_as)
+        self.forget([part.kept_as])
+
+    def _key(self, session: Session, end: int) -> Key:
+        return self.pages.key(session.spec.prefix_scope, session.tokens[:end])
 
     def failed(self, number: int, now_s: float) -> tuple[int, ...]:
         """Handle a pass that could not be computed. Each of its sessions tries again in a pass of its own. Sessions
@@ -306,7 +307,7 @@ class Batcher(Admission):
     def _copy_at(self, session: Session, end: int) -> int:
         """Return the number of the copy that stages take of the session at `end`; 0 if none is wanted there, or all
         places are taken."""
-        if end not in session.marks:
+        if end not in session.marks or self._key(session, end) in self.beginnings:
             return 0
         if self.running + len(self.beginnings) >= self.limits.sessions and not self._drop_oldest_beginning():
             return 0

@@ -30,14 +30,6 @@ TOKENS_BEHIND: Final = 17
 turn; chosen."""
 
 
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """`number`: that of the session under which stages keep it. `tokens`: its length."""
-
-    number: int
-    tokens: int
-
-
 @dataclass(slots=True)
 class Beginnings:
     """`unit`: lengths are multiples of this. The other fields are explained at their defaults."""
@@ -45,8 +37,8 @@ class Beginnings:
     unit: int
     least_tokens: int = LEAST_TOKENS
     tokens_behind: int = TOKENS_BEHIND
-    _kept: OrderedDict[Key, Beginning] = field(default_factory=OrderedDict[Key, Beginning])
-    """The one that was used longest ago first."""
+    _kept: OrderedDict[Key, int] = field(default_factory=OrderedDict[Key, int])
+    """Key of a copy's last page -> its number; the one that was used longest ago first."""
     _under_way: set[int] = field(default_factory=set[int])
     """Copies that are taken by passes under way."""
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(FIRST_NUMBER))
@@ -58,10 +50,10 @@ class Beginnings:
     def longest(self, match: Match, page_tokens: int) -> tuple[Match, int]:
         """Return the longest beginning of a match that is kept, and its number; 0 if there is none."""
         for count in range(len(match.keys), 0, -1):
-            found = self._kept.get(match.keys[count - 1])
-            if found is not None:
+            number = self._kept.get(match.keys[count - 1])
+            if number is not None:
                 self._kept.move_to_end(match.keys[count - 1])
-                return Match(match.pages[:count], count * page_tokens, match.keys[:count]), found.number
+                return Match(match.pages[:count], count * page_tokens, match.keys[:count]), number
         return Match((), 0), 0
 
     def marks(self, known: int, begun: int, total: int) -> tuple[int, ...]:
@@ -75,18 +67,20 @@ class Beginnings:
                 found.append(mark)
         return tuple(found)
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._kept
+
     def begin(self) -> int:
         """Return the number of a copy that the next pass takes."""
         number = next(self._numbers)
         self._under_way.add(number)
         return number
 
-    def add(self, number: int, key: Key, tokens: int) -> int:
-        """Keep a copy that all stages have taken. Return the number of an older one with the same tokens, or 0."""
+    def add(self, number: int, key: Key) -> bool:
+        """Keep a copy that all stages have taken. Return False if there is an older one with the same tokens, which
+        stays, because sessions may be about to begin with it."""
         self._under_way.discard(number)
-        former = self._kept.pop(key, None)
-        self._kept[key] = Beginning(number, tokens)
-        return 0 if former is None else former.number
+        return self._kept.setdefault(key, number) == number
 
     def drop(self, number: int) -> None:
         """Forget a copy that a pass under way did not take everywhere."""
@@ -94,12 +88,12 @@ class Beginnings:
 
     def drop_oldest(self, needed: Collection[int]) -> int:
         """Drop the copy that was used longest ago and is not needed; return its number, or 0 if there is none."""
-        key = next((key for key, one in self._kept.items() if one.number not in needed), None)
-        return 0 if key is None else self._kept.pop(key).number
+        key = next((key for key, number in self._kept.items() if number not in needed), None)
+        return 0 if key is None else self._kept.pop(key)
 
     def clear(self) -> tuple[int, ...]:
         """Drop all copies, and return their numbers."""
-        numbers = (*(one.number for one in self._kept.values()), *self._under_way)
+        numbers = (*self._kept.values(), *self._under_way)
         self._kept.clear()
         self._under_way.clear()
         return numbers

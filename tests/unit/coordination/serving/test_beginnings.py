@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fusionai.coordination.serving.admission import BatchLimits
@@ -76,7 +78,7 @@ def test_a_text_begins_with_the_longest_copy_of_its_beginning() -> None:
         (0, 64, False, False), (64, 128, False, True), (128, 150, False, False),
     ]  # fmt: skip
     assert batcher.matched(1) == 0
-    (copy,) = [one.number for one in batcher.beginnings._kept.values()]
+    (copy,) = batcher.beginnings._kept.values()
     assert copy >= FIRST_NUMBER
     plans = ended(batcher, session(2, [*first, 7, *range(60)]))
     assert pieces(plans) == [(128, 192, True, True), (192, 211, False, False)]
@@ -103,7 +105,7 @@ def test_copies_make_room_for_sessions_the_one_used_longest_ago_first() -> None:
         ended(batcher, session(number, text))
     assert len(batcher.beginnings) == 2, "the session itself takes a place"
     assert pieces(ended(batcher, session(4, [*texts[1], *range(40)])))[0][0] == 80
-    kept = [one.number for one in batcher.beginnings._kept.values()]
+    kept = list(batcher.beginnings._kept.values())
     for number in (5, 6, 7):
         batcher.submit(session(number, [number] * 30), 0.0)
     plan = sent(batcher)
@@ -126,6 +128,28 @@ def test_a_copy_that_a_session_begins_with_stays_until_its_first_pass_is_back() 
     back(batcher, plan)
     assert plan.segments[0].source in sent(batcher).forget
     assert batcher.running == 3
+
+
+def test_of_two_copies_of_one_beginning_the_older_stays() -> None:
+    """A session may be about to begin with it."""
+    batcher = Batcher(replace(LIMITS, sessions=5))
+    text = list(range(100))
+    for number in (1, 2):
+        batcher.submit(session(number, text), 0.0)
+    plans = [sent(batcher) for _ in range(4)]
+    older, newer = [segment.kept_as for plan in plans for segment in plan.segments if segment.kept_as]
+    for plan in plans:
+        back(batcher, plan)
+    assert list(batcher.beginnings._kept.values()) == [older]
+    assert newer in batcher.forgotten
+    # A text that has to be read as a whole passes by where one is kept already.
+    batcher.submit(replace(session(3, text, max_tokens=0), all_rows=True), 0.0)
+    again = [sent(batcher) for _ in range(3)]
+    for plan in again:
+        batcher.returned(plan.number, {}, (), 0.0)
+    read = pieces(again)
+    assert [end for _, end, _, _ in read] == [64, 80, 100]
+    assert not any(kept for *_, kept in read)
 
 
 @pytest.mark.parametrize("way", ["fault", "failed", "cancelled"])
