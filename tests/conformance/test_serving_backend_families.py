@@ -11,7 +11,7 @@ import torch
 from fusionai.backends.registry import open_backend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
-from fusionai.ir.serving import require_servable, serving_graph
+from fusionai.ir.serving import require_servable, serves_from_caches, serving_graph
 from fusionai.primitives.errors import GraphError
 from fusionai.wire.serving import Segment, ServeOptions
 from harness.staged_serving import OPTIONS, Served, served
@@ -151,6 +151,7 @@ class Sessions:
 def test_a_family_served_in_three_stages_equals_transformers(name: str, changes: dict[str, Any]) -> None:
     family = family_of(name, changes)
     assert not family.whole
+    assert serves_from_caches(serving_graph(captured_of(name, changes).graph)), "plans would be for something else"
     equals_transformers(family)
 
 

@@ -314,8 +314,7 @@ PASS_TOKENS: Final = 512
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingOptions:
     """Values of the flags. `context_tokens` None: the model's, at least `CONTEXT_TOKENS`, up to `LONGEST_TOKENS` if the
-    cache has room. `ends`: where embedding and
-    head are; always `owner` if `privacy` keeps them there."""
+    cache has room. `ends`: where embedding and head are; always `owner` if `privacy` keeps them there."""
 
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "packed"]
     cache: Literal["fp32", "bf16", "fp16", "int8"]

@@ -89,6 +89,17 @@ def require_servable(graph: Graph, *, attention_nodes: int, attention_layers: in
             )
 
 
+def serves_from_caches(graph: Graph) -> bool:
+    """Return whether `graph` (from `serving_graph`) can be served from caches, judged by the graph alone: attention
+    that is not the semantic operator shows by a softmax along the sequence."""
+    nodes = sum(node.op == ATTENTION for node in graph.nodes)
+    try:
+        require_servable(graph, attention_nodes=nodes, attention_layers=nodes)
+    except GraphError:
+        return False
+    return True
+
+
 def split_behind_attention(graph: Graph, wanted: Collection[str]) -> tuple[Graph, Graph] | None:
     """Split the graph into the part that fills the caches and the part that computes `wanted` from it, row by row.
 

@@ -8,7 +8,13 @@ import msgspec
 import pytest
 
 from fusionai.ir.schema import Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
-from fusionai.ir.serving import require_servable, row_dimension, serving_graph, split_behind_attention
+from fusionai.ir.serving import (
+    require_servable,
+    row_dimension,
+    serves_from_caches,
+    serving_graph,
+    split_behind_attention,
+)
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import GraphError
 
@@ -167,6 +173,8 @@ def test_what_mixes_sessions_is_refused(reason: str) -> None:
     graph = serving_graph(_graph(MIXING[reason], logits_of="end"))
     with pytest.raises(GraphError, match=reason):
         require_servable(graph, attention_nodes=1, attention_layers=1)
+    assert not serves_from_caches(graph)
+    assert serves_from_caches(serving_graph(_graph()))
 
 
 def test_behind_the_last_attention_rows_stand_for_themselves() -> None:

@@ -166,7 +166,7 @@ def plan(
     problem = replicated.with_replicas(problem, found.replicas)
     found = msgspec.structs.replace(
         found,
-        warnings=(*found.warnings, *_constraint_warnings(found, problem), *_unused_flags(task)),
+        warnings=(*found.warnings, *_constraint_warnings(found, problem), *_unused_flags(task), *_anew(problem, graph)),
         excluded=(*found.excluded, *pool.absent),
     )
     report = PlanReport.of(found, problem, graph, pool, asked, least_speed)
@@ -223,6 +223,11 @@ def _unused_flags(task: Literal["train", "serve"]) -> Iterator[str]:
         given = flag.name is not None and context.get_parameter_source(flag.name) is ParameterSource.COMMANDLINE
         if given and flag.name in _UNUSED[task]:
             yield f"{flag.opts[0]} has no effect on a plan for --task {task}."
+
+
+def _anew(problem: Problem, graph: Graph) -> Iterator[str]:
+    if problem.serving is not None and problem.serving.whole:
+        yield f"{graph.name} can't use caches: the whole text is recomputed for every token, half a context on average."
 
 
 def _level(served: ServingOptions, pool: PoolOnPaper) -> PrivacyLevel:

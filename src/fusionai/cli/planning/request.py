@@ -18,11 +18,11 @@ from fusionai.capture.models.source import parse_source
 from fusionai.cli import console
 from fusionai.cli.options import ServingOptions
 from fusionai.cli.planning.pool_file import FIRST, LAST, ConstraintsTable, PoolOnPaper
-from fusionai.client.serving.planning import can_stay_packed, serving_problem
+from fusionai.client.serving.planning import can_stay_packed, serving_problem, whole_needs
 from fusionai.ir.cost import block_costs
 from fusionai.ir.partition import ends
 from fusionai.ir.schema import Graph, content_hash
-from fusionai.ir.serving import serving_graph
+from fusionai.ir.serving import serves_from_caches, serving_graph
 from fusionai.primitives.errors import PlanError, UsageError
 from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
 from fusionai.primitives.process import loading
@@ -72,11 +72,14 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
     # Nothing can be placed on the owner's machine if its profile is unknown.
     default: _Place = "pool" if pool.owner is None else "owner"
     if asked.task == "serve":
+        served = serving_graph(graph)
+        cached = serves_from_caches(served)
+        needs = asked.served.needs(None, cached and can_stay_packed(graph, pool.peers))
         problem = serving_problem(
-            serving_graph(graph),
+            served,
             pool.peers,
             pool.owner,
-            asked.served.needs(None, can_stay_packed(graph, pool.peers)),
+            needs if cached else whole_needs(needs, graph.name),
             ends="pool" if pool.owner is None else asked.served.ends,
             takeover=asked.takeover,
             kept=kept,

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-import msgspec
-
 from fusionai.backends.serving.page_table import TILE_POSITIONS
 from fusionai.client.serving.adapters import AdapterRoom
 from fusionai.client.serving.model import ServedModel
@@ -68,16 +66,6 @@ def kept_blocks(request: ServeRequest, model: ServedModel) -> tuple[int, int]:
     if request.ends == "pool":
         raise UsageError(f"the privacy level {request.privacy} keeps embedding and head here, so --ends can't be pool.")
     return ends(model.graph, first_layers=request.first_layers, last_layers=request.last_layers, training=False)
-
-
-def whole_needs(needs: ServingNeeds, model: ServedModel) -> ServingNeeds:
-    if (needs.weights, needs.cache) != ("fp32", "fp32"):
-        raise UsageError(
-            f"{model.files.name} can't use a KV cache and needs --weights fp32 and --cache fp32; got "
-            f"{needs.weights} and {needs.cache}.",
-            hint="Leave --weights and --cache out.",
-        )
-    return msgspec.structs.replace(needs, whole=True)
 
 
 def serving_job(

@@ -15,6 +15,7 @@ from fusionai.client.pool.faults import stages_in_words
 from fusionai.ir.cost import serving_costs
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.serving import LOGITS
+from fusionai.primitives.errors import UsageError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 from fusionai.scheduling.problem.calibration import typical_serving
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, RolePlacement, ServingNeeds
@@ -64,6 +65,18 @@ def serving_problem(
         takeover=takeover,
         serving=msgspec.structs.replace(needs, result_bytes=row_bytes),
     )
+
+
+def whole_needs(needs: ServingNeeds, model: str) -> ServingNeeds:
+    """Return the needs of a model that can't use caches, so that every token recomputes the whole text. Raises
+    `UsageError` for formats that it can't have."""
+    if (needs.weights, needs.cache) != ("fp32", "fp32"):
+        raise UsageError(
+            f"{model} can't use a KV cache and needs --weights fp32 and --cache fp32; got {needs.weights} and "
+            f"{needs.cache}.",
+            hint="Leave --weights and --cache out.",
+        )
+    return msgspec.structs.replace(needs, whole=True)
 
 
 def can_stay_packed(graph: Graph, peers: Sequence[PeerProfile]) -> bool:

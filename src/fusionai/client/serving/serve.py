@@ -31,7 +31,7 @@ from fusionai.client.pool.reporting import ServedNote, end_leftovers, report_sta
 from fusionai.client.pool.session import PoolMember, PoolSession, near_links, owner_membership
 from fusionai.client.pool.watch import PoolWatch, watch_trust
 from fusionai.client.serving.adapters import RunningAdapters
-from fusionai.client.serving.job import ServeRequest, kept_blocks, serving_job, whole_needs
+from fusionai.client.serving.job import ServeRequest, kept_blocks, serving_job
 from fusionai.client.serving.model import (
     DraftModel,
     ServedFiles,
@@ -45,7 +45,7 @@ from fusionai.client.serving.model import (
     open_model,
     rounding_words,
 )
-from fusionai.client.serving.planning import can_stay_packed, checking_sentence, equalised, serving_problem
+from fusionai.client.serving.planning import can_stay_packed, checking_sentence, equalised, serving_problem, whole_needs
 from fusionai.execution.connections import Deployment
 from fusionai.ir.cost import balance_tokens
 from fusionai.ir.serving import SEQUENCE
@@ -297,7 +297,7 @@ class _Start:
         can_keep = not model.whole and can_stay_packed(model.graph, profiles)
         needs = self._request.needs(model.positions, can_keep)
         if model.whole:
-            needs = whole_needs(needs, model)
+            needs = whole_needs(needs, model.files.name)
             why = f"{model.files.name} can't use caches: the whole text is recomputed for every token"
             self._on_event(Noted(why))
         longest = model.graph.symbols.get(SEQUENCE, (1, needs.pass_tokens))[1]

@@ -13,6 +13,7 @@ import pytest
 from fusionai.cli.main import main
 from fusionai.cli.options import ServingOptions
 from fusionai.cli.planning import plan as plan_command
+from fusionai.cli.planning import request
 from fusionai.cli.planning import request as asked_module
 from fusionai.cli.planning.pool_file import ConstraintsTable, read_pool
 from fusionai.cli.planning.request import Asked, problem_of
@@ -478,6 +479,25 @@ def test_a_serving_plan_from_a_file_with_smaller_weights_offered(
     said = capsys.readouterr().err
     assert "missing" in said
     assert "There is a plan with" in said or "There is a plan if" in said
+
+
+def test_a_model_without_caches_is_priced_as_it_runs(
+    graph: None, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Every token recomputes the text, so a longer context makes each token slower."""
+
+    def token_s(*flags: str) -> float:
+        assert planned(files, "--task", "serve", "--stages", "1", *flags) == 0
+        return json.loads((files / "plan.json").read_text())["step_time_s"]
+
+    near = token_s("--context", "64")
+    assert token_s("--context", "4096") == near
+    assert "recomputed" not in capsys.readouterr().err
+    monkeypatch.setattr(request, "serves_from_caches", lambda graph: False)
+    assert near < token_s("--context", "64") < token_s("--context", "4096")
+    assert "can't use caches: the whole text is recomputed for every token" in capsys.readouterr().err
+    assert planned(files, "--task", "serve", "--weights", "int8") == 2
+    assert "can't use a KV cache and needs --weights fp32" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
