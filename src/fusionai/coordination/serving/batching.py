@@ -290,8 +290,11 @@ class Batcher(Admission):
             room = room if allowed >= self.limits.chunk_tokens else min(room, max(chunk, allowed))
         for session in reading:
             if not session.admitted:
-                continue  # it made room for one that decodes
+                continue  # it made room for another
             end, start = ends[session.number], session.sent
+            # A text that is read again may have a token more than when it was admitted.
+            if self.pages.lacks_pages(session.number, end) and not self._find_page(session):
+                continue
             if end - start > room:
                 break
             room -= end - start

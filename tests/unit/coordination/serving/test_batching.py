@@ -992,3 +992,19 @@ def test_a_round_or_a_lost_cache_lets_everything_go_and_nothing_is_found_again(f
     assert not batcher.is_held(1)
     known = batcher.pages.match(session(2, range(10)).prefix_scope, list(range(10))).tokens
     assert known == (8 if fault == "rewind" else 0)
+
+
+def test_a_prompt_that_is_read_again_with_its_answer_has_pages_for_both() -> None:
+    """Its last piece came back with a token, and then an earlier one failed."""
+    batcher = limited(in_flight=2, page_tokens=4, prefix=False)
+    batcher.submit(session(1, 16, 3), 0.0)
+    first, last = sent(batcher), sent(batcher)
+    assert back(batcher, last) == {1}
+    assert batcher.failed(first.number, 0.0) == ()
+    pages = 0
+    for start in (0, 8, 16):
+        (segment,) = (plan := sent(batcher)).segments
+        pages = max(pages, segment.first_page + len(segment.pages))
+        assert segment.start == start
+        assert 4 * pages >= start + segment.length
+        back(batcher, plan)
