@@ -71,8 +71,12 @@ _K_QUANTS: Final = {
     "Q4_K": LevelLayout(4, 32, 8),
     "Q5_K": LevelLayout(8, 32, 8),
     "Q6_K": LevelLayout(8, 16, 16),
+    "IQ4_XS": LevelLayout(8, 32, 8),
 }
-_PLAIN_QUANTS: Final = {"Q4_0": LevelLayout(4, 32), "Q5_0": LevelLayout(8, 32), "Q8_0": LevelLayout(8, 32)}
+_PLAIN_QUANTS: Final = {
+    "Q4_0": LevelLayout(4, 32), "Q5_0": LevelLayout(8, 32), "Q8_0": LevelLayout(8, 32), "IQ4_NL": LevelLayout(8, 32)
+}  # fmt: skip
+"""The codes of IQ4 are places in a table of 16 whole numbers, which are the levels."""
 _FP4_GROUPS: Final = (32, 16)
 LAYOUTS: Final = (
     *(LevelLayout(bits, group) for bits in (4, 8) for group in GROUPS),
@@ -254,11 +258,13 @@ _FIELDS: Final = {
     "Q4_0": _Fields(slice(0, 2)),
     "Q5_0": _Fields(slice(0, 2)),
     "Q8_0": _Fields(slice(0, 2)),
+    "IQ4_NL": _Fields(slice(0, 2)),
     "Q2_K": _Fields(slice(80, 82), slice(82, 84), slice(0, 16), b"\1" * 16),
     "Q3_K": _Fields(slice(108, 110), None, slice(96, 108), b"\x11" * 8 + b"\xaa" * 4),
     "Q4_K": _Fields(slice(0, 2), slice(2, 4), slice(4, 16), _UNIT_OF_K4),
     "Q5_K": _Fields(slice(0, 2), slice(2, 4), slice(4, 16), _UNIT_OF_K4),
     "Q6_K": _Fields(slice(208, 210), None, slice(192, 208), b"\1" * 16),
+    "IQ4_XS": _Fields(slice(0, 2), None, slice(2, 8), b"\xaa" * 2 + b"\x11" * 4),
 }
 _ONE: Final = np.frombuffer(np.float16(1).tobytes(), np.uint8)
 
@@ -312,10 +318,12 @@ def _scales_of(kind: str, blocks: Array, layout: LevelLayout) -> tuple[Array, Ar
             return (packed & 15).astype(np.int8), (packed >> 4).astype(np.int8)
         case "Q6_K":
             return packed.view(np.int8), packed.view(np.int8)
-        case "Q3_K":  # levels of 1 and a factor of 1: the first number of each group is its scale
-            unit = np.full(blocks.shape, 0x55, np.uint8)
-            unit[:, :32], unit[:, where], unit[:, _FIELDS[kind].factor] = 0xFF, packed, _ONE
-            scales = dequantize(unit, GGMLQuantizationType.Q3_K)[:, :: layout.group].astype(np.int8)
+        case "Q3_K" | "IQ4_XS":  # levels of 1 and a factor of 1: the first number of each group is its scale
+            unit = np.full(blocks.shape, 0x55 if kind == "Q3_K" else 0x88, np.uint8)
+            if kind == "Q3_K":
+                unit[:, :32] = 0xFF
+            unit[:, where], unit[:, _FIELDS[kind].factor] = packed, _ONE
+            scales = dequantize(unit, GGMLQuantizationType[kind])[:, :: layout.group].astype(np.int8)
             return scales, scales
         case _:
             scales, middles = Q4_K.get_scale_min(packed)

@@ -22,7 +22,7 @@ from fusionai.primitives.errors import GraphError
 from fusionai.storage.quantised_files import quantised_files
 from harness.quantised_weights import FORMS
 
-KINDS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "Q8_0")
+KINDS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS")
 
 
 def spec_of(*packings: Packing) -> ParamSpec:
