@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fusionai.corpus.tokens import train_tokenizer
+from fusionai.ir.packed import TABLES
 
 Tensors = dict[str, torch.Tensor]
 Writer = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
@@ -117,6 +118,25 @@ def _awq(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {_beside(name, part): tensor for part, tensor in parts.items()}, numbers.T
 
 
+def _nf4(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """bitsandbytes' 4-bit codes, 64 numbers to a scale, the first of each pair in the upper half of its byte."""
+    table = torch.from_numpy(TABLES["nf4"].copy())
+    groups = weight.reshape(-1, 64)
+    largest = groups.abs().amax(1)
+    codes = ((groups / largest[:, None])[..., None] - table).abs().argmin(-1).to(torch.uint8)
+    pairs = codes.reshape(-1, 2)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)}
+    tensors = {
+        name: (pairs[:, 0] << 4 | pairs[:, 1])[:, None],
+        f"{name}.absmax": largest,
+        f"{name}.quant_map": table,
+        f"{name}.quant_state.bitsandbytes__nf4": torch.frombuffer(
+            bytearray(json.dumps(state).encode()), dtype=torch.uint8
+        ),
+    }
+    return tensors, (table[codes.long()] * largest[:, None]).reshape(weight.shape)
+
+
 def _forms() -> dict[str, Form]:
     return {
         "fp8": Form({"quant_method": "fp8", "weight_block_size": [64, 64]}, _float8_blocks, 1.01),
@@ -125,6 +145,7 @@ def _forms() -> dict[str, Form]:
         "gptq-4-act-order": Form(*_gptq(4, ordered=True, newer=False), 0.58),
         "gptq-3": Form(*_gptq(3, ordered=True, newer=True), 0.45),
         "gptq-8": Form(*_gptq(8, ordered=False, newer=True), 1.1),
+        "nf4": Form({"quant_method": "bitsandbytes", "load_in_4bit": True}, _nf4, 0.58),
         "awq": Form({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}, _awq, 0.55),
     }
 

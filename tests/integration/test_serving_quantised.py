@@ -183,7 +183,7 @@ def written(form: str, directory: Path) -> ServedModel:
 
 @pytest.mark.parametrize(
     ("form", "per_number"),
-    [("gptq-4", 0.6), ("gptq-8", 1.1), ("awq", 0.6), ("Q4_K", 0.6), ("Q8_0", 1.2), ("IQ4_XS", 1.2)],
+    [("gptq-4", 0.6), ("gptq-8", 1.1), ("awq", 0.6), ("Q4_K", 0.6), ("Q8_0", 1.2), ("IQ4_XS", 1.2), ("nf4", 0.6)],
 )
 def test_matrices_kept_as_in_the_files_give_the_bits_of_their_numbers(
     form: str, per_number: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

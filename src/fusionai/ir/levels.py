@@ -20,12 +20,23 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.ir.packed import FLOATS, awq_codes, bits_of, floats_of, fp4_scales, nibbles, packed_bytes, part_arrays
+from fusionai.ir.packed import (
+    FLOATS,
+    TABLES,
+    awq_codes,
+    bits_of,
+    code_scales,
+    floats_of,
+    fp4_scales,
+    nibbles,
+    packed_bytes,
+    part_arrays,
+)
 from fusionai.ir.schema import Packing, ParamSpec
 from fusionai.primitives.errors import GraphError
 
 Array = npt.NDArray[Any]
-SmallFloat = Literal["e4m3", "e5m2", "e2m1"]
+SmallFloat = Literal["e4m3", "e5m2", "e2m1", "nf4", "fp4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +89,15 @@ _PLAIN_QUANTS: Final = {
 }  # fmt: skip
 """The codes of IQ4 are places in a table of 16 whole numbers, which are the levels."""
 _FP4_GROUPS: Final = (32, 16)
+_TABLE_GROUPS: Final = (64, 32)
 LAYOUTS: Final = (
     *(LevelLayout(bits, group) for bits in (4, 8) for group in GROUPS),
     *dict.fromkeys(_K_QUANTS.values()),
     *(LevelLayout(8, group, floats="e4m3") for group in GROUPS),
     LevelLayout(8, GROUPS[-1], floats="e5m2"),
     *(LevelLayout(4, group, floats="e2m1") for group in _FP4_GROUPS),
+    *(LevelLayout(4, group, floats="nf4") for group in _TABLE_GROUPS),
+    *(LevelLayout(4, group, floats="fp4") for group in _TABLE_GROUPS),
 )
 """Layouts in the order of their formats in `backends.torch.row_code`."""
 
@@ -145,6 +159,8 @@ def _layout(packing: Packing) -> LevelLayout | None:
             return _floats(8, kind, sizes_of_groups, packing.block[1] if packing.block else columns, columns)
         case "float4" if not packing.turned:
             return _floats(4, "e2m1", _FP4_GROUPS, columns // (sizes[1] // rows), columns)
+        case "codes4" if not packing.turned and packing.kind in TABLES and columns % packing.group == 0:
+            return _floats(4, "fp4" if packing.kind == "fp4" else "nf4", _TABLE_GROUPS, packing.group, columns)
         case "int8" if not packing.turned and packing.factor == 1.0 and not sizes[2]:
             return _grouped(8, columns, max(1, sizes[1] // rows))
         case _:
@@ -416,6 +432,18 @@ def _float4(packing: Packing, layout: LevelLayout, parts: list[Array]) -> _Rows:
     return lambda chosen: Levels(nibbles(codes[chosen]), np.repeat(scales[chosen], each, axis=1))
 
 
+def _codes4(packing: Packing, layout: LevelLayout, parts: list[Array]) -> _Rows:
+    rows, columns = packing.shape
+    if not np.array_equal(floats_of(packing.parts[2], parts[2]).reshape(-1), TABLES[packing.kind]):
+        raise GraphError(
+            f"a weight of the kind {packing.kind} has another table of numbers than that kind.",
+            hint="Its file is damaged: fetch it again.",
+        )
+    codes, scales = parts[0].reshape(rows, columns // 2), code_scales(packing, parts).reshape(rows, -1)
+    each = columns // scales.shape[1] // layout.group
+    return lambda chosen: Levels(nibbles(codes[chosen], high_first=True), np.repeat(scales[chosen], each, axis=1))
+
+
 _READERS: Final = {
     "gguf": _gguf,
     "gptq": _gptq,
@@ -424,4 +452,5 @@ _READERS: Final = {
     "int8": _int8,
     "float8": _float8,
     "float4": _float4,
+    "codes4": _codes4,
 }

@@ -250,7 +250,16 @@ def _float8(exponent_bits: int, bias: int) -> Float32s:
 
 _E4M3: Final = _float8(4, 7)
 _E5M2: Final = _float8(5, 15)
-FLOATS: Final = {"e4m3": _E4M3, "e5m2": _E5M2, "e2m1": _FP4}
+TABLES: Final = {
+    "nf4": np.array([
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ], np.float32),
+    "fp4": np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12),
+}  # fmt: skip
+"""The tables of bitsandbytes' two kinds of 4-bit codes; a file has the table that it uses."""
+FLOATS: Final = {"e4m3": _E4M3, "e5m2": _E5M2, "e2m1": _FP4, **TABLES}
 """Values of all codes of the small floats."""
 _E8M0: Final = np.append(2.0 ** np.arange(-127.0, 128.0), np.nan).astype(np.float32)
 """Exponents alone."""
@@ -455,12 +464,19 @@ def _int8(packing: Packing, arrays: Sequence[Array], count: int, columns: int) -
     return numbers
 
 
-def _codes4(packing: Packing, arrays: Sequence[Array], count: int, columns: int) -> Rows:
-    codes, largest, table, nested, nested_table = arrays
+def code_scales(packing: Packing, arrays: Sequence[Array]) -> Float32s:
+    """Return the scale of each group of 4-bit codes, flat."""
+    _, largest, _, nested, nested_table = arrays
     scales = floats_of(packing.parts[1], largest).reshape(-1)
-    if nested.size:
-        ends = np.repeat(floats_of(packing.parts[3], nested).reshape(-1), _NESTED)[: scales.size]
-        scales = floats_of(packing.parts[4], nested_table)[largest.reshape(-1)] * ends + np.float32(packing.offset)
+    if not nested.size:
+        return scales
+    ends = np.repeat(floats_of(packing.parts[3], nested).reshape(-1), _NESTED)[: scales.size]
+    return floats_of(packing.parts[4], nested_table)[largest.reshape(-1)] * ends + np.float32(packing.offset)
+
+
+def _codes4(packing: Packing, arrays: Sequence[Array], count: int, columns: int) -> Rows:
+    codes, _, table, _, _ = arrays
+    scales = code_scales(packing, arrays)
     values = floats_of(packing.parts[2], table).reshape(-1)
     flat = codes.reshape(count * columns // 2)
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fusionai.ir.packed import check_packing, unpacked
+from fusionai.ir.packed import TABLES, check_packing, unpacked
 from fusionai.ir.schema import PackedPart, Packing
 from fusionai.primitives.errors import GraphError, ModelError
 from fusionai.storage.safetensors_file import ByteRange, ByteRanges, SafetensorsFile
@@ -275,8 +275,17 @@ def _bitsandbytes(name: str, stored: Mapping[str, StoredPart]) -> _Found | None:
     ends = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
     names = (name, *(f"{name}.{end}" for end in ends))
     parts = (*(_beside(stored, one, name) for one in names[:3]), *(_part(stored, one) for one in names[3:]))
-    packing = Packing(form="codes4", shape=shape, parts=parts, group=group, offset=offset)
+    kind = _table_kind(stored[f"{name}.quant_map"])
+    packing = Packing(form="codes4", shape=shape, parts=parts, group=group, offset=offset, kind=kind)
     return name, packing, _present(stored, names)
+
+
+def _table_kind(table: StoredPart) -> str:
+    """Return the kind of 4-bit codes that has this table; an empty text for any other table."""
+    if table.dtype != "float32":
+        return ""
+    values = np.frombuffer(table.range.mapped(), np.float32)
+    return next((kind for kind, known in TABLES.items() if np.array_equal(values, known)), "")
 
 
 def _compressed(scheme: Mapping[str, Any], name: str, stored: Mapping[str, StoredPart]) -> _Found | None:

@@ -77,6 +77,7 @@ EXPECTED = {
     "gptq-4": LevelLayout(4, 64),
     "gptq-8": LevelLayout(8, 64),
     "awq": LevelLayout(4, 64),
+    "nf4": LevelLayout(4, 64, floats="nf4"),
     "fp8": LevelLayout(8, 64, floats="e4m3"),
     "fp8-whole": LevelLayout(8, 128, floats="e4m3"),
 }
@@ -88,6 +89,8 @@ WRITTEN = {
     "ct-fp8": LevelLayout(8, 128, floats="e4m3"),
     "ct-mxfp4": LevelLayout(4, 32, floats="e2m1"),
     "ct-nvfp4": LevelLayout(4, 16, floats="e2m1"),
+    "nf4": LevelLayout(4, 64, floats="nf4"),
+    "nf4-nested": LevelLayout(4, 64, floats="nf4"),
 }
 
 

@@ -90,6 +90,10 @@ class Factor(IntEnum):
     LEVELS_E5M2_32 = 21
     LEVELS_E2M1_32 = 22
     LEVELS_E2M1_16 = 23
+    LEVELS_NF4_64 = 24
+    LEVELS_NF4_32 = 25
+    LEVELS_FP4_64 = 26
+    LEVELS_FP4_32 = 27
 
 
 class Field(IntEnum):

@@ -47,9 +47,16 @@ _T = TypeVar("_T")
 LEVEL: Final = torch.backends.cpu.get_cpu_capability()
 """Instruction set that torch uses; a user can lower it by an environment variable."""
 _INTEL_LIKE: Final = platform.machine().lower() in ("x86_64", "amd64", "i686", "x86")
-HALF_INSTRUCTIONS: Final[bool] = not _INTEL_LIKE or (
-    get_host_cpu_features().get("f16c", False) if config.CPU_NAME is None else "+f16c" in (config.CPU_FEATURES or "")
-)
+
+
+def _generates(feature: str) -> bool:
+    """Return whether the x86 processor that code is generated for has a feature."""
+    if config.CPU_NAME is None:
+        return get_host_cpu_features().get(feature, False)
+    return f"+{feature}" in (config.CPU_FEATURES or "")
+
+
+HALF_INSTRUCTIONS: Final[bool] = not _INTEL_LIKE or _generates("f16c")
 """Whether the processor that code is generated for converts float16 to float32. Otherwise LLVM calls a function that
 does not exist, which ends the process."""
 
@@ -124,6 +131,21 @@ def of_half(builder: Any, bits: Any, spread: Callable[[int], Any]) -> Any:
     whole = builder.select(beyond, builder.or_(size, number(0x7F800000)), finite)
     sign = builder.shl(builder.and_(bits, number(0x8000)), number(16))
     return builder.bitcast(builder.or_(whole, sign), kind)
+
+
+def looked_up(builder: Any, table: list[float], places: Any) -> Any:
+    """Return the numbers at places 0 to 15, one per lane, of a table of 16."""
+    if _INTEL_LIKE and _generates("avx512f"):
+        kind = ir.FunctionType(FLOATS, [FLOATS, WORDS])
+        permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
+        return builder.call(permute, [ir.Constant(FLOATS, table), places])
+    # Places of four bits: each bit chooses between halves of what is left.
+    left = [ir.Constant(FLOATS, [value] * LANES) for value in table]
+    for bit in range(4):
+        odd = builder.and_(places, ir.Constant(WORDS, [1 << bit] * LANES))
+        chosen = builder.icmp_unsigned("!=", odd, ir.Constant(WORDS, [0] * LANES))
+        left = [builder.select(chosen, second, first) for first, second in zip(left[::2], left[1::2], strict=True)]
+    return left[0]
 
 
 def spread(builder: Any, value: Any) -> Any:

@@ -17,6 +17,7 @@ from fusionai.backends.torch import row_vectors as vec
 from fusionai.backends.torch.row_blocks import GROUPS, LAYOUT_OF, block_bytes
 from fusionai.backends.torch.row_code import Factor, Form
 from fusionai.ir.levels import LevelLayout
+from fusionai.ir.packed import TABLES
 
 _BYTES: Final = ir.VectorType(ir.IntType(8), vec.LANES)
 
@@ -171,6 +172,13 @@ def _levels_at(builder: Any, layout: LevelLayout, places: list[Any]) -> list[lis
             return [
                 [_e2m1(builder, codes) for codes in loaded],
                 [_e2m1(builder, builder.lshr(codes, _all(4))) for codes in loaded],
+            ]
+        case "nf4" | "fp4" as kind:
+            table = [float(value) for value in TABLES[kind]]
+            loaded = [_bytes(builder, place, signed=False) for place in places]
+            return [
+                [vec.looked_up(builder, table, builder.and_(codes, _all(15))) for codes in loaded],
+                [vec.looked_up(builder, table, builder.lshr(codes, _all(4))) for codes in loaded],
             ]
 
 

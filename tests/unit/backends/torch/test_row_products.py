@@ -46,7 +46,7 @@ DTYPES = {
 }
 USUAL = {
     *(Factor.LEVELS4_128, Factor.LEVELS4_32_8, Factor.LEVELS8_16_16),
-    *(Factor.LEVELS_E4M3_128, Factor.LEVELS_E2M1_32),
+    *(Factor.LEVELS_E4M3_128, Factor.LEVELS_E2M1_32, Factor.LEVELS_NF4_64),
 }
 """Formats of quantised files that stand for the others, whose code differs in sizes only."""
 WAYS = [
