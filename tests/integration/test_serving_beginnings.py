@@ -51,10 +51,11 @@ async def turn(engine: ServingEngine, prompt: tuple[int, ...]) -> tuple[list[int
     return answer, engine.status.prefix_hit_tokens - before
 
 
-@pytest.mark.parametrize("killed", [False, True])
-@pytest.mark.parametrize(
-    "kind", ["gemma2", "mamba2", pytest.param("lfm2", marks=LONG), pytest.param("llama", marks=LONG)]
-)
+@pytest.mark.parametrize(("kind", "killed"), [
+    ("gemma2", True), ("mamba2", False), pytest.param("gemma2", False, marks=LONG),
+    pytest.param("mamba2", True, marks=LONG), pytest.param("lfm2", False, marks=LONG),
+    pytest.param("lfm2", True, marks=LONG), pytest.param("llama", False, marks=LONG),
+])  # fmt: skip
 def test_a_turn_reads_what_is_new(kind: str, killed: bool, tmp_path: Path):
     """Two conversations of three turns with common instructions. `killed`: a stage is lost before the last turns."""
     config = {"model_type": kind, **FAMILIES[kind]}

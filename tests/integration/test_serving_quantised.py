@@ -181,10 +181,10 @@ def written(form: str, directory: Path) -> ServedModel:
     return open_model(find_model(str(directory / "small.gguf")))
 
 
-@pytest.mark.parametrize(
-    ("form", "per_number"),
-    [("gptq-4", 0.6), ("gptq-8", 1.1), ("awq", 0.6), ("Q4_K", 0.6), ("Q8_0", 1.2), ("IQ4_XS", 1.2), ("nf4", 0.6)],
-)
+@pytest.mark.parametrize(("form", "per_number"), [
+    ("gptq-4", 0.6), ("gptq-8", 1.1), ("awq", 0.6), ("Q4_K", 0.6), ("Q8_0", 1.2),
+    pytest.param("IQ4_XS", 1.2, marks=pytest.mark.long), pytest.param("nf4", 0.6, marks=pytest.mark.long),
+])  # fmt: skip
 def test_matrices_kept_as_in_the_files_give_the_bits_of_their_numbers(
     form: str, per_number: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -192,7 +192,10 @@ def test_matrices_kept_as_in_the_files_give_the_bits_of_their_numbers(
     assert_packed_gives_the_bits(written(form, tmp_path), tmp_path, per_number)
 
 
-@pytest.mark.parametrize(("form", "per_number"), [("fp8", 1.1), ("gptq-4", 0.6), ("awq", 0.6), ("mxfp4", 0.7)])
+@pytest.mark.parametrize(("form", "per_number"), [
+    ("awq", 0.6), ("mxfp4", 0.7), pytest.param("fp8", 1.1, marks=pytest.mark.long),
+    pytest.param("gptq-4", 0.6, marks=pytest.mark.long),
+])  # fmt: skip
 def test_so_do_the_matrices_of_experts(form: str, per_number: float, tmp_path: Path):
     """Files with a tensor for each expert, or, of gpt-oss, with one for all."""
     directory, plain = tmp_path / "model", tmp_path / "plain"
