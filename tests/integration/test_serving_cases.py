@@ -158,11 +158,12 @@ def test_what_never_fits_and_what_does_not_fit_now_is_refused(tmp_path: Path):
     asyncio.run(story())
 
 
-def test_an_embedding_is_the_mean_of_the_last_hidden_states(tmp_path: Path):
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_an_embedding_is_made_of_the_last_hidden_states(pooling: str, tmp_path: Path):
     asked = prompts(4)
 
     async def story() -> list[list[float]]:
-        async with running(tmp_path) as job:
+        async with running(tmp_path, pooling=pooling) as job:
             beside = asyncio.create_task(answers(job.engine, prompts(2), 10))
             told = await job.engine.embed(asked, "somebody")
             assert len(await beside) == 2
@@ -173,8 +174,9 @@ def test_an_embedding_is_the_mean_of_the_last_hidden_states(tmp_path: Path):
     for prompt, embedding in zip(asked, told, strict=True):
         with torch.no_grad():
             states = model.model(input_ids=torch.tensor([prompt])).last_hidden_state[0]
-        mean = states.double().mean(dim=0).numpy()
-        np.testing.assert_allclose(embedding, mean / np.linalg.norm(mean), atol=1e-5)
+        states = states.double().numpy()
+        made = states.mean(axis=0) if pooling == "mean" else states[-1]
+        np.testing.assert_allclose(embedding, made / np.linalg.norm(made), atol=1e-5)
 
 
 def test_log_probabilities_of_prompt_and_answer_are_transformers(tmp_path: Path):

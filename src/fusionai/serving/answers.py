@@ -23,7 +23,7 @@ from fusionai.coordination.serving.interface import ServingState
 from fusionai.primitives.errors import ExecutionError
 from fusionai.serving.faults import ServingFaultLog
 from fusionai.serving.generating import Generating, Rows, TextToEmbed, Verdict
-from fusionai.serving.interface import Generation, GenerationPaused, HopTiming
+from fusionai.serving.interface import Generation, GenerationPaused, HopTiming, Pooling
 from fusionai.serving.job import ServingJob
 from fusionai.serving.passes import Returned
 from fusionai.serving.speculating import Guesses, Speculation
@@ -84,8 +84,8 @@ class Answers:
         self._post(None)
         return generating
 
-    def embed(self, number: int, prompt: tuple[int, ...]) -> TextToEmbed:
-        embedding = self._embeddings[number] = TextToEmbed(number, prompt)
+    def embed(self, number: int, prompt: tuple[int, ...], pooling: Pooling) -> TextToEmbed:
+        embedding = self._embeddings[number] = TextToEmbed(number, prompt, pooling)
         return embedding
 
     def end_embedding(self, number: int) -> None:

@@ -165,8 +165,8 @@ class ServingEngine:
     async def embed(
         self, prompts: Sequence[Sequence[int]], scope: str, adapter: str | None = None
     ) -> list[list[float]]:
-        """Mean of the last hidden states over each prompt's positions, scaled to Euclidean length 1. Raises the errors
-        of `submit`."""
+        """Vectors of the prompts, from their last hidden states as the model pools them, scaled to Euclidean length 1.
+        Raises the errors of `submit`."""
         asked: list[TextToEmbed] = []
         used = self._adapter(adapter)
         try:
@@ -177,13 +177,13 @@ class ServingEngine:
                     scope=scope,
                     prompt=tuple(prompt),
                     max_tokens=0,
-                    all_rows=True,
+                    all_rows=self._job.pooling == "mean",
                     output="hidden",
                     adapter=used,
                     edition=self._loaded[used],
                 )
                 self._admit(spec)
-                asked.append(self._answers.embed(number, spec.prompt))
+                asked.append(self._answers.embed(number, spec.prompt, self._job.pooling))
             self._driver.post(None)
             return [await embedding.done for embedding in asked]
         finally:

@@ -24,6 +24,7 @@ from fusionai.serving.interface import (
     Generation,
     GenerationPaused,
     HopTiming,
+    Pooling,
     PromptRead,
     StreamEvent,
     TokenLogprob,
@@ -198,11 +199,12 @@ class Generating:
 
 
 class TextToEmbed:
-    """A prompt whose last hidden states are averaged."""
+    """A prompt whose last hidden states make its vector: their mean, or the last of them."""
 
-    def __init__(self, number: int, prompt: tuple[int, ...]) -> None:
+    def __init__(self, number: int, prompt: tuple[int, ...], pooling: Pooling) -> None:
         self.number = number
         self.prompt = prompt
+        self._rows = len(prompt) if pooling == "mean" else 1
         self.done: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
         self._sum: NDArray[np.float64] | None = None
         self._count = 0
@@ -212,7 +214,7 @@ class TextToEmbed:
         added = rows.sum(axis=0, dtype=np.float64)
         self._sum = added if self._sum is None else self._sum + added
         self._count += len(rows)
-        if self._count >= len(self.prompt) and not self.done.done():
+        if self._count >= self._rows and not self.done.done():
             mean = np.asarray(self._sum) / self._count
             length = float(np.linalg.norm(mean))
             self.done.set_result([float(value) for value in (mean / length if length else mean)])

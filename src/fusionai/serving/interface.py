@@ -67,6 +67,10 @@ class Constraint(Protocol):
         ...
 
 
+Pooling = Literal["mean", "last"]
+"""How a text's vector follows from its last hidden states: their mean, or that of its last token."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """A request for tokens. `stop_tokens` end the answer and are not part of it. `scope` separates prefix caches:

@@ -27,7 +27,7 @@ from fusionai.primitives.errors import PlanError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.problem.types import Plan
-from fusionai.serving.interface import FaultNote
+from fusionai.serving.interface import FaultNote, Pooling
 from fusionai.serving.speculating import Speculate
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.wire.messages import ServeOptions, WeightSpec
@@ -58,6 +58,8 @@ class ServingJob:
     """Number of passes in flight; 0: as many as there are machines with stages."""
     queue: int = 256
     """Number of generations that may wait for a place."""
+    pooling: Pooling = "mean"
+    """How vectors of texts are made."""
     speculate: Speculate = "off"
     """Number of guesses in a pass."""
     secret: bytes = b""

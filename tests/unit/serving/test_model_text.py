@@ -128,6 +128,20 @@ def test_which_file_says_what(tmp_path: Path) -> None:
     assert both.tokenizer.decode(both.chat_tokens(TALK)) == "newer"
 
 
+def test_how_texts_become_vectors_is_what_sentence_transformers_would_read(tmp_path: Path) -> None:
+    assert model(tmp_path, byte_level()).pooling == "mean"
+    file = tmp_path / "1_Pooling" / "config.json"
+    file.parent.mkdir()
+    kinds = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
+    for kind, pooling in (("mean_tokens", "mean"), ("lasttoken", "last")):
+        chosen = {f"pooling_mode_{one}": one == kind for one in kinds}
+        file.write_text(json.dumps({"word_embedding_dimension": 64, "include_prompt": True, **chosen}))
+        assert ModelText.load(tmp_path).pooling == pooling
+    file.write_text(json.dumps({"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}))
+    with pytest.raises(ModelError, match=r"1_Pooling.config\.json: .* by pooling_mode_cls_token, pooling_mode_max"):
+        ModelText.load(tmp_path)
+
+
 def test_templates_by_name_in_the_configuration(tmp_path: Path) -> None:
     model(tmp_path, byte_level(), template=None)
     file = tmp_path / "tokenizer_config.json"

@@ -103,6 +103,7 @@ def serving_job(
         vocabulary=model.vocabulary,
         context_tokens=sizes.context_tokens,
         stop_tokens=model.texts.stop_tokens,
+        pooling=model.texts.pooling,
         adapters=tuple(adapter.name for adapter in model.adapters),
         tile_tokens=TILE_POSITIONS if tiled else None,
         balance_tokens=balanced_at,
