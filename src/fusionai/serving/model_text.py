@@ -45,7 +45,7 @@ class ModelText:
     stop_tokens: frozenset[int]
     sampling: Sampling
     pooling: Pooling = "mean"
-    """As the model's files for sentence-transformers say; without such files the mean."""
+    """What the model's files for sentence-transformers say; the mean if there are none."""
 
     @classmethod
     def load(cls, directory: Path) -> ModelText:
