@@ -42,15 +42,17 @@ def model_of(kind: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
+    layers = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
     sizes: dict[str, Any] = {
-        "llama": {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 128,
-        },
+        "llama": layers,
+        "mixtral": {**layers, "num_local_experts": 4, "num_experts_per_tok": 2},
         "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128},
     }[kind]
     config = AutoConfig.for_model(
@@ -150,19 +152,29 @@ def served(made: Pipeline, count: int, rounds: int) -> list[list[np.ndarray]]:
 
 @pytest.mark.parametrize("name", ["torch", "jax", "onnxruntime"])
 def test_each_text_goes_through_its_own_adapter(llama: Trained, captured: Captured, name: str) -> None:
-    made = pipeline(captured, llama.ranks, open_backend(name, device="cpu", threads=1))
+    goes_through_its_own(llama, captured, name)
+    # They do differ.
+    first = [expected(model, TEXT[:9]) for model in llama.merged]
+    assert len({tuple(logits.round(2)) for logits in first}) == 4
+
+
+def test_so_it_does_in_a_mixture_of_experts(tmp_path: Path) -> None:
+    settings = [{"r": 3, "target_modules": ["q_proj", "v_proj"]}, {"r": 2, "target_modules": ["o_proj"]}]
+    mixture = trained(tmp_path, "mixtral", settings)
+    goes_through_its_own(mixture, mixture.captured(), "torch")
+
+
+def goes_through_its_own(model: Trained, captured: Captured, name: str) -> None:
+    made = pipeline(captured, model.ranks, open_backend(name, device="cpu", threads=1))
     if name == "torch":
         assert getattr(made.programs[1], "_plan", None) is not None, "a stage of layers decodes row by row"
-    for step, logits in enumerate(served(made, 4, 4)):
+    for step, logits in enumerate(served(made, len(model.merged), 4)):
         for number, own in enumerate(logits):
-            wanted = expected(llama.merged[number], TEXT[: 9 + 2 * number + step])
+            wanted = expected(model.merged[number], TEXT[: 9 + 2 * number + step])
             np.testing.assert_allclose(
                 own, wanted, rtol=0, atol=2e-4 * np.abs(wanted).max(), err_msg=f"{number} {step}"
             )
             assert own.argmax() == wanted.argmax()
-    # They do differ.
-    first = [expected(model, TEXT[:9]) for model in llama.merged]
-    assert len({tuple(logits.round(2)) for logits in first}) == 4
 
 
 def test_without_an_adapter_the_bits_are_the_bases(llama: Trained, captured: Captured) -> None:

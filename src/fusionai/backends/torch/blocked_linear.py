@@ -4,7 +4,8 @@ A kernel's columns or heads are divided among threads. A sum does not depend on 
 number of threads gives the same bits. If numba is missing or does not know the processor, `packed_linear` uses the
 framework's kernels.
 
-Peers on one machine start together, and each would otherwise compile the same code for ten seconds of processor time.
+Peers on one machine start together, and each would otherwise compile the same code for fifteen seconds of processor
+time.
 So one process compiles while the others wait, and then read the code from numba's disk cache. Neighbours:
 `row_products` multiplies, `row_blocks` lays matrices out, `packed_linear` rounds them.
 """

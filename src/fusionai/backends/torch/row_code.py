@@ -22,33 +22,43 @@ LINE: Final = 24
 
 
 class Op(IntEnum):
-    """Operators. Up to `DIV`: two operands, element by element; up to `SIN`: one operand, element by element; from
-    `MEAN` on: over the last dimension."""
+    """Operators. Up to `MASKED`: two operands, element by element; up to `SIN`: one operand, element by element; from
+    `MEAN` to `SOFTMAX`: over the last dimension; from `TOP` on: for mixtures of experts. `MASKED`: a number instead of
+    the first operand where the second is not 0. `TRUTH`: 1 where the operand is not 0, else 0."""
 
     ADD = 0
     SUB = 1
     MUL = 2
     DIV = 3
-    COPY = 4
-    NEG = 5
-    SQUARE = 6
-    CUBE = 7
-    SQRT = 8
-    RSQRT = 9
-    EXP = 10
-    SILU = 11
-    SIGMOID = 12
-    RELU = 13
-    TANH = 14
-    GELU = 15
-    GELU_TANH = 16
-    COS = 17
-    SIN = 18
-    MEAN = 19
-    TOTAL = 20
-    LAYER_NORM = 21
-    LINEAR = 22
-    ATTENTION = 23
+    MINIMUM = 4
+    MAXIMUM = 5
+    MASKED = 6
+    COPY = 7
+    NEG = 8
+    SQUARE = 9
+    CUBE = 10
+    SQRT = 11
+    RSQRT = 12
+    EXP = 13
+    SILU = 14
+    SIGMOID = 15
+    RELU = 16
+    TANH = 17
+    GELU = 18
+    GELU_TANH = 19
+    TRUTH = 20
+    COS = 21
+    SIN = 22
+    MEAN = 23
+    TOTAL = 24
+    LAYER_NORM = 25
+    SOFTMAX = 26
+    LINEAR = 27
+    ATTENTION = 28
+    TOP = 29
+    LOOKUP = 30
+    SCATTER = 31
+    EXPERTS = 32
 
 
 class Form(IntEnum):
@@ -100,9 +110,13 @@ class Field(IntEnum):
     """Positions in a line; position 0 is the `Op`. Strides belong to `DIMS`, whose last dimension is the innermost.
 
     `DIMS`: three for elementwise operators; groups and length for reductions; columns and summands for LINEAR; query
-    heads, key heads and key width for ATTENTION. `A` is x or q, `B` is k. `EXTRA`: eps, weight, bias for LAYER_NORM;
-    format, address, bias, address of the product for LINEAR; value width, v, scale, softcap, sinks, index of the cache
-    for ATTENTION. Constants are offsets, -1 if absent.
+    heads, key heads and key width for ATTENTION; groups, length and number of chosen elements for TOP; groups, chosen
+    elements and floats of each for LOOKUP; groups, chosen elements and length for SCATTER; columns, summands and chosen
+    experts for EXPERTS. `A` is x or q, `B` is k, or the indices of what was chosen. `A_STRIDES`, for EXPERTS: between
+    the operands of two experts. `EXTRA`: number for MASKED and SCATTER; eps, weight, bias for LAYER_NORM; format,
+    address, bias, address of the product for LINEAR; value width, v, scale, softcap, sinks, index of the cache for
+    ATTENTION; indices, scratch, whether to sort for TOP; elements to choose from for LOOKUP; format, index of the first
+    expert's address, experts, address of the product for EXPERTS. Constants are offsets, -1 if absent.
     """
 
     DIMS = 1
@@ -300,42 +314,82 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
 
 
+Ranges = list[tuple[int, int, int]]
+"""(limit, begin, end) of what a line reads or writes, in floats."""
+
+
 def refuse_beyond(code: npt.NDArray[np.int64], fixed: int, width: int) -> None:
     """Raise `Unplanned` if a line would read or write outside of a row's `width` floats or of the `fixed` floats of
-    constants: compiled kernels check nothing. Addresses of products and caches are not in the code yet."""
+    constants: compiled kernels check nothing but indices of chosen elements. Addresses of products and caches are not
+    in the code yet."""
     for line in code.tolist():
         op = Op(line[0])
         dims, out, extra = line[Field.DIMS : Field.DIMS + 3], line[Field.OUT], line[Field.EXTRA :]
-        ranges: list[tuple[int, int, int]] = []  # limit, begin, end
         constants: list[tuple[int, int]] = []  # begin, count; -1: absent
         if op <= Op.SIN:
-            ranges.append((width, out, out + prod(dims)))
-            places = ((Field.A, Field.A_ROW, Field.A_STRIDES), (Field.B, Field.B_ROW, Field.B_STRIDES))
-            for place, row, first in places[: 2 if op <= Op.DIV else 1]:
-                reach = [(size - 1) * step for size, step in zip(dims, line[first : first + 3], strict=True)]
-                ends = [
-                    line[place] + sum(min(0, one) for one in reach),
-                    line[place] + sum(max(0, one) for one in reach),
-                ]
-                ranges.append((width if line[row] else fixed, ends[0], ends[1] + (prod(dims) > 0)))
-        elif op <= Op.LAYER_NORM:
+            ranges = _elementwise(line, op, fixed, width)
+        elif op <= Op.SOFTMAX:
             groups, length = dims[:2]
-            ranges.append((width, line[Field.A], line[Field.A] + groups * length))
-            ranges.append((width, out, out + groups * (length if op is Op.LAYER_NORM else 1)))
+            ranges = [(width, line[Field.A], line[Field.A] + groups * length)]
+            ranges.append((width, out, out + groups * (length if op in (Op.LAYER_NORM, Op.SOFTMAX) else 1)))
             constants = list(zip(extra[:3], (1, length, length), strict=True)) if op is Op.LAYER_NORM else []
         elif op is Op.LINEAR:
             columns, count = dims[:2]
-            ranges += [(width, line[Field.A], line[Field.A] + count), (width, out, out + columns)]
+            ranges = [(width, line[Field.A], line[Field.A] + count), (width, out, out + columns)]
             constants = [(extra[2], columns)]
-        else:
+        elif op is Op.ATTENTION:
             heads, kept, wide = dims
-            ranges += [
+            ranges = [
                 (width, line[Field.A], line[Field.A] + heads * wide),
                 (width, line[Field.B], line[Field.B] + kept * wide),
                 (width, extra[1], extra[1] + kept * extra[0]),
                 (width, out, out + heads * extra[0]),
             ]
             constants = [(extra[2], 1), (extra[3], 1), (extra[4], heads)]
+        else:
+            ranges = _choosing(line, op, fixed, width)
         ranges += [(fixed, begin, begin + count) for begin, count in constants if begin != -1]
         if any(size < 0 for size in dims) or any(begin < 0 or end > limit for limit, begin, end in ranges):
             raise Unplanned(f"a line of {op.name} would leave its memory")
+
+
+def _elementwise(line: list[int], op: Op, fixed: int, width: int) -> Ranges:
+    dims, out = line[Field.DIMS : Field.DIMS + 3], line[Field.OUT]
+    ranges = [(width, out, out + prod(dims))]
+    places = ((Field.A, Field.A_ROW, Field.A_STRIDES), (Field.B, Field.B_ROW, Field.B_STRIDES))
+    for place, row, first in places[: 2 if op <= Op.MASKED else 1]:
+        reach = [(size - 1) * step for size, step in zip(dims, line[first : first + 3], strict=True)]
+        ends = [
+            line[place] + sum(min(0, one) for one in reach),
+            line[place] + sum(max(0, one) for one in reach),
+        ]
+        ranges.append((width if line[row] else fixed, ends[0], ends[1] + (prod(dims) > 0)))
+    if op is Op.MASKED:
+        ranges.append((fixed, line[Field.EXTRA], line[Field.EXTRA] + 1))
+    return ranges
+
+
+def _choosing(line: list[int], op: Op, fixed: int, width: int) -> Ranges:
+    dims, out, extra = line[Field.DIMS : Field.DIMS + 3], line[Field.OUT], line[Field.EXTRA :]
+    first, indices = line[Field.A], line[Field.B]
+    limit = width if line[Field.A_ROW] else fixed
+    match op:
+        case Op.TOP:
+            groups, length, chosen = dims
+            if not 0 < chosen <= length:
+                raise Unplanned(f"the largest {chosen} of {length}")
+            made = [(width, begin, begin + groups * chosen) for begin in (out, extra[0])]
+            return [(limit, first, first + groups * length), *made, (width, extra[1], extra[1] + 2 * length)]
+        case Op.LOOKUP:
+            groups, chosen, floats = dims
+            source = (limit, first, first + groups * extra[0] * floats)
+            return [source, (width, indices, indices + groups * chosen), (width, out, out + groups * chosen * floats)]
+        case Op.SCATTER:
+            groups, chosen, length = dims
+            number = (fixed, extra[0], extra[0] + 1)
+            return [(width, indices, indices + groups * chosen), (width, out, out + groups * length), number]
+        case _:
+            columns, count, chosen = dims
+            far = (chosen - 1) * line[Field.A_STRIDES]
+            source = (limit, first + min(0, far), first + max(0, far) + count)
+            return [source, (width, indices, indices + chosen), (width, out, out + chosen * columns)]

@@ -19,15 +19,16 @@ from numba import njit
 from numba.core import cgutils
 
 from fusionai.backends.serving.page_table import LEVELS
-from fusionai.backends.torch import row_code
+from fusionai.backends.torch import row_choices, row_code
 from fusionai.backends.torch import row_vectors as vec
 from fusionai.backends.torch.row_code import Factor, Field, Form, Op
 from fusionai.backends.torch.row_vectors import call_at
 
 _DIMS, _OUT, _A, _A_ROW, _B, _B_ROW, _A_STRIDES, _B_STRIDES, _EXTRA = (int(field) for field in Field)
 (
-    _ADD, _SUB, _MUL, _DIV, _COPY, _NEG, _SQUARE, _CUBE, _SQRT, _RSQRT, _EXP, _SILU, _SIGMOID, _RELU, _TANH, _GELU,
-    _GELU_TANH, _COS, _SIN, _MEAN, _TOTAL, _LAYER_NORM, _LINEAR, _ATTENTION,
+    _ADD, _SUB, _MUL, _DIV, _MINIMUM, _MAXIMUM, _MASKED, _COPY, _NEG, _SQUARE, _CUBE, _SQRT, _RSQRT, _EXP, _SILU,
+    _SIGMOID, _RELU, _TANH, _GELU, _GELU_TANH, _TRUTH, _COS, _SIN, _MEAN, _TOTAL, _LAYER_NORM, _SOFTMAX, _LINEAR,
+    _ATTENTION, _TOP, _LOOKUP, _SCATTER, _EXPERTS,
 ) = (int(op) for op in Op)  # fmt: skip
 _HALVES = int(Factor.HALVES)
 _FP32, _BF16, _FP16, _INT8 = (int(form) for form in Form)
@@ -136,29 +137,6 @@ def _mix(form: Form) -> Any:
     return vec.intrinsic_of(f"mix_{form.name}", codegen)
 
 
-def _as_half(builder: Any, value: Any) -> Any:
-    """Return the bits of a float32 as float16, rounded to nearest even. Uses integers, because on processors without a
-    conversion instruction LLVM would call a function that does not exist."""
-
-    def number(bits: int) -> Any:
-        return ir.Constant(vec.INT, bits)
-
-    bits = builder.bitcast(value, vec.INT)
-    sign, size = builder.and_(bits, number(0x80000000)), builder.and_(bits, number(0x7FFFFFFF))
-    # Below 2**-14: adding one half rounds at float16's last bit.
-    half = builder.bitcast(number(0x3F000000), vec.FLOAT)
-    small = builder.sub(
-        builder.bitcast(builder.fadd(builder.bitcast(size, vec.FLOAT), half), vec.INT), number(0x3F000000)
-    )
-    odd = builder.and_(builder.lshr(size, number(13)), number(1))
-    near = builder.lshr(builder.add(builder.add(size, number(0xC8000FFF)), odd), number(13))
-    finite = builder.select(builder.icmp_unsigned("<", size, number(0x38800000)), small, near)
-    # Values of 2**16 or more become infinity; NaN stays NaN.
-    beyond = builder.select(builder.icmp_unsigned(">", size, number(0x7F800000)), number(0x7E00), number(0x7C00))
-    whole = builder.select(builder.icmp_unsigned(">=", size, number(0x47800000)), beyond, finite)
-    return builder.trunc(builder.or_(whole, builder.lshr(sign, number(16))), vec.SHORT)
-
-
 def _keep_levels() -> Any:
     """Return an intrinsic that stores `count` float32 values from x at w as levels, rounded to nearest even, and their
     scale behind them."""
@@ -190,33 +168,6 @@ def _keep_levels() -> Any:
     return vec.intrinsic_of("keep_INT8", codegen)
 
 
-def _keep(form: Form) -> Any:
-    """Return an intrinsic that stores `count` float32 values from x at w, rounded to nearest even."""
-    size = vec.SIZE[form]
-
-    def codegen(builder: Any, args: Any) -> None:
-        w, _, x, _, _, _, count = args
-        with cgutils.for_range(builder, count) as loop:
-            value = vec.load_one(builder, Form.FP32, builder.add(x, builder.mul(loop.index, vec.int64(4))))
-            address = builder.add(w, builder.mul(loop.index, vec.int64(size)))
-            match form:
-                case Form.FP32:
-                    builder.store(value, vec.at_address(builder, address, vec.FLOAT), align=4)
-                case Form.FP16:
-                    builder.store(_as_half(builder, value), vec.at_address(builder, address, vec.SHORT), align=2)
-                case Form.BF16:
-                    bits = builder.bitcast(value, vec.INT)
-                    odd = builder.and_(builder.lshr(bits, ir.Constant(vec.INT, 16)), ir.Constant(vec.INT, 1))
-                    near = builder.add(builder.add(bits, ir.Constant(vec.INT, 0x7FFF)), odd)
-                    # The NaN's payload must not overflow into infinity.
-                    numeric = builder.fcmp_ordered("ord", value, value)
-                    near = builder.select(numeric, near, ir.Constant(vec.INT, 0x7FC00000))
-                    short = builder.trunc(builder.lshr(near, ir.Constant(vec.INT, 16)), vec.SHORT)
-                    builder.store(short, vec.at_address(builder, address, vec.SHORT), align=2)
-
-    return vec.intrinsic_of(f"keep_{form.name}", codegen)
-
-
 _FP32_1, _FP32_2, _FP32_4 = (_dots(Form.FP32, 4, rows) for rows in (1, 2, 4))
 _FP32_LAST = _dots(Form.FP32, 1, 1)
 _BF16_1, _BF16_2, _BF16_4 = (_dots(Form.BF16, 4, rows) for rows in (1, 2, 4))
@@ -226,7 +177,7 @@ _FP16_LAST = _dots(Form.FP16, 1, 1)
 _INT8_1, _INT8_2, _INT8_4 = (_dots(Form.INT8, 4, rows) for rows in (1, 2, 4))
 _INT8_LAST = _dots(Form.INT8, 1, 1)
 _MIX_FP32, _MIX_BF16, _MIX_FP16, _MIX_INT8 = (_mix(form) for form in Form)
-_KEEP_FP32, _KEEP_BF16, _KEEP_FP16 = _keep(Form.FP32), _keep(Form.BF16), _keep(Form.FP16)
+_KEEP_FP32, _KEEP_BF16, _KEEP_FP16 = vec.keep(Form.FP32), vec.keep(Form.BF16), vec.keep(Form.FP16)
 _KEEP_INT8 = _keep_levels()
 
 
@@ -316,9 +267,23 @@ def _binary(op: Any, mem: Any, out: Any, a: Any, b: Any, n: Any, a_step: Any, b_
     elif op == _MUL:
         for i in range(n):
             mem[out + i] = mem[a + i * a_step] * mem[b + i * b_step]
-    else:
+    elif op == _DIV:
         for i in range(n):
             mem[out + i] = mem[a + i * a_step] / mem[b + i * b_step]
+    elif op == _MINIMUM:
+        for i in range(n):
+            x, y = mem[a + i * a_step], mem[b + i * b_step]
+            mem[out + i] = y if x > y or y != y else x
+    else:
+        for i in range(n):
+            x, y = mem[a + i * a_step], mem[b + i * b_step]
+            mem[out + i] = y if x < y or y != y else x
+
+
+@njit(nogil=True)
+def _masked(mem: Any, out: Any, a: Any, b: Any, n: Any, a_step: Any, b_step: Any, number: Any) -> Any:
+    for i in range(n):
+        mem[out + i] = mem[a + i * a_step] if mem[b + i * b_step] == np.float32(0.0) else number
 
 
 @njit(nogil=True)
@@ -367,6 +332,9 @@ def _unary(op: Any, mem: Any, out: Any, a: Any, n: Any, step: Any) -> Any:
         for i in range(n):
             x = np.float64(mem[a + i * step])
             mem[out + i] = np.float32(0.5 * x * (1.0 + math.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))))
+    elif op == _TRUTH:
+        for i in range(n):
+            mem[out + i] = one if mem[a + i * step] != np.float32(0.0) else np.float32(0.0)
     elif op == _COS:
         for i in range(n):
             mem[out + i] = np.float32(math.cos(np.float64(mem[a + i * step])))
@@ -386,9 +354,11 @@ def _elementwise(line: Any, mem: Any, base: Any, width: Any, rows: Any) -> Any:
         for i in range(d0):
             for j in range(d1):
                 a = line[_A] + line[_A_ROW] * (base + row * width) + i * a0 + j * a1
-                if op <= _DIV:
+                if op <= _MASKED:
                     b = line[_B] + line[_B_ROW] * (base + row * width) + i * b0 + j * b1
-                    if a2 == 1 and b2 == 1:
+                    if op == _MASKED:
+                        _masked(mem, out, a, b, d2, a2, b2, mem[line[_EXTRA]])
+                    elif a2 == 1 and b2 == 1:
                         _binary(op, mem, out, a, b, d2, 1, 1)
                     elif a2 == 1 and b2 == 0:
                         _binary(op, mem, out, a, b, d2, 1, 0)
@@ -583,7 +553,7 @@ def _attend(
 def _run(stamp: int) -> Any:
     @njit(
         "void(int64[:, ::1], float32[::1], int64, int64, int64, int64, int64[:, ::1], int64, int64[::1], "
-        "int64[:, ::1], int64[::1], int64, float32[::1], int64, float32[::1], int64)",
+        "int64[:, ::1], int64[::1], int64, float32[::1], int64, float32[::1], int64, int64[::1])",
         nogil=True,
         cache=True,
     )
@@ -602,8 +572,9 @@ def _run(stamp: int) -> Any:
         page_tokens: Any,
         scores: Any,
         scores_address: Any,
-        halves: Any,
-        halves_address: Any,
+        scratch: Any,
+        scratch_at: Any,
+        matrices: Any,
     ) -> None:
         if stamp < 0:
             return
@@ -611,12 +582,22 @@ def _run(stamp: int) -> Any:
             line = code[number]
             op = line[0]
             if op == _LINEAR:
-                _linear(line, mem, address, base, width, rows, halves, halves_address)
+                _linear(line, mem, address, base, width, rows, scratch, scratch_at)
+            elif op == _EXPERTS:
+                row_choices.experts(line, mem, address, base, width, rows, matrices, scratch, scratch_at)
             elif op == _ATTENTION:
                 _attend(
                     line, mem, address, base, width, rows, caches[line[_EXTRA + 5]], form, positions, tables, rings,
                     page_tokens, scores, scores_address,
                 )  # fmt: skip
+            elif op == _TOP:
+                row_choices.top(line, mem, base, width, rows)
+            elif op == _LOOKUP:
+                row_choices.lookup(line, mem, base, width, rows)
+            elif op == _SCATTER:
+                row_choices.scatter(line, mem, base, width, rows)
+            elif op == _SOFTMAX:
+                row_choices.softmax(line, mem, base, width, rows)
             elif op >= _MEAN:
                 _reduce(line, mem, base, width, rows)
             else:
@@ -625,11 +606,12 @@ def _run(stamp: int) -> Any:
     return run
 
 
-run = _run(vec.stamp_of(__file__, row_code.__file__))
+run = _run(vec.stamp_of(__file__, row_choices.__file__, row_code.__file__))
 """Run a program for some rows.
 
 `code`: lines as `row_code.Field` describes them. `mem`: constants, then from `base` on `width` floats for each row;
 `address`: its address. `caches`: per attention the addresses of keys and values, the window, and the ring's capacity
 (0: none). `form`: storage format of the caches. `positions`, `tables`, `rings`: position, pages and ring of each row.
-`scores`: memory for the queries of one key head. `halves`: memory for the rows of the widest product as bfloat16.
+`scores`: memory for the queries of one key head. `scratch`: memory for the operands, and with experts the results, of
+all rows of the largest product. `matrices`: addresses of experts' matrices.
 """

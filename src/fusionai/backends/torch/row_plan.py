@@ -3,8 +3,8 @@
 Decoding computes few rows, and starting an operator then takes longer than its work. With one position every size is
 fixed, so views cost nothing, values reuse memory of values that are no longer needed, and the result is a list of
 numbers that one compiled call runs. A graph with any operator unknown to this module gets no plan and runs operator by
-operator. Neighbours: `row_code` allocates, `row_code` defines the lines, `row_program` fills in addresses and runs
-the plan.
+operator. Neighbours: `row_code` defines the lines and allocates, `row_draft` collects them, `row_experts` translates
+what mixtures of experts need, `row_program` fills in addresses and runs the plan.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from fusionai.backends.torch.row_code import (
     LINE,
     Field,
     Op,
-    RowMemory,
     Unplanned,
     View,
     dense_strides,
     refuse_beyond,
 )
+from fusionai.backends.torch.row_draft import RowDraft, given
+from fusionai.backends.torch.row_experts import translation
 from fusionai.ir.graph import SYMINT, needed_nodes, reads
-from fusionai.ir.schema import Arg, DTypeArg, FloatArg, Graph, ListArg, Node, Ref
+from fusionai.ir.schema import DTypeArg, Graph, ListArg, Node, Ref
 from fusionai.ir.serving import BATCH, EXPERT_PRODUCT, POSITIONS, SEQUENCE
 
 _BINARY: Final = {"add": Op.ADD, "sub": Op.SUB, "mul": Op.MUL, "div": Op.DIV}
@@ -49,7 +50,7 @@ _UNARY: Final = {
 _VIEWS: Final = frozenset(
     {
         *("unsqueeze", "squeeze", "transpose", "permute", "slice", "select"),
-        *("expand", "reshape", "view", "split", "chunk", "clone"),
+        *("expand", "reshape", "view", "split", "split_with_sizes", "chunk", "clone"),
     }
 )
 """Operators that only change how memory is viewed."""
@@ -57,6 +58,9 @@ _POWERS: Final = {0.5: Op.SQRT, -0.5: Op.RSQRT, 1: Op.COPY, 2: Op.SQUARE, 3: Op.
 """Exponent -> operator."""
 _SAME: Final = frozenset({"alias", "detach", "contiguous", "type_as", "_to_copy", "to"})
 """Operators that return their operand, apart from its dtype."""
+
+_MOST_PARTS: Final = 64
+"""Lines that a value may take whose parts are copied or added one by one; chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +91,10 @@ def plan_rows(graph: Graph, wanted: Sequence[str], uses: Mapping[int, ProductWei
     return _Planner(graph, nodes, uses).planned(wanted)
 
 
-class _Planner:
+class _Planner(RowDraft):
     def __init__(self, graph: Graph, nodes: Sequence[Node], uses: Mapping[int, ProductWeight]) -> None:
-        self.graph = graph
+        super().__init__(graph, uses)
         self.nodes = nodes
-        self.uses = uses
-        self.memory = RowMemory()
-        self.numbers: dict[str, int] = {}
-        self.lines: list[list[int]] = []
-        self.products: dict[int, int] = {}
         self.attentions: list[int] = []
         self.groups = 1
 
@@ -124,7 +123,7 @@ class _Planner:
                 raise Unplanned(f"output {meaning} has no rows")
             view = self.memory.views[value]
             if view.fixed or not view.dense:
-                view = self._copied(view, value + " as output")
+                view = self.copied(view, value + " as output")
             outputs[meaning] = (view.start, view.shape[2:])
         code = np.array([line + [0] * (LINE - len(line)) for line in self.lines], dtype=np.int64).reshape(-1, LINE)
         fixed = self.memory.fixed + -self.memory.fixed % ALIGNMENT_FLOATS
@@ -142,50 +141,14 @@ class _Planner:
             groups=self.groups,
         )
 
-    # ------------------------------------------------------------------------------------------------------- memory
-
     def _input(self, name: str) -> tuple[int, int]:
         spec = self.graph.values[name]
         whole = spec.dtype == "int64"
         if not _has_rows(spec.shape) or not (spec.dtype == "float32" or (whole and name == POSITIONS)):
             raise Unplanned(f"input {name} is no row of floats")
-        shape = self._sizes(name)
+        shape = self.sizes(name)
         self.memory.own(name, shape, whole=whole)
         return self.memory.views[name].start, prod(shape)
-
-    def _view(self, arg: Arg) -> View:
-        match arg:
-            case Ref(name) if name in self.memory.views:
-                return self.memory.views[name]
-            case Ref(name) if name in self.graph.params and self.graph.params[name].dtype == "float32":
-                return self.memory.constant(name, self.graph.params[name].shape)
-            case FloatArg() | int() | float() if not isinstance(arg, bool):
-                return self.memory.constant(float(arg.name if isinstance(arg, FloatArg) else arg))
-            case _:
-                raise Unplanned(f"operand {arg!r}")
-
-    def _number(self, arg: Arg) -> int:
-        match arg:
-            case Ref(name) if name in self.numbers:
-                return self.numbers[name]
-            case int() if not isinstance(arg, bool):
-                return arg
-            case _:
-                raise Unplanned(f"size {arg!r}")
-
-    def _sizes(self, name: str) -> tuple[int, ...]:
-        """Return the sizes of a value for one row."""
-        sizes = tuple(1 if dim in (BATCH, SEQUENCE) else dim for dim in self.graph.values[name].shape)
-        if not all(isinstance(size, int) for size in sizes):
-            raise Unplanned(f"{name} has sizes {sizes}")
-        return tuple(int(size) for size in sizes)
-
-    def _copied(self, view: View, name: str) -> View:
-        own = self.memory.own(name, view.shape)
-        self._pointwise(Op.COPY, own, view, None)
-        return own
-
-    # -------------------------------------------------------------------------------------------------------- nodes
 
     def _node(self, node: Node) -> None:
         name = node.op.split(".")[1]
@@ -193,6 +156,8 @@ class _Planner:
             self._product(node, self.uses[node.id])
         elif node.op == "fusion.attention":
             self._attention(node)
+        elif (translate := translation(node)) is not None:
+            translate(self, node)
         elif self.graph.values[node.outputs[0]].dtype == SYMINT:
             self._size(node)
         elif any(self.graph.values[value].dtype != "float32" for value in node.outputs) and name not in _VIEWS:
@@ -200,16 +165,16 @@ class _Planner:
         elif name in _SAME or name in _VIEWS:
             self._moved(node, name)
         elif name in _BINARY and node.op.endswith((".Tensor", ".Scalar")) and not node.kwargs and len(node.args) == 2:
-            self._pointwise(_BINARY[name], self._result(node), self._plain(node.args[0]), self._plain(node.args[1]))
+            self.pointwise(_BINARY[name], self.result(node), self.plain(node.args[0]), self.plain(node.args[1]))
         elif name in _UNARY and not node.kwargs and len(node.args) == 1:
-            self._pointwise(_UNARY[name], self._result(node), self._plain(node.args[0]), None)
+            self.pointwise(_UNARY[name], self.result(node), self.plain(node.args[0]), None)
         elif node.op == "aten.pow.Tensor_Scalar" and isinstance(node.args[1], int | float):
             if node.args[1] not in _POWERS:
                 raise Unplanned(f"power {node.args[1]}")
-            self._pointwise(_POWERS[node.args[1]], self._result(node), self._plain(node.args[0]), None)
+            self.pointwise(_POWERS[node.args[1]], self.result(node), self.plain(node.args[0]), None)
         elif node.op == "aten.gelu.default":
             kind = Op.GELU_TANH if node.kwargs.get("approximate", "none") == "tanh" else Op.GELU
-            self._pointwise(kind, self._result(node), self._plain(node.args[0]), None)
+            self.pointwise(kind, self.result(node), self.plain(node.args[0]), None)
         elif name in ("mean", "sum") and node.op.endswith((".dim", ".dim_IntList")):
             self._reduced(node, Op.MEAN if name == "mean" else Op.TOTAL)
         elif node.op == "aten.layer_norm.default":
@@ -218,31 +183,25 @@ class _Planner:
             self._joined(node, stacked=name == "stack")
         elif node.op == "aten.repeat_interleave.self_int":
             self._repeated(node)
+        elif node.op == "aten.slice_scatter.default":
+            self._inserted(node)
         else:
             raise Unplanned(node.op)
-
-    def _result(self, node: Node) -> View:
-        if len(node.outputs) != 1:
-            raise Unplanned(node.op)
-        return self.memory.own(node.outputs[0], self._sizes(node.outputs[0]))
-
-    def _plain(self, arg: Arg) -> View:
-        view = self._view(arg)
-        if view.whole:
-            raise Unplanned("arithmetic on integers")
-        return view
 
     def _size(self, node: Node) -> None:
         """Evaluate an operator on sizes."""
         operand = node.args[0]
+        if node.op == "sym.mul":
+            self.numbers[node.outputs[0]] = prod(self.number(arg) for arg in node.args)
+            return
         if node.op != "aten.sym_size.int" or not isinstance(operand, Ref) or not isinstance(node.args[1], int):
             raise Unplanned(node.op)
-        self.numbers[node.outputs[0]] = self._sizes(operand.name)[node.args[1]]
+        self.numbers[node.outputs[0]] = self.sizes(operand.name)[node.args[1]]
 
     def _moved(self, node: Node, name: str) -> None:
         """Translate an operator that only changes how memory is viewed."""
         source = node.args[0]
-        view = self._view(source)
+        view = self.view(source)
         label = source.name if isinstance(source, Ref) else ""
         if name in _SAME or name == "clone":
             given = node.kwargs.get("dtype")
@@ -250,13 +209,15 @@ class _Planner:
                 raise Unplanned(f"{node.op} to {given!r}")
             self.memory.show(node.outputs[0], replace(view, whole=view.whole and given is None), label)
             return
-        if name in ("split", "chunk"):
+        if name in ("split", "split_with_sizes", "chunk"):
             self._split(node, view, label)
             return
-        sizes = self._sizes(node.outputs[0])
+        sizes = self.sizes(node.outputs[0])
+        if name in ("reshape", "view"):
+            self._same_rows(label, node.outputs[0])
         made = self._viewed(node, name, view, label, sizes)
         if made is None:
-            copy = self._copied(view, node.outputs[0])
+            copy = self.copied(view, node.outputs[0])
             self.memory.views[node.outputs[0]] = copy.moved(sizes, dense_strides(sizes))
             return
         if made.shape != sizes:
@@ -272,140 +233,97 @@ class _Planner:
             case "reshape" | "view":
                 return view.reshaped(sizes)
             case "unsqueeze":
-                return view.with_dim(self._number(node.args[1]) % (rank + 1))
+                return view.with_dim(self.number(node.args[1]) % (rank + 1))
             case "squeeze" if isinstance(node.args[-1], int):
                 at = node.args[-1] % rank
                 return view.without_dim(at) if view.shape[at] == 1 else view
             case "transpose":
-                first, second = (self._number(arg) % rank for arg in node.args[1:3])
+                first, second = (self.number(arg) % rank for arg in node.args[1:3])
                 return view.ordered([{first: second, second: first}.get(at, at) for at in range(rank)])
             case "permute" if isinstance(node.args[1], ListArg):
-                return view.ordered([self._number(item) % rank for item in node.args[1].items])
+                return view.ordered([self.number(item) % rank for item in node.args[1].items])
             case "slice":
-                at, begin, end, step = (_given(node, place) for place in range(1, 5))
-                at = 0 if at is None else self._number(at) % rank
-                self._unsequenced(label, at)
+                at, begin, end, step = (given(node, place) for place in range(1, 5))
+                at = 0 if at is None else self.number(at) % rank
+                self.unsequenced(label, at)
                 return view.sliced(
                     at,
-                    0 if begin is None else self._number(begin),
-                    view.shape[at] if end is None else self._number(end),
-                    1 if step is None else self._number(step),
+                    0 if begin is None else self.number(begin),
+                    view.shape[at] if end is None else self.number(end),
+                    1 if step is None else self.number(step),
                 )
             case "select":
-                at = self._number(node.args[1]) % rank
-                self._unsequenced(label, at)
-                return view.without_dim(at, self._number(node.args[2]) % view.shape[at])
+                at = self.number(node.args[1]) % rank
+                self.unsequenced(label, at)
+                return view.without_dim(at, self.number(node.args[2]) % view.shape[at])
             case _:
                 raise Unplanned(node.op)
 
-    def _unsequenced(self, value: str, dim: int) -> None:
-        """Refuse an operator that selects among rows."""
-        if value in self.graph.values and self.graph.values[value].shape[dim] == SEQUENCE:
-            raise Unplanned(f"rows of {value} are chosen")
+    def _same_rows(self, source: str, made: str) -> None:
+        """Refuse another shape whose rows hold elements of several rows of the source."""
+        places = {self.ahead_of_rows(value) for value in (source, made) if value in self.graph.values} - {None}
+        if len(places) > 1:
+            raise Unplanned(f"{made} mixes rows of {source}")
 
     def _split(self, node: Node, view: View, label: str) -> None:
-        at = self._number(_given(node, 2, "dim", 0)) % len(view.shape)
-        self._unsequenced(label, at)
+        at = self.number(given(node, 2, "dim", 0)) % len(view.shape)
+        self.unsequenced(label, at)
         begin = 0
         for value in node.outputs:
-            sizes = self._sizes(value)
+            sizes = self.sizes(value)
             part = view.moved(sizes, view.strides, ahead=begin * view.strides[at])
             self.memory.show(value, part, label)
             begin += sizes[at]
         if begin != view.shape[at]:
             raise Unplanned(f"{node.op} into {begin} of {view.shape[at]}")
 
-    def _pointwise(self, op: Op, out: View, a: View, b: View | None) -> None:
-        operands = [a] if b is None else [a, b]
-        longest = max(len(view.shape) for view in operands)
-        shapes = [(1,) * (longest - len(view.shape)) + view.shape for view in operands]
-        self._declared(out, tuple(max(sizes) if min(sizes) else 0 for sizes in zip(*shapes, strict=True)), op)
-        strides = [view.broadcast(out.shape).strides for view in operands]
-        dims: list[int] = []
-        steps: list[list[int]] = [[] for _ in operands]
-        for at, size in enumerate(out.shape):
-            if size == 1:
-                continue
-            if dims and all(own[-1] == size * step[at] for own, step in zip(steps, strides, strict=True)):
-                dims[-1] *= size
-                for own, step in zip(steps, strides, strict=True):
-                    own[-1] = step[at]
-                continue
-            dims.append(size)
-            for own, step in zip(steps, strides, strict=True):
-                own.append(step[at])
-        if len(dims) > 3:
-            raise Unplanned("an operand of too many dimensions")
-        line = self._line(op)
-        missing = 3 - len(dims)
-        line[Field.DIMS : Field.DIMS + 3] = [1] * missing + dims
-        line[Field.OUT] = out.start
-        places = ((Field.A, Field.A_ROW, Field.A_STRIDES), (Field.B, Field.B_ROW, Field.B_STRIDES))
-        for view, own, (place, row, first) in zip(operands, steps, places, strict=False):
-            line[place], line[row] = view.start, 0 if view.fixed else 1
-            line[first : first + 3] = [0] * missing + own
-
-    def _declared(self, out: View, derived: Sequence[int], op: Op) -> None:
-        """Refuse a result that the graph declares with other sizes than follow from its operands: a declaration may
-        hold for another number of positions, and a kernel writes as much as follows."""
-        if prod(out.shape) != prod(derived):
-            raise Unplanned(f"{op.name} gives {list(derived)}, declared is {list(out.shape)}")
-
-    def _line(self, op: Op) -> list[int]:
-        line = [0] * LINE
-        line[0] = op
-        self.lines.append(line)
-        return line
-
-    def _solid(self, view: View, label: str) -> View:
-        """Return the same elements contiguously, in a row's memory."""
-        return view if view.dense and not view.fixed else self._copied(view, label)
-
     def _reduced(self, node: Node, op: Op) -> None:
-        view = self._plain(node.args[0])
+        view = self.plain(node.args[0])
         dims = node.args[1].items if isinstance(node.args[1], ListArg) else (node.args[1],)
-        if [self._number(dim) % len(view.shape) for dim in dims] != [len(view.shape) - 1] or node.kwargs:
+        if len(dims) != 1 or node.kwargs:
             raise Unplanned(f"{node.op} over {dims}")
+        at = self.number(dims[0]) % len(view.shape)
         if isinstance(node.args[0], Ref):
-            self._unsequenced(node.args[0].name, len(view.shape) - 1)
-        self._along(op, node, view)
+            self.unsequenced(node.args[0].name, at)
+        if at == len(view.shape) - 1:
+            self.along(op, node, view)
+        elif op is Op.TOTAL:
+            self._added(node, view, at)
+        else:
+            raise Unplanned(f"{node.op} over {dims}")
 
-    def _along(self, op: Op, node: Node, view: View) -> list[int]:
-        solid = self._solid(view, f"{node.outputs[0]} operand")
-        out = self._result(node)
-        self._declared(out, view.shape if op is Op.LAYER_NORM else view.shape[:-1], op)
-        line = self._line(op)
-        line[Field.DIMS], line[Field.DIMS + 1] = prod(view.shape[:-1]), view.shape[-1]
-        line[Field.OUT], line[Field.A], line[Field.A_ROW] = out.start, solid.start, 1
-        self.memory.end(f"{node.outputs[0]} operand")
-        return line
+    def _added(self, node: Node, view: View, at: int) -> None:
+        """Add the parts of a value along a dimension before the last, in order."""
+        if not 0 < view.shape[at] <= _MOST_PARTS:
+            raise Unplanned(f"a sum of {view.shape[at]} parts")
+        parts = [view.without_dim(at, number) for number in range(view.shape[at])]
+        out = self.result(node)
+        self.declared(out, parts[0].shape, Op.TOTAL)
+        total = out.moved(parts[0].shape, dense_strides(parts[0].shape))
+        if len(parts) == 1:
+            self.pointwise(Op.COPY, total, parts[0], None)
+        for number, part in enumerate(parts[1:]):
+            self.pointwise(Op.ADD, total, total if number else parts[0], part)
 
     def _normalised(self, node: Node) -> None:
-        view = self._plain(node.args[0])
+        view = self.plain(node.args[0])
         sizes = node.args[1].items if isinstance(node.args[1], ListArg) else ()
-        weight, bias, eps = _given(node, 2), _given(node, 3), _given(node, 4, "eps", 1e-5)
+        weight, bias, eps = given(node, 2), given(node, 3), given(node, 4, "eps", 1e-5)
         if tuple(sizes) != view.shape[-1:] or set(node.kwargs) - {"eps"}:
             raise Unplanned(f"{node.op} over {sizes}")
-        line = self._along(Op.LAYER_NORM, node, view)
-        line[Field.EXTRA] = self._fixed(eps, 1)
-        line[Field.EXTRA + 1] = -1 if weight is None else self._fixed(weight, view.shape[-1])
-        line[Field.EXTRA + 2] = -1 if bias is None else self._fixed(bias, view.shape[-1])
-
-    def _fixed(self, arg: Arg, count: int) -> int:
-        """Return the offset of a constant of `count` elements."""
-        view = self._view(arg)
-        if not (view.fixed and view.dense) or prod(view.shape) != count:
-            raise Unplanned(f"{arg!r} is no constant of {count} elements")
-        return view.start
+        line = self.along(Op.LAYER_NORM, node, view)
+        line[Field.EXTRA] = self.fixed(eps, 1)
+        line[Field.EXTRA + 1] = -1 if weight is None else self.fixed(weight, view.shape[-1])
+        line[Field.EXTRA + 2] = -1 if bias is None else self.fixed(bias, view.shape[-1])
 
     def _joined(self, node: Node, *, stacked: bool) -> None:
         items = node.args[0].items if isinstance(node.args[0], ListArg) else ()
-        out = self.memory.own(node.outputs[0], self._sizes(node.outputs[0]))
-        at = self._number(_given(node, 1, "dim", 0)) % len(out.shape)
-        self._unsequenced(node.outputs[0], at)
+        out = self.memory.own(node.outputs[0], self.sizes(node.outputs[0]))
+        at = self.number(given(node, 1, "dim", 0)) % len(out.shape)
+        self.unsequenced(node.outputs[0], at)
         begin = 0
         for item in items:
-            part = self._plain(item)
+            part = self.plain(item)
             if stacked:
                 part = part.with_dim(at)
             self._placed(out.moved(part.shape, out.strides, ahead=begin * out.strides[at]), part)
@@ -413,71 +331,98 @@ class _Planner:
         if begin != out.shape[at]:
             raise Unplanned(f"{node.op} of {begin}")
 
+    def _inserted(self, node: Node) -> None:
+        """Write another value over a slice of a value."""
+        view, part, out = self.plain(node.args[0]), self.plain(node.args[1]), self.result(node)
+        self.declared(out, view.shape, Op.COPY)
+        at = self.number(given(node, 2, "dim", 0)) % len(view.shape)
+        self.unsequenced(node.outputs[0], at)
+        begin, end, step = (given(node, place, name) for place, name in ((3, "start"), (4, "end"), (5, "step")))
+        whole = out.moved(view.shape, dense_strides(view.shape))
+        place = whole.sliced(
+            at,
+            0 if begin is None else self.number(begin),
+            view.shape[at] if end is None else self.number(end),
+            1 if step is None else self.number(step),
+        )
+        if place.shape != part.shape:
+            raise Unplanned(f"{node.op} of {part.shape} into {place.shape}")
+        self.pointwise(Op.COPY, whole, view, None)
+        self._placed(place, part)
+
     def _repeated(self, node: Node) -> None:
         """Repeat each element several times along a dimension."""
-        view, times = self._plain(node.args[0]), self._number(node.args[1])
-        dim = _given(node, 2, "dim")
+        source = node.args[0]
+        view, times = self.plain(source), self.number(node.args[1])
+        dim = given(node, 2, "dim")
         if not isinstance(dim, int):
             raise Unplanned(node.op)
         at = dim % len(view.shape)
-        out = self._result(node)
+        sizes = self.sizes(node.outputs[0])
         wide = (*view.shape[: at + 1], times, *view.shape[at + 1 :])
-        if prod(wide) != prod(out.shape) or out.shape[at] != view.shape[at] * times:
+        if sizes != (*view.shape[:at], view.shape[at] * times, *view.shape[at + 1 :]):
             raise Unplanned(node.op)
         spread = view.moved(wide, (*view.strides[: at + 1], 0, *view.strides[at + 1 :]))
-        self._pointwise(Op.COPY, out.moved(wide, dense_strides(wide)), spread, None)
+        shown = spread.reshaped(sizes)
+        if shown is not None:
+            self.memory.show(node.outputs[0], shown, source.name if isinstance(source, Ref) else "")
+            return
+        out = self.result(node)
+        self.pointwise(Op.COPY, out.moved(wide, dense_strides(wide)), spread, None)
 
     def _placed(self, out: View, part: View) -> None:
         """Copy into a part of a value, piece by piece if the part is not contiguous."""
+        if not prod(out.shape):
+            return
         if out.dense:
-            self._pointwise(Op.COPY, out, part, None)
+            self.pointwise(Op.COPY, out, part, None)
             return
         at = next(at for at, size in enumerate(out.shape) if size > 1)
-        if out.shape[at] > 64:
+        if out.shape[at] > _MOST_PARTS:
             raise Unplanned("a value of too many pieces")
         for number in range(out.shape[at]):
             self._placed(_inner(out, at, number), _inner(part, at, number))
 
     def _product(self, node: Node, use: ProductWeight) -> None:
         operand = next(arg for arg in node.args if isinstance(arg, Ref) and arg.name not in (use.weight, use.bias))
-        view = self._plain(operand)
+        view = self.plain(operand)
         shape = self.graph.params[use.weight].shape
         columns, count = reversed(shape) if use.transposed else shape
         if prod(view.shape) != count or view.shape[-1] != count or node.kwargs:
             raise Unplanned(f"{node.op} of {view.shape}")
-        solid = self._solid(view, f"{node.outputs[0]} operand")
-        out = self._result(node)
-        self._declared(out, (columns,), Op.LINEAR)
-        line = self._line(Op.LINEAR)
+        solid = self.solid(view, f"{node.outputs[0]} operand")
+        out = self.result(node)
+        self.declared(out, (columns,), Op.LINEAR)
+        line = self.line(Op.LINEAR)
         line[Field.DIMS], line[Field.DIMS + 1] = columns, count
         line[Field.OUT], line[Field.A], line[Field.A_ROW] = out.start, solid.start, 1
-        line[Field.EXTRA + 2] = -1 if use.bias is None else self._fixed(Ref(use.bias), columns)
+        line[Field.EXTRA + 2] = -1 if use.bias is None else self.fixed(Ref(use.bias), columns)
         self.products[len(self.lines) - 1] = node.id
         self.memory.end(f"{node.outputs[0]} operand")
 
     def _attention(self, node: Node) -> None:
-        q, k, v = (self._plain(arg) for arg in node.args[:3])
+        q, k, v = (self.plain(arg) for arg in node.args[:3])
         labels = [f"{node.outputs[0]} {part}" for part in "qkv"]
         if any(len(view.shape) != 4 or view.shape[0] != 1 or view.shape[2] != 1 for view in (q, k, v)):
             raise Unplanned("attention over something else than one row")
         for arg, view in zip(node.args[:3], (q, k, v), strict=True):
             # Caches have the declared sizes.
-            if not isinstance(arg, Ref) or view.shape != self._sizes(arg.name):
+            if not isinstance(arg, Ref) or view.shape != self.sizes(arg.name):
                 raise Unplanned(f"attention over {view.shape}")
         if k.shape[1] != v.shape[1] or q.shape[3] != k.shape[3] or not k.shape[1] or q.shape[1] % k.shape[1]:
             raise Unplanned(f"attention of {q.shape} over {k.shape} and {v.shape}")
         sinks, softcap = node.kwargs.get("sinks"), node.kwargs.get("softcap")
-        solid = [self._solid(view, label) for view, label in zip((q, k, v), labels, strict=True)]
-        out = self._result(node)
-        self._declared(out, (q.shape[1], v.shape[3]), Op.ATTENTION)
-        line = self._line(Op.ATTENTION)
+        solid = [self.solid(view, label) for view, label in zip((q, k, v), labels, strict=True)]
+        out = self.result(node)
+        self.declared(out, (q.shape[1], v.shape[3]), Op.ATTENTION)
+        line = self.line(Op.ATTENTION)
         line[Field.DIMS : Field.DIMS + 3] = [q.shape[1], k.shape[1], k.shape[3]]
         line[Field.OUT], line[Field.A], line[Field.B] = out.start, solid[0].start, solid[1].start
         line[Field.EXTRA] = v.shape[3]
         line[Field.EXTRA + 1] = solid[2].start
-        line[Field.EXTRA + 2] = self._fixed(node.kwargs["scale"], 1)
-        line[Field.EXTRA + 3] = -1 if softcap is None else self._fixed(softcap, 1)
-        line[Field.EXTRA + 4] = -1 if sinks is None else self._fixed(sinks, q.shape[1])
+        line[Field.EXTRA + 2] = self.fixed(node.kwargs["scale"], 1)
+        line[Field.EXTRA + 3] = -1 if softcap is None else self.fixed(softcap, 1)
+        line[Field.EXTRA + 4] = -1 if sinks is None else self.fixed(sinks, q.shape[1])
         line[Field.EXTRA + 5] = len(self.attentions)
         self.attentions.append(node.id)
         self.groups = max(self.groups, q.shape[1] // k.shape[1])
@@ -488,11 +433,6 @@ class _Planner:
 def _has_rows(shape: Sequence[int | str]) -> bool:
     """Return whether the shape is [1, positions, ...]: a pass packs its sessions along the sequence."""
     return len(shape) >= 2 and shape[0] in (1, BATCH) and shape[1] == SEQUENCE
-
-
-def _given(node: Node, place: int, name: str = "", default: Arg = None) -> Arg:
-    """Return an argument of a node, by its place or its name."""
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
 def _inner(view: View, at: int, number: int) -> View:

@@ -20,8 +20,8 @@ from torch import Tensor
 from fusionai.backends.torch.blocked_linear import kernel_module, kernels
 from fusionai.backends.torch.packed_graph import PackedParameter, ProductWeight
 from fusionai.backends.torch.paged_attention import LayerCache
-from fusionai.backends.torch.row_blocks import Blocks
-from fusionai.backends.torch.row_code import Field, Form, Unplanned
+from fusionai.backends.torch.row_blocks import WIDTH, Blocks
+from fusionai.backends.torch.row_code import Field, Form, Op, Unplanned
 from fusionai.backends.torch.row_plan import RowPlan, plan_rows
 from fusionai.ir.schema import Graph
 from fusionai.wire.serving import ServeOptions
@@ -64,8 +64,9 @@ def planned(
 def needed_bytes(plan: RowPlan, options: ServeOptions) -> int:
     """Return the most bytes that a program of this plan needs besides weights and caches."""
     positions = options.pages * options.page_tokens
-    floats = plan.fixed + BATCH_ROWS * plan.width + 2 * plan.groups * (1 + positions) + _half_rows(plan)
-    return 4 * (floats + plan.groups * _FIRST_SCORES)
+    floats = plan.fixed + BATCH_ROWS * plan.width + 2 * plan.groups * (1 + positions) + _scratch_floats(plan)
+    experts = sum(int(line[Field.EXTRA + 2]) for line in plan.code if line[0] == Op.EXPERTS)
+    return 4 * (floats + plan.groups * _FIRST_SCORES) + 8 * experts
 
 
 class RowProgram:
@@ -92,10 +93,10 @@ class RowProgram:
         self._memory = _aligned(plan.fixed + BATCH_ROWS * plan.width)
         self._rows = self._memory[plan.fixed :].reshape(BATCH_ROWS, plan.width)
         self._scores = _aligned(plan.groups * _FIRST_SCORES)
-        self._halves = _aligned(_half_rows(plan))
+        self._scratch = _aligned(_scratch_floats(plan))
         # Asking an array for its address takes longer than preparing any other argument of a pass.
-        self._memory_at, self._scores_at, self._halves_at = (
-            array.ctypes.data for array in (self._memory, self._scores, self._halves)
+        self._memory_at, self._scores_at, self._scratch_at = (
+            array.ctypes.data for array in (self._memory, self._scores, self._scratch)
         )
         self._floats = {meaning: prod(shape) for meaning, (_, shape) in plan.outputs.items()}
         self._caches = np.zeros((max(1, len(plan.attentions)), 4), dtype=np.int64)
@@ -103,16 +104,24 @@ class RowProgram:
             cache_ = caches[node]
             self._caches[number] = (*cache_.addresses, cache_.window or 0, cache_.capacity)
         self._held: list[Blocks] = []
+        matrices: list[int] = []
         for line, node in plan.products.items():
             weight = uses[node].weight
             held = values([weight])[weight]
             assert isinstance(held, PackedParameter)
-            blocks = held.packed[node][0].blocks
-            assert blocks is not None
-            self._held.append(blocks)
-            factor = products.factor_of(blocks)
-            self._code[line, Field.EXTRA : Field.EXTRA + 2] = (int(factor), blocks.data.data_ptr())
+            all_blocks = [product.blocks for product in held.packed[node] if product.blocks is not None]
+            addresses = [blocks.data.data_ptr() for blocks in all_blocks]
+            (factor,) = {products.factor_of(blocks) for blocks in all_blocks}
+            self._held += all_blocks
+            self._code[line, Field.EXTRA] = int(factor)
             self._code[line, Field.EXTRA + 3] = products.products(factor).few
+            if plan.code[line, 0] == Op.EXPERTS:
+                assert len(addresses) == plan.code[line, Field.EXTRA + 2]
+                self._code[line, Field.EXTRA + 1] = len(matrices)
+                matrices += addresses
+            else:
+                (self._code[line, Field.EXTRA + 1],) = addresses
+        self._matrices = np.array(matrices, dtype=np.int64)
         for place, what in plan.constants.items():
             if isinstance(what, str):
                 held = values([what])[what]
@@ -145,7 +154,7 @@ class RowProgram:
     @property
     def nbytes(self) -> int:
         """Bytes besides weights and caches."""
-        return self._memory.nbytes + self._scores.nbytes + self._halves.nbytes
+        return sum(one.nbytes for one in (self._memory, self._scores, self._scratch, self._matrices))
 
     def _compute(self, places: Sequence[RowPlace]) -> None:
         pages = max(1, *(len(place.pages) for place in places))
@@ -171,8 +180,9 @@ class RowProgram:
             self._page_tokens,
             self._scores,
             self._scores_at,
-            self._halves,
-            self._halves_at,
+            self._scratch,
+            self._scratch_at,
+            self._matrices,
         )
 
 
@@ -182,10 +192,15 @@ def _kernel() -> Callable[..., None] | None:
     return None if module is None else module.run
 
 
-def _half_rows(plan: RowPlan) -> int:
-    """Return the floats that the operands of all rows take as bfloat16, two per float."""
-    widest = max((int(plan.code[line, Field.DIMS + 1]) for line in plan.products), default=0)
-    return BATCH_ROWS * ((widest + 1) // 2)
+def _scratch_floats(plan: RowPlan) -> int:
+    """Return the floats that the operands of all rows take as bfloat16, two per float, or those of 16 operands of an
+    expert with their results."""
+    most = 0
+    for line in plan.products:
+        columns, count = (int(size) for size in plan.code[line, Field.DIMS : Field.DIMS + 2])
+        experts = plan.code[line, 0] == Op.EXPERTS
+        most = max(most, count + columns + -columns % WIDTH if experts else (count + 1) // 2)
+    return BATCH_ROWS * most
 
 
 def _aligned(floats: int) -> npt.NDArray[np.float32]:

@@ -220,6 +220,54 @@ def intrinsic_of(name: str, codegen: Callable[..., Any]) -> Any:
     return intrinsic(made)
 
 
+def _as_half(builder: Any, value: Any) -> Any:
+    """Return the bits of a float32 as float16, rounded to nearest even. Uses integers, because on processors without a
+    conversion instruction LLVM would call a function that does not exist."""
+
+    def number(bits: int) -> Any:
+        return ir.Constant(INT, bits)
+
+    bits = builder.bitcast(value, INT)
+    sign, size = builder.and_(bits, number(0x80000000)), builder.and_(bits, number(0x7FFFFFFF))
+    # Below 2**-14: adding one half rounds at float16's last bit.
+    half = builder.bitcast(number(0x3F000000), FLOAT)
+    small = builder.sub(builder.bitcast(builder.fadd(builder.bitcast(size, FLOAT), half), INT), number(0x3F000000))
+    odd = builder.and_(builder.lshr(size, number(13)), number(1))
+    near = builder.lshr(builder.add(builder.add(size, number(0xC8000FFF)), odd), number(13))
+    finite = builder.select(builder.icmp_unsigned("<", size, number(0x38800000)), small, near)
+    # Values of 2**16 or more become infinity; NaN stays NaN.
+    beyond = builder.select(builder.icmp_unsigned(">", size, number(0x7F800000)), number(0x7E00), number(0x7C00))
+    whole = builder.select(builder.icmp_unsigned(">=", size, number(0x47800000)), beyond, finite)
+    return builder.trunc(builder.or_(whole, builder.lshr(sign, number(16))), SHORT)
+
+
+def keep(form: Form) -> Any:
+    """Return an intrinsic that stores `count` float32 values from x at w, rounded to nearest even."""
+    size = SIZE[form]
+
+    def codegen(builder: Any, args: Any) -> None:
+        w, _, x, _, _, _, count = args
+        with cgutils.for_range(builder, count) as loop:
+            value = load_one(builder, Form.FP32, builder.add(x, builder.mul(loop.index, int64(4))))
+            address = builder.add(w, builder.mul(loop.index, int64(size)))
+            match form:
+                case Form.FP32:
+                    builder.store(value, at_address(builder, address, FLOAT), align=4)
+                case Form.FP16:
+                    builder.store(_as_half(builder, value), at_address(builder, address, SHORT), align=2)
+                case Form.BF16:
+                    bits = builder.bitcast(value, INT)
+                    odd = builder.and_(builder.lshr(bits, ir.Constant(INT, 16)), ir.Constant(INT, 1))
+                    near = builder.add(builder.add(bits, ir.Constant(INT, 0x7FFF)), odd)
+                    # The NaN's payload must not overflow into infinity.
+                    numeric = builder.fcmp_ordered("ord", value, value)
+                    near = builder.select(numeric, near, ir.Constant(INT, 0x7FC00000))
+                    short = builder.trunc(builder.lshr(near, ir.Constant(INT, 16)), SHORT)
+                    builder.store(short, at_address(builder, address, SHORT), align=2)
+
+    return intrinsic_of(f"keep_{form.name}", codegen)
+
+
 def named(function: Any, name: str) -> Any:
     """Give a nested function a name of its own and return it. Numba distinguishes functions of the same name by a
     number that starts anew in each process. If one process loaded code that two others left on disk, such functions

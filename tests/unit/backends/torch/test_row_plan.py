@@ -12,15 +12,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from fusionai.backends.torch.packed_graph import products
 from fusionai.backends.torch.row_code import LINE, Field, Op, Unplanned, _Room, refuse_beyond
-from fusionai.backends.torch.row_plan import RowPlan, plan_rows
-from fusionai.ir.schema import Arg, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
+from fusionai.backends.torch.row_plan import RowPlan
+from fusionai.ir.schema import Arg, ListArg, Ref, ValueSpec
 from harness.examples import examples
+from harness.row_sketch import Sketch
 
 Shape = tuple[int | str, ...]
-SEED = 5
 UNARY = ("neg", "exp", "silu", "sigmoid", "relu", "tanh", "gelu", "cos", "sin")
 BINARY = ("add", "sub", "mul")
 NUMPY: dict[Op, Callable[..., Any]] = {
@@ -28,6 +29,8 @@ NUMPY: dict[Op, Callable[..., Any]] = {
     Op.SUB: np.subtract,
     Op.MUL: np.multiply,
     Op.DIV: np.divide,
+    Op.MINIMUM: np.minimum,
+    Op.MAXIMUM: np.maximum,
     Op.COPY: np.positive,
     Op.NEG: np.negative,
     Op.SQUARE: np.square,
@@ -43,64 +46,6 @@ NUMPY: dict[Op, Callable[..., Any]] = {
     Op.SIGMOID: lambda x: 1 / (1 + np.exp(-x)),
     Op.GELU: lambda x: torch.nn.functional.gelu(torch.from_numpy(np.ascontiguousarray(x))).numpy(),
 }
-
-
-class Sketch:
-    """A graph written down node by node. Each value is [1, s, ...]; its shape is found by running torch beside it."""
-
-    def __init__(self, *sizes: int, dtype: str = "float32") -> None:
-        generator = torch.Generator().manual_seed(SEED)
-        self.nodes: list[Node] = []
-        self.params: dict[str, ParamSpec] = {}
-        self.values = {"x": ValueSpec((1, "s", *sizes), dtype)}
-        self.known: dict[str, torch.Tensor] = {"x": torch.randn((1, 1, *sizes), generator=generator)}
-        self.generator = generator
-
-    def param(self, *shape: int) -> str:
-        name = f"p{len(self.params)}"
-        self.params[name] = ParamSpec(key=name, kind="parameter", shape=shape, dtype="float32")
-        self.values[name] = ValueSpec(shape, "float32")
-        self.known[name] = torch.randn(shape, generator=self.generator)
-        return name
-
-    def __call__(self, op: str, *args: Any, rows: int = 1, dtype: str = "float32", **kwargs: Any) -> str:
-        """One value of the operator `op`; `rows`: the dimension that is the sequence."""
-        overload = op.split(".")
-        compute = getattr(getattr(getattr(torch.ops, overload[0]), overload[1]), overload[2])
-        made = compute(*[self._plain(arg) for arg in args], **{k: self._plain(v) for k, v in kwargs.items()})
-        results = list(made) if isinstance(made, list | tuple) else [made]
-        names = tuple(f"v{len(self.nodes)}_{number}" for number in range(len(results)))
-        for name, result in zip(names, results, strict=True):
-            self.known[name] = result
-            shape = tuple("s" if at == rows else size for at, size in enumerate(result.shape))
-            self.values[name] = ValueSpec(shape, dtype)
-        given = tuple(Ref(arg) if isinstance(arg, str) else arg for arg in args)
-        self.nodes.append(Node(id=len(self.nodes), op=op, args=given, kwargs=kwargs, outputs=names))
-        return names[0]
-
-    def graph(self, *outputs: str) -> Graph:
-        return Graph(
-            name="sketch",
-            symbols={"s": (1, 64)},
-            inputs=("x",),
-            outputs={f"out{number}": value for number, value in enumerate(outputs)},
-            values=self.values,
-            params=self.params,
-            nodes=tuple(self.nodes),
-        )
-
-    def plan(self, *outputs: str) -> RowPlan:
-        graph = self.graph(*outputs)
-        return plan_rows(graph, tuple(graph.outputs), products(graph))
-
-    def _plain(self, arg: Any) -> Any:
-        match arg:
-            case str() | Ref():
-                return self.known[arg if isinstance(arg, str) else arg.name]
-            case ListArg(items):
-                return [self._plain(item) for item in items]
-            case _:
-                return arg
 
 
 def computed(sketch: Sketch, plan: RowPlan) -> Iterator[np.ndarray]:
@@ -127,7 +72,7 @@ def _step(sketch: Sketch, plan: RowPlan, memory: np.ndarray, number: int, line: 
     if op <= Op.SIN:
         dims = [int(size) for size in line[Field.DIMS : Field.DIMS + 3]]
         reads = [_read(memory, first, dims, line[Field.A_STRIDES : Field.A_STRIDES + 3])]
-        if op <= Op.DIV:
+        if op <= Op.MASKED:
             reads.append(_read(memory, at(Field.B, Field.B_ROW), dims, line[Field.B_STRIDES : Field.B_STRIDES + 3]))
         memory[out : out + int(np.prod(dims))] = np.asarray(NUMPY[op](*reads)).reshape(-1)
         return
@@ -263,12 +208,36 @@ def test_views_of_views() -> None:
     assert_equal(sketch, stacked, wide, sketch("aten.repeat_interleave.self_int", wide, 2, 3))
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_values_in_parts(step: int) -> None:
+    """Split, written into another value's slice, and added up along a dimension before the last."""
+    sketch = Sketch(4, 6)
+    part = sketch("aten.split_with_sizes.default", "x", ListArg((2, 4)), -1)
+    wide = sketch("aten.slice_scatter.default", "x", part, 3, 2, 2 + 2 * step, step)
+    wide = sketch("aten.slice_scatter.default", wide, sketch("aten.slice.Tensor", part, 3, 0, 0), 3, 0, 0)
+    total = sketch("aten.sum.dim_IntList", wide, ListArg((2,)))
+    one = sketch("aten.sum.dim_IntList", sketch("aten.slice.Tensor", wide, 2, 3, 4), ListArg((2,)), True)
+    assert_equal(sketch, wide, total, one)
+
+
 def _with(*args: Arg | str, op: str, **kwargs: Any) -> Callable[[Sketch], str]:
     return lambda sketch: sketch(op, *args, **kwargs)
 
 
 def _table(sketch: Sketch) -> str:
     return sketch("aten.add.Tensor", "x", sketch("aten.mean.dim", sketch.param(2**20 + 1, 8), ListArg((0,)), rows=-1))
+
+
+def _narrow(sketch: Sketch) -> str:
+    """A slice of three elements that takes four."""
+    made = sketch("aten.slice_scatter.default", "x", sketch("aten.slice.Tensor", "x", 2, 0, 4), 2, 4, 8)
+    sketch.nodes[-1] = structs.replace(sketch.nodes[-1], args=(*sketch.nodes[-1].args[:3], 5, 8))
+    return made
+
+
+def _long(sketch: Sketch) -> str:
+    wide = sketch("aten.expand.default", sketch("aten.unsqueeze.default", "x", 2), ListArg((1, 1, 65, 8)))
+    return sketch("aten.sum.dim_IntList", wide, ListArg((2,)))
 
 
 @pytest.mark.parametrize(
@@ -278,10 +247,13 @@ def _table(sketch: Sketch) -> str:
         (_with("x", 1.7, op="aten.pow.Tensor_Scalar"), "power 1.7"),
         (_with("x", 1, 0, 1, op="aten.slice.Tensor"), "rows of x are chosen"),
         (_with("x", 1, 0, op="aten.select.int", rows=-1), "rows of x are chosen"),
-        (_with("x", ListArg((1,)), True, op="aten.mean.dim"), "aten.mean.dim over"),
+        (_with("x", ListArg((1,)), True, op="aten.mean.dim"), "rows of x are chosen"),
+        (_with("x", ListArg((0,)), op="aten.mean.dim", rows=0), "aten.mean.dim over"),
         (_with("x", "x", op="aten.maximum.default"), "aten.maximum.default"),
         (_with("x", 0.5, op="aten.add.Tensor", alpha=2), "aten.add.Tensor"),
-        (_with("x", 0.5, op="aten.gt.Scalar", dtype="bool"), "makes no floats"),
+        (_with("x", 0.5, op="aten.gt.Scalar"), "makes no floats"),
+        (_narrow, r"of \(1, 1, 4\) into \(1, 1, 3\)"),
+        (_long, "a sum of 65 parts"),
         (_table, "read as a table"),
     ],
 )
