@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fusionai.corpus.tokens import train_tokenizer
-from fusionai.ir.packed import TABLES
+from fusionai.ir.unpacking import TABLES
 
 Tensors = dict[str, torch.Tensor]
 Writer = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
@@ -137,6 +137,30 @@ def _nf4(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return tensors, (table[codes.long()] * largest[:, None]).reshape(weight.shape)
 
 
+def _hqq(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """HQQ's `pack_4bit_u8` of groups of 64: the first half of the groups in the upper halves of bytes."""
+    groups = weight.reshape(-1, 64)
+    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales.float()).half()
+    codes = torch.round(groups / scales.float() + zeros.float()).clamp(0, 15)
+    upper, lower = codes.to(torch.uint8).chunk(2)
+    settings = {"nbits": 4, "group_size": 64, "axis": 1}
+    tensors = {
+        "W_q": upper << 4 | lower,
+        "scale": scales,
+        "zero": zeros,
+        "shape": torch.tensor(weight.shape),
+        **{setting: torch.tensor(value, dtype=torch.int32) for setting, value in settings.items()},
+    }
+    numbers = ((codes - zeros.float()) * scales.float()).reshape(weight.shape)
+    return {_beside(name, part): tensor for part, tensor in tensors.items()}, numbers
+
+
+SETTINGS = ("g_idx", "__nf4", "nbits", "group_size", "axis", "shape")
+"""Ends of names of tensors that say how a matrix is packed."""
+
+
 def _forms() -> dict[str, Form]:
     return {
         "fp8": Form({"quant_method": "fp8", "weight_block_size": [64, 64]}, _float8_blocks, 1.01),
@@ -146,6 +170,7 @@ def _forms() -> dict[str, Form]:
         "gptq-3": Form(*_gptq(3, ordered=True, newer=True), 0.45),
         "gptq-8": Form(*_gptq(8, ordered=False, newer=True), 1.1),
         "nf4": Form({"quant_method": "bitsandbytes", "load_in_4bit": True}, _nf4, 0.58),
+        "hqq": Form({"quant_method": "hqq"}, _hqq, 0.58),
         "awq": Form({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}, _awq, 0.55),
     }
 

@@ -126,7 +126,7 @@ def served_tokens(
     return tokens, kept
 
 
-@pytest.mark.parametrize("form", ["fp8", "gptq-4-act-order", "awq"])
+@pytest.mark.parametrize("form", ["fp8", "gptq-4-act-order", "awq", pytest.param("hqq", marks=pytest.mark.long)])
 def test_tokens_are_those_of_the_numbers_and_weights_travel_packed(form: str, tmp_path: Path):
     directory, plain = tmp_path / "model", tmp_path / "plain"
     write_quantised(directory, FORMS[form], model=llama(), plain=plain)

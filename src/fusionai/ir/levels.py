@@ -4,7 +4,7 @@ In most forms of `ir.packed` a number is `(level - middle) * factor`: the level 
 shares the other two. In GGUF's K-quants several groups share a factor and a base, and each has a scale of a few bits:
 `level * (factor * scale) - base * middle`. Their factors have half precision, so that all these products are exact in
 float32. Codes of small floats (FP8, FP4) have a factor for each group. So each number is rounded once, as the form's
-library rounds it: they are those of `ir.packed.unpacked`, bit for bit. Other forms have no layout and are unpacked.
+library rounds it: they are those of `ir.unpacking.unpacked`, bit for bit. Other forms have no layout and are unpacked.
 
 Neighbours: `ir.packed` has the forms, `backends.torch.row_blocks` lays levels out for products, `ir.cost` counts them.
 """
@@ -20,19 +20,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.ir.packed import (
-    FLOATS,
-    TABLES,
-    awq_codes,
-    bits_of,
-    code_scales,
-    floats_of,
-    fp4_scales,
-    nibbles,
-    packed_bytes,
-    part_arrays,
-)
+from fusionai.ir.packed import packed_bytes, part_arrays
 from fusionai.ir.schema import Packing, ParamSpec
+from fusionai.ir.unpacking import FLOATS, TABLES, awq_codes, bits_of, code_scales, floats_of, fp4_scales, nibbles
 from fusionai.primitives.errors import GraphError
 
 Array = npt.NDArray[Any]

@@ -89,7 +89,7 @@ Stored = Literal["", "bf16", "int8", "int4"]
 """How a frozen weight is stored, see `ir.weights`; "" means unchanged."""
 
 
-PackedForm = Literal["gguf", "float8", "float4", "gptq", "awq", "packed_int", "int8", "codes4"]
+PackedForm = Literal["gguf", "float8", "float4", "gptq", "awq", "packed_int", "int8", "codes4", "hqq"]
 """How a quantised file holds a matrix, see `ir.packed`."""
 
 
@@ -102,10 +102,10 @@ class PackedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 
 class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How numbers of this `shape` follow from their parts, whose order the form fixes; a part that is not there has
-    no elements. `kind`: GGUF's name of the type. `block`: rows and columns that share a scale, `group`: numbers
-    that do. `turned`: the files hold the last two dimensions exchanged. `offset` is added to zero points (gptq),
-    scales (codes4) or numbers (unquantised ones of gguf), `factor` multiplies the numbers (int8). `heads`: rows are
-    in llama.cpp's order of rotations, by head."""
+    no elements. `kind`: GGUF's name of the type, the table of codes (codes4), the axis of groups (hqq). `block`:
+    rows and columns that share a scale, `group`: numbers that do. `turned`: the files hold the last two dimensions
+    exchanged. `offset` is added to zero points (gptq), scales (codes4) or numbers (unquantised ones of gguf),
+    `factor` multiplies the numbers (int8). `heads`: rows are in llama.cpp's order of rotations, by head."""
 
     form: PackedForm
     shape: tuple[int, ...]

@@ -4,7 +4,7 @@ Decides by the `quantization_config` of the model's config.json and by the tenso
 4-bit codes of bitsandbytes, a short JSON text that lies in a tensor). Layers that the model's makers left unquantised
 are plain tensors and are not mentioned here.
 
-`ir.packed` says what the parts' bytes mean; `capture.models.state` matches the matrices with a module's parameters,
+`ir.unpacking` says what the parts' bytes mean; `capture.models.state` matches the matrices with a module's parameters,
 `storage.weight_manifest` hashes and sends them as they lie in the files.
 """
 
@@ -21,8 +21,9 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fusionai.ir.packed import TABLES, check_packing, unpacked
+from fusionai.ir.packed import check_packing
 from fusionai.ir.schema import PackedPart, Packing
+from fusionai.ir.unpacking import TABLES, unpacked
 from fusionai.primitives.errors import GraphError, ModelError
 from fusionai.storage.safetensors_file import ByteRange, ByteRanges, SafetensorsFile
 
@@ -126,6 +127,8 @@ def _reader(scheme: Mapping[str, Any]) -> _Reader:
             return _bitsandbytes
         case "compressed-tensors":
             return partial(_compressed, scheme)
+        case "hqq":
+            return _hqq
         case _:
             detail = f", version {scheme.get('version')}, {scheme.get('bits')} bits" if method == "awq" else ""
             raise ModelError(
@@ -286,6 +289,31 @@ def _table_kind(table: StoredPart) -> str:
         return ""
     values = np.frombuffer(table.range.mapped(), np.float32)
     return next((kind for kind, known in TABLES.items() if np.array_equal(values, known)), "")
+
+
+def _hqq(name: str, stored: Mapping[str, StoredPart]) -> _Found | None:
+    """HQQ's files have a small tensor for each of a matrix's settings."""
+    if not name.endswith(".W_q"):
+        return None
+    stem = name.removesuffix(".W_q")
+    matrix = f"{stem}.weight"
+
+    def numbers(setting: str) -> list[int]:
+        part = _beside(stored, f"{stem}.{setting}", matrix)
+        kinds = {"int64": "<i8", "int32": "<i4", "uint8": "u1"}
+        return [int(number) for number in np.frombuffer(stored[f"{stem}.{setting}"].range.mapped(), kinds[part.dtype])]
+
+    for unread in ("quant_scale", "quant_zero", "view_as_float"):
+        if f"{stem}.{unread}" in stored and any(numbers(unread)):
+            raise ModelError(
+                f"the weight {matrix} is quantised by HQQ with {unread}, which can't be read.",
+                hint="Quantise it without, or use the model's files in another form.",
+            )
+    (bits,), (group,), (axis,) = (numbers(setting) for setting in ("nbits", "group_size", "axis"))
+    names = (name, f"{stem}.scale", f"{stem}.zero")
+    parts = (_part(stored, name), *(_beside(stored, one, matrix) for one in names[1:]))
+    shape = tuple(numbers("shape"))
+    return matrix, Packing(form="hqq", shape=shape, parts=parts, bits=bits, group=group, kind=str(axis)), names
 
 
 def _compressed(scheme: Mapping[str, Any], name: str, stored: Mapping[str, StoredPart]) -> _Found | None:

@@ -1,15 +1,16 @@
 """Writes the files beside it: one matrix in each form, quantised by the library whose form it is.
 
-Run it where bitsandbytes 0.50.2 and compressed-tensors 0.20.0 are installed, which the project's own environment does
-not need: `python tests/data/quantised/write.py`. A file's metadata has the model's `quantization_config` and the
-SHA-256 of the numbers, in float32, that the library itself computes from its tensors. `compressed-tensors` computes
-4-bit floats in bfloat16; these files have its numbers as a tensor of their own.
+Run it where bitsandbytes 0.50.2, compressed-tensors 0.20.0 and hqq 0.2.8.post1 are installed, which the project's
+own environment does not need: `python tests/data/quantised/write.py [FORM ...]`. A file's metadata has the model's
+`quantization_config` and the SHA-256 of the numbers, in float32, that the library itself computes from its tensors.
+`compressed-tensors` computes 4-bit floats in bfloat16; these files have its numbers as a tensor of their own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,19 @@ def _eight_bits(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]
     largest = weight.abs().amax(1)
     codes = torch.round(weight / largest[:, None] * 127).to(torch.int8)
     return {name: codes, _beside(name, "SCB"): largest}, functional.int8_vectorwise_dequant(codes, largest)
+
+
+def _hqq(bits: int, axis: int) -> tuple[Mapping[str, Any], Writer]:
+    def write(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+        linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        linear.weight.data = weight
+        settings = BaseQuantizeConfig(nbits=bits, group_size=64, axis=axis)
+        made = HQQLinear(linear, quant_config=settings, compute_dtype=torch.float32, device="cpu")
+        return {_beside(name, part): tensor for part, tensor in made.state_dict().items()}, made.dequantize()
+
+    return {"quant_method": "hqq"}, write
 
 
 def _compressed(**settings: Any) -> tuple[Mapping[str, Any], Writer]:
@@ -91,6 +105,9 @@ FORMS: Mapping[str, tuple[Mapping[str, Any], Writer]] = {
     "nf4": (BITSANDBYTES, _four_bits(nested=False)),
     "nf4-nested": ({**BITSANDBYTES, "bnb_4bit_use_double_quant": True}, _four_bits(nested=True)),
     "bnb-int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, _eight_bits),
+    "hqq-4": _hqq(4, 1),
+    "hqq-3": _hqq(3, 1),
+    "hqq-2": _hqq(2, 0),
     "ct-int4": _compressed(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True),
     "ct-int4-zeros": _compressed(num_bits=4, type="int", strategy="group", group_size=64, symmetric=False),
     "ct-int3": _compressed(num_bits=3, type="int", strategy="group", group_size=64, symmetric=True),
@@ -105,6 +122,8 @@ def main() -> None:
     torch.manual_seed(0)
     weight = torch.randn(96, 256) * 0.1
     for form, (scheme, write) in FORMS.items():
+        if form not in (sys.argv[1:] or FORMS):
+            continue
         tensors, numbers = write(NAME, weight)
         digest = hashlib.sha256(numbers.float().contiguous().numpy().tobytes()).hexdigest()
         metadata = {"quantization_config": json.dumps(scheme), "numbers": digest}

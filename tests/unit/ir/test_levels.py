@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from fusionai.ir import levels
 from fusionai.ir.levels import LAYOUTS, LevelLayout, level_layout, levels_of, numbers_of
-from fusionai.ir.packed import unpacked
 from fusionai.ir.schema import PackedPart, Packing, ParamSpec
+from fusionai.ir.unpacking import unpacked
 from fusionai.primitives.errors import GraphError
 from fusionai.storage.quantised_files import quantised_files
 from harness.quantised_weights import FORMS

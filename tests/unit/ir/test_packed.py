@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fusionai.ir import packed
+from fusionai.ir import packed, unpacking
 from fusionai.ir.levels import level_layout, levels_of, numbers_of
-from fusionai.ir.packed import check_packing, packed_bytes, unpacked
+from fusionai.ir.packed import check_packing, packed_bytes
 from fusionai.ir.schema import Graph, PackedPart, Packing, ParamSpec
+from fusionai.ir.unpacking import unpacked
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import GraphError
 from fusionai.storage.quantised_files import quantised_files
@@ -51,7 +52,7 @@ def test_blocks_at_the_edge_are_smaller():
 def test_each_code_of_an_8_bit_float_has_its_value(dtype: torch.dtype):
     codes = torch.arange(256, dtype=torch.uint8)
     part = PackedPart(str(dtype).removeprefix("torch."), (256,))
-    made = packed.floats_of(part, codes.numpy())
+    made = unpacking.floats_of(part, codes.numpy())
     assert torch.equal(torch.from_numpy(made).nan_to_num(nan=-1), codes.view(dtype).float().nan_to_num(nan=-1))
 
 
@@ -78,7 +79,7 @@ def test_pieces_change_no_number(form: str, bits: int, monkeypatch: pytest.Monke
     )
     data = memoryview(b"".join(array.tobytes() for _, array in parts))
     whole = unpacked((packing,), data)
-    monkeypatch.setattr(packed, "_PIECE", 64)
+    monkeypatch.setattr(unpacking, "_PIECE", 64)
     assert np.array_equal(unpacked((packing,), data), whole)
 
 
@@ -122,7 +123,7 @@ packings = st.builds(
     form=st.sampled_from(["gguf", "float8", "float4", "gptq", "awq", "packed_int", "int8", "codes4"]),
     shape=shapes,
     parts=st.lists(parts, max_size=5).map(tuple),
-    kind=st.sampled_from(["", "Q8_0", "Q4_K", "F16", "none"]),
+    kind=st.sampled_from(["", "Q8_0", "Q4_K", "F16", "0", "1", "nf4", "none"]),
     bits=st.integers(-1, 9),
     group=st.integers(-1, 70),
     block=st.none() | st.tuples(sizes, sizes),
@@ -159,11 +160,12 @@ def nearly_right(draw: st.DrawFn) -> Packing:
         shape = draw(st.sampled_from([parts[place].shape, parts[place].shape[::-1], (0,), (1,), (7, 3)]))
         parts[place] = PackedPart(dtype, shape)
     changes = {
-        "form": st.sampled_from(sorted(packed._READERS)),
+        "form": st.sampled_from(sorted(unpacking._READERS)),
         "bits": st.integers(-1, 40),
         "group": st.sampled_from([0, 1, 32, 64, 2**40]),
         "block": st.sampled_from([None, (1, 1), (64, 64), (2**40, 1)]),
         "turned": st.booleans(),
+        "kind": st.sampled_from(["", "0", "1", "nf4", "fp4", "Q4_0"]),
         "offset": st.sampled_from([0.0, 1.0, -3.0, 1e300, float("nan"), float("inf")]),
         "factor": st.sampled_from([1.0, 1e300, float("nan")]),
         "heads": st.sampled_from([0, 1, 3, 2**40]),

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from fusionai.primitives.errors import ModelError
 from fusionai.storage.quantised_files import QuantisedFiles, quantised_files
-from harness.quantised_weights import FORMS, Writer
+from harness.quantised_weights import FORMS, SETTINGS, Writer
 
 WRITTEN = Path(__file__).parents[2] / "data" / "quantised"
 NAME = "model.layers.0.mlp.down_proj.weight"
@@ -47,7 +47,7 @@ def test_numbers_are_those_of_the_layout(form: str, tmp_path: Path):
     matrix = found.matrices[NAME]
     assert torch.equal(torch.from_numpy(matrix.numbers()).reshape(128, 256), numbers)
     assert matrix.stored.nbytes <= FORMS[form].bytes_per_number * weight.numel()
-    assert found.parts >= {name for name in tensors if not name.endswith(("g_idx", "__nf4"))}
+    assert found.parts >= {name for name in tensors if not name.endswith(SETTINGS)}
 
 
 def _found(form: str, tensors: dict[str, torch.Tensor], directory: Path) -> QuantisedFiles:
@@ -60,9 +60,9 @@ def _found(form: str, tensors: dict[str, torch.Tensor], directory: Path) -> Quan
 def test_a_missing_or_wrong_part_is_named(form: str, tmp_path: Path):
     tensors, _ = FORMS[form].write(NAME, torch.randn(128, 256))
     for name, tensor in tensors.items():
-        if name.endswith(("g_idx", "__nf4")) or name == NAME:
+        if name.endswith(SETTINGS) or name == NAME:
             continue
-        if not name.endswith("qweight"):
+        if not name.endswith(("qweight", "W_q")):
             with pytest.raises(ModelError, match="lacks its part"):
                 _found(form, {other: tensors[other] for other in tensors if other != name}, tmp_path)
         wrong = {**tensors, name: torch.cat([tensor, tensor])}
@@ -135,3 +135,15 @@ def test_blocks_in_one_row_or_column_are_blocks(shape: tuple[int, int], tmp_path
     tensors, numbers = FORMS["fp8"].write(NAME, torch.randn(shape))
     matrix = _found("fp8", tensors, tmp_path).matrices[NAME]
     assert torch.equal(torch.from_numpy(matrix.numbers()).reshape(shape), numbers)
+
+
+def test_settings_of_hqq_that_can_not_be_read_are_named(tmp_path: Path):
+    tensors, _ = FORMS["hqq"].write(NAME, torch.randn(128, 256))
+    stem = NAME.removesuffix("weight")
+    for setting in ("quant_scale", "quant_zero", "view_as_float"):
+        on, off = ({f"{stem}{setting}": torch.tensor(value, dtype=torch.uint8)} for value in (1, 0))
+        assert list(_found("hqq", tensors | off, tmp_path).matrices) == [NAME]
+        with pytest.raises(ModelError, match=f"HQQ with {setting}, which can't be read"):
+            _found("hqq", tensors | on, tmp_path)
+    with pytest.raises(ModelError, match=r"lacks its part model\.layers\.0\.mlp\.down_proj\.axis"):
+        _found("hqq", {name: one for name, one in tensors.items() if not name.endswith("axis")}, tmp_path)

@@ -21,10 +21,10 @@ from fusionai.backends.binding import bind_symbols, describe, largest, nearest
 from fusionai.backends.serving.page_table import RowSpan, SessionTable, layer_shapes, ring_tokens
 from fusionai.backends.state import ProgramSize
 from fusionai.ir.graph import needed_nodes, reads
-from fusionai.ir.packed import unpacked
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.serving import ADAPTERS, BATCH, FROM_SEGMENTS, POSITIONS, RANDOM, SEQUENCE
 from fusionai.ir.states import StateShape, state_shapes
+from fusionai.ir.unpacking import unpacked
 from fusionai.primitives.errors import ExecutionError, GraphError
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.wire.serving import Segment, ServeOptions

@@ -17,7 +17,7 @@ from fusionai.backends.torch import row_vectors as vec
 from fusionai.backends.torch.row_blocks import GROUPS, LAYOUT_OF, block_bytes
 from fusionai.backends.torch.row_code import Factor, Form
 from fusionai.ir.levels import LevelLayout
-from fusionai.ir.packed import TABLES
+from fusionai.ir.unpacking import TABLES
 
 _BYTES: Final = ir.VectorType(ir.IntType(8), vec.LANES)
 

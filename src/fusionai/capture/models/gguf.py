@@ -3,7 +3,7 @@
 A GGUF file holds everything: metadata instead of config.json and tokenizer.json, and weights under llama.cpp's names.
 Transformers converts the metadata; the result is kept as a small directory in Hugging Face layout whose config.json
 names the GGUF file, so that everything else sees an ordinary model. The weights stay in the file and are read, sent and
-cached as they lie there (`ir.packed` unpacks them).
+cached as they lie there (`ir.unpacking` unpacks them).
 
 Differences between llama.cpp's weights and transformers' are undone by the packing itself: rows in the order of
 rotations (Llama), norms stored with one added (Gemma), experts as two stacks. Architectures whose weights differ in

@@ -30,7 +30,7 @@ from fusionai.backends.torch.row_blocks import (
 from fusionai.backends.torch.row_code import Factor
 from fusionai.backends.torch.row_products import FEW_ROWS, HALVES, ROWS, SUMMANDS
 from fusionai.ir.levels import LevelLayout, Levels
-from fusionai.ir.packed import FLOATS as CODED
+from fusionai.ir.unpacking import FLOATS as CODED
 from fusionai.wire.serving import WeightFormat
 from harness.levels import LEVELS as PROCESSORS
 from harness.levels import run_as

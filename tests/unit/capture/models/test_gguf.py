@@ -20,7 +20,7 @@ from fusionai.capture.models import huggingface
 from fusionai.capture.models.build import build
 from fusionai.capture.models.gguf import gguf_directory, gguf_matrices
 from fusionai.capture.models.source import DirectorySource, parse_source
-from fusionai.ir.packed import unpacked
+from fusionai.ir.unpacking import unpacked
 from fusionai.primitives.errors import ModelError
 from fusionai.storage.quantised_files import QuantisedFiles
 from harness.gguf_files import TEMPLATE, write_gguf
