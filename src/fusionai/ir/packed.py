@@ -164,17 +164,21 @@ def _expected(
             ends = (-(-prod(largest) // NESTED),) if prod(nested) else (0,)
             return [(numbers // 2,), largest, (16,), ends, tables]
         case "hqq", [_, _, _]:
-            per, numbers = HQQ_LEVELS.get(bits, 0), count * columns
-            if not per or packing.kind not in ("0", "1") or packing.group < 1 or numbers % packing.group or outer != 1:
-                return None
-            if (packing.parts[0].dtype == "int32") != (bits == 3):
-                return None
-            groups = numbers // packing.group
-            lines, across = hqq_view(packing, groups)
-            fits = bits == 3 or lines % per == 0
-            return [(-(-lines // per), across), (groups,), (groups,)] if fits else None
+            return _hqq_shapes(packing, count * columns) if outer == 1 else None
         case _:
             return None
+
+
+def _hqq_shapes(packing: Packing, numbers: int) -> list[tuple[int, ...]] | None:
+    per, group = HQQ_LEVELS.get(packing.bits, 0), packing.group
+    if not per or packing.kind not in ("0", "1") or group < 1 or numbers % group:
+        return None
+    groups = numbers // group
+    lines, across = hqq_view(packing, groups)
+    fits = packing.bits == 3 or lines % per == 0
+    if not fits or (packing.parts[0].dtype == "int32") != (packing.bits == 3):
+        return None
+    return [(-(-lines // per), across), (groups,), (groups,)]
 
 
 HQQ_LEVELS: Final[Mapping[int, int]] = {1: 8, 2: 4, 3: 10, 4: 2, 8: 1}

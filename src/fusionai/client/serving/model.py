@@ -131,8 +131,8 @@ class ServedFiles:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A captured model. `graph`: the part that serves. `positions`: longest context, None if unlimited. `windows`: some
-    layers have sliding windows. `whole`: it can't use caches, so whole texts are recomputed."""
+    """A captured model. `graph`: the part that serves. `positions`: longest context, None if unlimited. `whole`: it
+    can't use caches, so whole texts are recomputed."""
 
     files: ServedFiles
     captured: Captured
@@ -140,7 +140,6 @@ class ServedModel:
     vocabulary: int
     positions: int | None
     texts: ModelText
-    windows: bool
     whole: bool
     adapters: tuple[ServedAdapter, ...] = ()
     slots: AdapterSlots | None = None
@@ -245,8 +244,6 @@ def open_model(files: ServedFiles, adapters: tuple[ServedAdapter, ...] = (), roo
         vocabulary=size,
         positions=positions,
         texts=texts,
-        windows=not whole
-        and any(node.op == "fusion.attention" and node.kwargs.get("window") is not None for node in graph.nodes),
         whole=whole,
         adapters=adapters,
         slots=slots,
