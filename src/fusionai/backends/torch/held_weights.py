@@ -26,7 +26,7 @@ from fusionai.backends.torch.packed_linear import (
     packed_bytes,
 )
 from fusionai.backends.torch.packed_siblings import Joined
-from fusionai.ir.levels import LevelLayout, level_layout, levels_of, numbers_of
+from fusionai.ir.levels import Array, LevelLayout, Levels, level_layout, levels_of, numbers_of
 from fusionai.ir.packed import packed_bytes as file_bytes
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.primitives.errors import ExecutionError
@@ -93,7 +93,7 @@ class ServingWeights:
             if (layout := self._layouts.get(whole)) is not None:
                 self._fill(name, whole, layout, spec, data)
             if (layout := self._table_layouts.get(name)) is not None:
-                self._tables[name] = PackedTable(spec, layout, bytes(data))
+                self._tables[name] = PackedTable.of(spec, layout, bytes(data))
         self._values = None
         return True
 
@@ -196,11 +196,18 @@ class ServingWeights:
 
 @dataclass(frozen=True, slots=True)
 class PackedTable:
-    """A table of a quantised file, of which rows are looked up. `data`: the bytes as they came."""
+    """A table of a quantised file, of which rows are looked up. `data`: the bytes as they came. `rows_of` reads rows
+    from them."""
 
     spec: ParamSpec
     layout: LevelLayout
     data: bytes
+    rows_of: Callable[[Array], Levels]
+
+    @classmethod
+    def of(cls, spec: ParamSpec, layout: LevelLayout, data: bytes) -> PackedTable:
+        """Raises `GraphError` for bytes that contradict the packing: all of them are read once."""
+        return cls(spec, layout, data, levels_of(spec, layout, memoryview(data)))
 
     def rows(self, indices: Tensor) -> Tensor:
         """Return rows in float32, [*indices.shape, columns]. Raises `ExecutionError` for a row that is not there."""
@@ -210,7 +217,7 @@ class PackedTable:
             raise ExecutionError(f"{self.spec.key} has {count} rows, row {int(chosen.max())} was looked up.")
         if not chosen.size:
             return torch.zeros((*indices.shape, columns))
-        made = numbers_of(levels_of(self.spec, self.layout, memoryview(self.data))(chosen), self.layout)
+        made = numbers_of(self.rows_of(chosen), self.layout)
         return torch.from_numpy(made).reshape(*indices.shape, columns)
 
 
