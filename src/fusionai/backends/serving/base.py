@@ -60,9 +60,9 @@ class ServingProgram(ABC):
     positions of that session up to each position. Layers with a window keep one ring per session, as long as the window
     plus a pass; other layers are paged by the session's page table. Nodes that carry a state (`ir.states`) keep the
     states after a session's last two passes; a session continues at one of these positions, or at 0. A session may
-    begin as a copy of another, and may be kept as a copy (`wire.serving.Segment`). The bits of a
-    session's rows do not depend on what else is in the pass, nor on whether up to `FEW_POSITIONS` positions after the
-    session's first pass come together or one by one.
+    begin as a copy of another, and may be kept as a copy (`wire.serving.Segment`). The bits of a session's rows do not
+    depend on what else is in the pass, nor on whether up to `FEW_POSITIONS` positions after the session's first pass
+    come together or one by one.
     """
 
     def __init__(self, graph: Graph, options: ServeOptions, *, whole: bool = False) -> None:
@@ -189,8 +189,7 @@ class ServingProgram(ABC):
         spans = self._table.place(segments) if self._keeps else ()
         self._copy_places([(span.source, span.ring) for span in spans if span.source >= 0])
         results = self._computed(CheckedPass(spans, fed, names, rows, positions))
-        self._table.computed(segments, spans)
-        self._copy_places([(span.ring, span.kept_in) for span in spans if span.kept_in >= 0])
+        self._copy_places(self._table.computed(spans))
         return results
 
     def forget(self, sessions: Iterable[int]) -> None:

@@ -44,7 +44,7 @@ class RowSpan:
     """One segment's part of a pass: rows [first, first + length) of the pack are positions [start, end) of a session.
     `pages`: the page table up to `end`. `state`, `next_state`: the slots of the states before and after these
     positions; `state` is -1 at the beginning of a text. `source`: the place (ring and states) that is copied to `ring`
-    before, `kept_in`: that to which `ring` is copied after; -1: none."""
+    before, -1 for none. `kept_as`: the session under which it is also kept after, 0 for none."""
 
     session: int
     first: int
@@ -55,7 +55,7 @@ class RowSpan:
     state: int = -1
     next_state: int = -1
     source: int = -1
-    kept_in: int = -1
+    kept_as: int = 0
 
     @property
     def end(self) -> int:
@@ -103,8 +103,10 @@ class SessionTable:
                 state,
                 following,
                 source,
-                self._place_of(segment.kept_as).ring if segment.kept_as else -1,
+                segment.kept_as,
             )
+            if segment.kept_as:
+                self._place_of(segment.kept_as)
             if self._paged:
                 for page, begin, _ in self._written_pages(span):
                     self._filled[page] = min(self._filled.get(page, 0), begin)
@@ -119,9 +121,11 @@ class SessionTable:
             session.ring = self._free_rings.pop()
         return session
 
-    def computed(self, segments: Iterable[Segment], spans: Iterable[RowSpan]) -> None:
-        """Mark the positions of these spans, which are those of the segments, as cached."""
-        for segment, span in zip(segments, spans, strict=False):  # a stage that keeps nothing has no spans
+    def computed(self, spans: Iterable[RowSpan]) -> list[tuple[int, int]]:
+        """Mark the positions of these spans as cached. Return the places to copy, (from, to), of sessions that are also
+        kept under another number."""
+        copies: list[tuple[int, int]] = []
+        for span in spans:
             session = self._sessions[span.session]
             session.length = span.end
             if span.next_state >= 0:
@@ -129,10 +133,12 @@ class SessionTable:
             if self._paged:
                 for page, _, end in self._written_pages(span):
                     self._filled[page] = end
-            if segment.kept_as:
-                kept = self._sessions[segment.kept_as]
+            if span.kept_as:
+                kept = self._sessions[span.kept_as]
                 kept.pages, kept.length, kept.written = list(session.pages), session.length, session.written
                 kept.states = list(session.states)
+                copies.append((session.ring, kept.ring))
+        return [pair for pair in copies if min(pair) >= 0]
 
     def _states_of(self, session: CachedSession, start: int) -> tuple[int, int]:
         """Return the slots of the state at `start` and of the one after the pass. The latter holds nothing until the
@@ -174,9 +180,11 @@ class SessionTable:
             number = segment.session
             session = self._sessions.get(number, CachedSession())
             if segment.source:
-                session = self._sessions.get(segment.source, CachedSession())
+                if segment.source not in self._sessions:
+                    raise ExecutionError(f"session {number} begins as a copy of {segment.source}, which is not here.")
                 if segment.source in named:
                     raise ExecutionError(f"session {segment.source} is copied and changed in one pass.")
+                session = self._sessions[segment.source]
             table = self._table(session, segment)
             self._check_start(session, segment, table)
             if self._paged:

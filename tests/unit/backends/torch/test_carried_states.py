@@ -82,7 +82,7 @@ class Stage:
             for name in parts[0][1]
         }
         made = self._computed(packed)
-        self.table.computed(segments, self.spans)
+        self.table.computed(self.spans)
         return list(
             made.narrow(along, 0, sum(one.length for one in segments)).split([s.length for s in segments], along)
         )
