@@ -375,9 +375,9 @@ def _weight_bytes(
                 if node.op == EMBEDDING and value == next(reads(node)):
                     tables.add(value)
                 elif node.op in PRODUCTS and dimensions == 2:
-                    packed[value] = packed.get(value, False) or node.op != "aten.linear.default"
+                    packed[value] = packed.get(value, False) or _by_columns(node)
                 elif node.op == EXPERT_PRODUCT and dimensions == 3:
-                    packed[value] = node.kwargs.get("transposed") is True
+                    packed[value] = _by_columns(node)
                     experts[value] = evaluate(graph.values[next(reads(node))].shape[0], symbols)
                 else:
                     plain.add(value)
@@ -413,21 +413,18 @@ def _kept_layout(spec: ParamSpec, weights: WeightFormat, *, transposed: bool) ->
 def _unpacked_bytes(graph: Graph, nodes: list[Node], weights: WeightFormat) -> int:
     """Size of the largest parameter in float32, which is in memory while it is packed, unless it stays as its file
     holds it."""
-    read = {
-        (value, node.kwargs.get("transposed") is True)
-        for node in nodes
-        for value in reads(node)
-        if value in graph.params
-    }
-    specs = [(graph.params[value], transposed) for value, transposed in read]
-    return max(
-        (
-            4 * prod(spec.shape)
-            for spec, transposed in specs
-            if weights != "packed" or level_layout(spec, transposed=transposed) is None
-        ),
-        default=0,
-    )
+    specs = [
+        (graph.params[value], _by_columns(node)) for node in nodes for value in reads(node) if value in graph.params
+    ]
+    unpacked = (spec for spec, turned in specs if _kept_layout(spec, weights, transposed=turned) is None)
+    return max((4 * prod(spec.shape) for spec in unpacked), default=0)
+
+
+def _by_columns(node: Node) -> bool:
+    """Return whether a node multiplies by matrices [in, out]."""
+    if node.op == EXPERT_PRODUCT:
+        return node.kwargs.get("transposed") is True
+    return node.op in PRODUCTS and node.op != "aten.linear.default"
 
 
 def _table_bytes(graph: Graph, value: str, weights: WeightFormat) -> int:

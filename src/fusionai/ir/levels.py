@@ -3,8 +3,9 @@
 In most forms of `ir.packed` a number is `(level - middle) * factor`: the level has 4 or 8 bits, and a group of columns
 shares the other two. In GGUF's K-quants several groups share a factor and a base, and each has a scale of a few bits:
 `level * (factor * scale) - base * middle`. Their factors have half precision, so that all these products are exact in
-float32. Codes of small floats (FP8, FP4) have a factor for each group. So each number is rounded once, as the form's
-library rounds it: they are those of `ir.unpacking.unpacked`, bit for bit. Other forms have no layout and are unpacked.
+float32. Codes of small floats (FP8, FP4) and of a table (NF4) have a factor for each group. So each number is rounded
+once, as the form's library rounds it: they are those of `ir.unpacking.unpacked`, bit for bit. Other forms have no
+layout and are unpacked.
 
 Neighbours: `ir.packed` has the forms, `backends.torch.row_blocks` lays levels out for products, `ir.cost` counts them.
 """

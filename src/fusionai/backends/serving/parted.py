@@ -26,6 +26,7 @@ from fusionai.backends.semantics import Scores, visible_keys
 from fusionai.backends.serving.base import CheckedPass, PlacedCache, ServingProgram, array_of
 from fusionai.backends.serving.host_states import HostStates
 from fusionai.backends.serving.page_table import LEVELS, LayerShape, RowSpan, first_key, one_by_one, stored_width
+from fusionai.ir.cost import INT8_SCALE_BYTES
 from fusionai.ir.graph import consumers, needed_nodes, reads
 from fusionai.ir.schema import Arg, Graph, Node, Ref
 from fusionai.ir.serving import SEQUENCE, row_dimension
@@ -177,8 +178,8 @@ def _decoded(values: Array, form: CacheFormat) -> Array:
         case "bf16":
             return (values.astype(np.uint32) << 16).view(np.float32)
         case "int8":
-            scales = np.ascontiguousarray(values[..., -4:]).view(np.float32)
-            return values[..., :-4].view(np.int8) * scales
+            scales = np.ascontiguousarray(values[..., -INT8_SCALE_BYTES:]).view(np.float32)
+            return values[..., :-INT8_SCALE_BYTES].view(np.int8) * scales
 
 
 Array = npt.NDArray[Any]

@@ -43,6 +43,7 @@ from fusionai.backends.serving.page_table import (
 from fusionai.backends.torch.blocked_linear import in_threads, kernel_module
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.row_code import Form
+from fusionai.ir.cost import INT8_SCALE_BYTES
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.serving import ServeOptions
 
@@ -170,8 +171,8 @@ def levels_and_scales(vectors: Tensor) -> Tensor:
 
 def numbers_of_levels(stored: Tensor) -> Tensor:
     """Return the vectors [..., width] in float32, from what `levels_and_scales` made of them."""
-    scales = stored[..., -4:].contiguous().view(torch.float32)
-    return stored[..., :-4].contiguous().view(torch.int8).float() * scales
+    scales = stored[..., -INT8_SCALE_BYTES:].contiguous().view(torch.float32)
+    return stored[..., :-INT8_SCALE_BYTES].contiguous().view(torch.int8).float() * scales
 
 
 def cut(rows: Tensor, first: int, end: int) -> Tensor:

@@ -21,6 +21,7 @@ from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 from fusionai.backends.torch.row_code import Form
+from fusionai.ir.cost import INT8_SCALE_BYTES
 
 
 class _BFloatType(ir.types._BaseFloatType):
@@ -104,8 +105,6 @@ def scale_behind(builder: Any, vector: Any, count: Any) -> Any:
 
 
 _FP32, _, _, _INT8 = (int(form) for form in Form)
-SCALE_BYTES: Final = 4
-"""Bytes of the scale behind a vector's levels."""
 
 
 @njit(nogil=True)
@@ -113,7 +112,7 @@ def vector_bytes(form: Any, width: Any) -> Any:
     """Return the bytes of a vector of this width in a cache."""
     if form == _FP32:
         return 4 * width
-    return width + SCALE_BYTES if form == _INT8 else 2 * width
+    return width + INT8_SCALE_BYTES if form == _INT8 else 2 * width
 
 
 def of_half(builder: Any, bits: Any, spread: Callable[[int], Any]) -> Any:

@@ -74,7 +74,8 @@ class HuggingFaceModel:
             sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"
         )
         # The default form of mixtures of experts sorts tokens by the data and calls an operator that only transformers
-        # has. `batched_mm` gathers each token's expert weights: slower, but plain operations of any framework.
+        # has. `batched_mm` gathers each token's expert weights: slower, but plain operations, which `tracing.layers`
+        # replaces by grouped products.
         return self._from_config(ATTENTION if replaceable else self._own_way(), experts_implementation="batched_mm")
 
     def construct_plain(self) -> nn.Module:

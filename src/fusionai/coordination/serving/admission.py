@@ -397,10 +397,10 @@ class Admission:
         self.forget([number] if number else ())
         return bool(number)
 
-    def _find_page(self, session: Session) -> bool:
-        """Find a page for the session's next position. If none is free, the youngest idle session younger than it gives
-        up its pages."""
-        while not self.pages.extend(session.number, len(session.tokens)):
+    def _find_pages(self, session: Session, tokens: int) -> bool:
+        """Find pages for the session's first `tokens` positions. If none is free, the youngest idle session younger
+        than it gives up its pages."""
+        while not self.pages.extend(session.number, tokens):
             if self._make_room():
                 continue
             younger = [

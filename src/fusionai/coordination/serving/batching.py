@@ -293,7 +293,7 @@ class Batcher(Admission):
                 continue  # it made room for another
             end, start = ends[session.number], session.sent
             # A text that is read again may have a token more than when it was admitted.
-            if self.pages.lacks_pages(session.number, end) and not self._find_page(session):
+            if not self._find_pages(session, end):
                 continue
             if end - start > room:
                 break
@@ -334,7 +334,7 @@ class Batcher(Admission):
             if not session.admitted:
                 continue
             proposals = self._proposals(session, room - 1)
-            if not self._find_page(session):
+            if not self._find_pages(session, len(session.tokens)):
                 continue
             if not self.pages.extend(session.number, len(session.tokens) + len(proposals)):
                 proposals = ()

@@ -132,10 +132,6 @@ class Pages:
             keys.append(self._key_of[page])
         self._tables[session] = _Table(scope, list(match.pages), keys)
 
-    def lacks_pages(self, session: int, tokens: int) -> bool:
-        """Return whether the session has pages for fewer than `tokens` positions."""
-        return self.pages_for(tokens) > len(self._table(session).pages)
-
     def extend(self, session: int, tokens: int) -> bool:
         """Give the session pages for `tokens` positions. Returns False, with nothing changed, if there is no room."""
         table = self._table(session)
