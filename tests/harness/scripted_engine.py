@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec import structs
 
+from fusionai.ir.serving import Purpose
 from fusionai.primitives.errors import ExecutionError
 from fusionai.serving.interface import (
     Emitted,
@@ -28,6 +29,7 @@ from fusionai.serving.interface import (
     PromptTooLong,
     StageStatus,
     StreamEvent,
+    TextPair,
     TokenLogprob,
 )
 from fusionai.serving.model_text import ModelText
@@ -70,6 +72,8 @@ class ScriptedEngine:
     _known: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     faults: tuple[FaultNote, ...] = ()
 
+    purpose: Purpose = "generate"
+
     @property
     def vocabulary(self) -> int:
         return self.text.tokenizer.vocabulary
@@ -98,6 +102,12 @@ class ScriptedEngine:
             length = math.sqrt(sum(value * value for value in counts))
             vectors.append([value / length for value in counts])
         return vectors
+
+    async def score(self, pairs: Sequence[TextPair], scope: str) -> list[list[float]]:
+        """The more tokens of the second text are in the first one, the higher."""
+        del scope
+        halves = [(pair.tokens[: pair.second_from], pair.tokens[pair.second_from :]) for pair in pairs]
+        return [[float(len({*first} & {*second}))] for first, second in halves]
 
     @property
     def status(self) -> EngineStatus:

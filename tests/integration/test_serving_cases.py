@@ -30,6 +30,7 @@ from fusionai.serving.interface import (
     Sampling,
     StreamEvent,
 )
+from fusionai.serving.pooling import Pooling, PoolingMode
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import ServeOptions
 from harness.patience import CEILING_S
@@ -158,12 +159,12 @@ def test_what_never_fits_and_what_does_not_fit_now_is_refused(tmp_path: Path):
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_an_embedding_is_made_of_the_last_hidden_states(pooling: str, tmp_path: Path):
+@pytest.mark.parametrize("mode", ["mean", "lasttoken", "cls"])
+def test_an_embedding_is_made_of_the_last_hidden_states(mode: PoolingMode, tmp_path: Path):
     asked = prompts(4)
 
     async def story() -> list[list[float]]:
-        async with running(tmp_path, pooling=pooling) as job:
+        async with running(tmp_path, pooling=Pooling((mode,))) as job:
             beside = asyncio.create_task(answers(job.engine, prompts(2), 10))
             told = await job.engine.embed(asked, "somebody")
             assert len(await beside) == 2
@@ -175,7 +176,7 @@ def test_an_embedding_is_made_of_the_last_hidden_states(pooling: str, tmp_path: 
         with torch.no_grad():
             states = model.model(input_ids=torch.tensor([prompt])).last_hidden_state[0]
         states = states.double().numpy()
-        made = states.mean(axis=0) if pooling == "mean" else states[-1]
+        made = {"mean": states.mean(axis=0), "lasttoken": states[-1], "cls": states[0]}[mode]
         np.testing.assert_allclose(embedding, made / np.linalg.norm(made), atol=1e-5)
 
 

@@ -30,6 +30,13 @@ class AutoConfig:
     @classmethod
     def from_pretrained(cls, name: str | PathLike[str], **choices: Any) -> PreTrainedConfig: ...
 
+class _Tokenizer:
+    model_input_names: list[str]
+
+class AutoTokenizer:
+    @classmethod
+    def from_pretrained(cls, name: str | PathLike[str], **choices: Any) -> _Tokenizer: ...
+
 class _AutoModel:
     _model_mapping: Any
     @classmethod

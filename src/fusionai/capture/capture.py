@@ -289,7 +289,7 @@ class _Run:
             for key in map(built.key, lowered.buffers.values())
             if key in saved and buffers[key].is_complex()
         )
-        if nodes < layers or (nodes != layers and not carrying):
+        if self.task != "none" and (nodes < layers or (nodes != layers and not carrying)):
             self.notes.append(f"{nodes} of {layers} attention layers were recognised: no cache can serve it.")
         if carrying:
             self.notes.append(f"{carrying} layers carry a state from position to position.")
@@ -395,9 +395,10 @@ def _attention_layers(built: Built, graph: Graph, carrying: int) -> int:
 
 
 def _longest_sequence(built: Built) -> int | None:
-    """Return how many positions the model has learned embeddings for; None for rotary models, which have no limit."""
+    """Return how many positions the model has learned embeddings for; None for rotary models, which have no limit.
+    Where padding has a row of its own in the table (RoBERTa), positions begin behind it."""
     positions = [
-        child.num_embeddings
+        child.num_embeddings - (0 if child.padding_idx is None else child.padding_idx + 1)
         for name, child in built.module.named_modules()
         if isinstance(child, nn.Embedding)
         and name.rsplit(".", 1)[-1] in ("wpe", "position_embeddings", "embed_positions")

@@ -10,6 +10,8 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from fusionai.ir.serving import Purpose
+
 FinishWord = Literal["stop", "length", "tool_calls"]
 
 
@@ -217,37 +219,14 @@ class Completion(_Headed, frozen=True):
     fusion: RouteReport | UnsetType = UNSET
 
 
-class Embedding(Struct, frozen=True):
-    """One vector; in base64 it is little-endian float32."""
-
-    index: int
-    embedding: list[float] | str
-    object: Literal["embedding"] = "embedding"
-
-
-class EmbeddingUsage(Struct, frozen=True):
-    """Token count over all inputs."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
-class EmbeddingList(Struct, frozen=True):
-    """Answer to `POST /v1/embeddings`."""
-
-    data: list[Embedding]
-    model: str
-    usage: EmbeddingUsage
-    object: Literal["list"] = "list"
-
-
 class ModelCard(Struct, frozen=True):
     """A model that can be used. `max_model_len`: upper limit of prompt plus answer, in tokens. `parent`: an adapter's
-    base model."""
+    base model. `task`: what it gives: text and vectors, vectors alone, or scores alone."""
 
     id: str
     created: int
     max_model_len: int
+    task: Purpose
     owned_by: str = "fusionai"
     object: Literal["model"] = "model"
     parent: str | None = None

@@ -22,11 +22,12 @@ from starlette.types import Receive, Scope, Send
 
 import fusionai
 from fusionai.gateway.admission import AdmissionMiddleware
-from fusionai.gateway.answers import ChatCompletion, Completion, EmbeddingList, ModelCard, ModelList
+from fusionai.gateway.answers import ChatCompletion, Completion, ModelCard, ModelList
 from fusionai.gateway.chat import ChatEndpoint
-from fusionai.gateway.completions import CompletionEndpoint, EmbeddingEndpoint
+from fusionai.gateway.completions import CompletionEndpoint
 from fusionai.gateway.config import GatewayConfig
 from fusionai.gateway.context import GatewayContext, json_response
+from fusionai.gateway.embeddings import EmbeddingEndpoint
 from fusionai.gateway.errors import AnthropicError, ApiError, ErrorAnswer, OllamaError, error_response
 from fusionai.gateway.message_bodies import MessageAnswer, MessageRequest, TokenCount, TokenCountRequest
 from fusionai.gateway.messages import MessagesEndpoint
@@ -46,14 +47,22 @@ from fusionai.gateway.ollama_bodies import (
 from fusionai.gateway.requests import (
     ChatRequest,
     CompletionRequest,
-    EmbeddingRequest,
     LoadAdapterRequest,
     UnloadAdapterRequest,
 )
+from fusionai.gateway.rerank import RerankEndpoint
 from fusionai.gateway.response_bodies import DeletedResponse, InputTokenCount, ResponseObject
 from fusionai.gateway.response_requests import ResponsesRequest
 from fusionai.gateway.responses import ResponsesEndpoint
 from fusionai.gateway.streaming import AnswerStream, EventForm, event
+from fusionai.gateway.text_bodies import (
+    EmbeddingList,
+    EmbeddingRequest,
+    RankedList,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 from fusionai.gateway.tracing import Tracer
 from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.serving.interface import AdapterLoader, Engine, EngineStatus
@@ -61,6 +70,8 @@ from fusionai.serving.model_text import ModelText
 
 _STATUS_PERIOD_S: Final = 0.5
 """Period at which the status is compared with the last one sent, in seconds (chosen)."""
+_RERANK_PATHS: Final = {"/v1/rerank": "rerank", "/rerank": "jina_rerank", "/v2/rerank": "cohere_rerank"}
+"""Paths that sort documents, with the names of their operations: vLLM's, Jina's as vLLM has it, and Cohere's."""
 _REFERENCE: Final = "#/components/schemas/{name}"
 
 
@@ -77,6 +88,8 @@ _FORMS: Final = (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
     LoadAdapterRequest,
     UnloadAdapterRequest,
     ResponsesRequest,
@@ -86,6 +99,8 @@ _FORMS: Final = (
     DeletedResponse,
     InputTokenCount,
     EmbeddingList,
+    RankedList,
+    ScoreList,
     ModelList,
     ModelCard,
     StatusReport,
@@ -135,9 +150,7 @@ def description(version: str, *, has_keys: bool) -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": {"post": _post("chat", "Continue a conversation.", ChatRequest, ChatCompletion)},
             "/v1/completions": {"post": _post("completions", "Continue a text.", CompletionRequest, Completion)},
-            "/v1/embeddings": {
-                "post": _post("embeddings", "Compute vectors of texts.", EmbeddingRequest, EmbeddingList)
-            },
+            **_text_paths(),
             "/v1/responses": {"post": _post("responses", "Continue a conversation.", ResponsesRequest, ResponseObject)},
             "/v1/responses/input_tokens": {
                 "post": _post("input_tokens", "Count a prompt's tokens.", ResponsesRequest, InputTokenCount)
@@ -182,6 +195,17 @@ def description(version: str, *, has_keys: bool) -> dict[str, Any]:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
     return document
+
+
+def _text_paths() -> dict[str, Any]:
+    """Return the paths that read texts without continuing them."""
+    vectors = _post("embeddings", "Compute vectors of texts.", EmbeddingRequest, EmbeddingList)
+    ranks = {
+        path: {"post": _post(name, "Sort documents by relevance.", RerankRequest, RankedList)}
+        for path, name in _RERANK_PATHS.items()
+    }
+    scores = _post("score", "Score pairs of texts.", ScoreRequest, ScoreList)
+    return {"/v1/embeddings": {"post": vectors}, **ranks, "/v1/score": {"post": scores}}
 
 
 def _path_parameter(name: str) -> dict[str, Any]:
@@ -309,6 +333,7 @@ def _routes(context: GatewayContext, metrics: Metrics) -> list[BaseRoute]:
     messages = MessagesEndpoint(context, chat)
     responses = ResponsesEndpoint(context, chat)
     ollama = OllamaEndpoint(context, chat)
+    ranks = RerankEndpoint(context)
     return [
         Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
         Route("/v1/responses", responses.responses, methods=["POST"]),
@@ -324,6 +349,8 @@ def _routes(context: GatewayContext, metrics: Metrics) -> list[BaseRoute]:
         Route("/api/version", ollama.version),
         Route("/v1/completions", CompletionEndpoint(context).text_completions, methods=["POST"]),
         Route("/v1/embeddings", EmbeddingEndpoint(context).text_embeddings, methods=["POST"]),
+        *(Route(path, ranks.rerank, methods=["POST"]) for path in _RERANK_PATHS),
+        Route("/v1/score", ranks.score, methods=["POST"]),
         Route("/v1/load_lora_adapter", models.load_adapter, methods=["POST"]),
         Route("/v1/unload_lora_adapter", models.unload_adapter, methods=["POST"]),
         Route("/v1/models", models.models),

@@ -1,28 +1,25 @@
-"""Answers `POST /v1/completions` and `POST /v1/embeddings`, which take the same prompts.
+"""Answers `POST /v1/completions`.
 
 `context` runs the generations; `requests.CompletionRequest` comes in, `answers.Completion` goes out, whole or in parts.
 """
 
 from __future__ import annotations
 
-import base64
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import numpy as np
 from msgspec import UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from fusionai.gateway import answers
 from fusionai.gateway.chunks import ChunkForm
-from fusionai.gateway.context import GatewayContext, Heading, json_response, numbered
-from fusionai.gateway.errors import ApiError, as_api_error, invalid
+from fusionai.gateway.context import GatewayContext, Heading, numbered
 from fusionai.gateway.generation import AnswerLogprob, Choice, Delta, PromptProcessed
-from fusionai.gateway.requests import CompletionRequest, EmbeddingRequest
+from fusionai.gateway.prompts import prompts_of
+from fusionai.gateway.requests import CompletionRequest
 from fusionai.gateway.streaming import while_connected
 from fusionai.gateway.structured import enforced_form
 from fusionai.serving.interface import PromptRead, TokenLogprob
@@ -30,34 +27,6 @@ from fusionai.serving.model_text import ModelText
 
 _DEFAULT_TOKENS: Final = 16
 """OpenAI's default."""
-
-
-async def _prompts(
-    given: str | list[str | int | list[int]], context: GatewayContext, param: str
-) -> list[tuple[int, ...]]:
-    """Return one or more prompts as tokens, none of them empty. Raises `ApiError`."""
-    parts = [given] if isinstance(given, str) else given
-    kinds = {type(part) for part in parts}
-    if len(kinds) > 1:
-        raise invalid(
-            f"`{param}` must be a text, texts, tokens or lists of tokens, not a mixture.", param, "invalid_type"
-        )
-    prompts: list[tuple[int, ...]] = []
-    if kinds == {int}:
-        parts = [[token for token in parts if isinstance(token, int)]]
-    for part in parts:
-        if isinstance(part, str):
-            await context.check_length([part], param)
-            prompts.append(await context.off_loop(context.text.text_tokens, part))
-        elif isinstance(part, list):
-            prompts.append(tuple(part))
-    for prompt in prompts:
-        if not prompt:
-            raise invalid(f"`{param}` is empty: expected at least one token.", param)
-        if max(prompt) >= context.engine.vocabulary:
-            message = f"Token {max(prompt)} is outside the vocabulary of {context.engine.vocabulary}."
-            raise invalid(message, param)
-    return prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +57,7 @@ class CompletionEndpoint:
         each = body.n or 1
         many = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
         context.check_count(each, many)
-        prompts = await _prompts(body.prompt, context, "prompt")
+        prompts = await prompts_of(body.prompt, context, "prompt")
         shared, stops = context.generation(request, body)
         form = enforced_form(body)
         choices: list[Choice] = []
@@ -178,62 +147,3 @@ class _CompletionForm:
 
 _Row = tuple[int, TokenLogprob | None, int]
 """A token, its log-probability, and the number of characters before it."""
-
-
-class EmbeddingEndpoint:
-    """Computes vectors of texts."""
-
-    def __init__(self, context: GatewayContext) -> None:
-        self._context = context
-
-    async def text_embeddings(self, request: Request) -> Response:
-        """Answer one request."""
-        context = self._context
-        body = await context.read(request, EmbeddingRequest)
-        adapter = context.adapter_of(body.model)
-        most = context.config.limits.inputs
-        if isinstance(body.input, list) and not isinstance(body.input[0], int) and len(body.input) > most:
-            raise invalid(f"The request has {len(body.input)} inputs; at most {most} are allowed.", "input")
-        answer = await while_connected(request, self._answer(request, body, adapter))
-        return json_response(answer)
-
-    async def _answer(self, request: Request, body: EmbeddingRequest, adapter: str | None) -> answers.EmbeddingList:
-        context = self._context
-        prompts = await _prompts(body.input, context, "input")
-        for prompt in prompts:
-            if len(prompt) > context.engine.context_tokens:
-                message = f"The model's limit is {context.engine.context_tokens} tokens; one input has {len(prompt)}."
-                raise invalid(message, "input", "context_length_exceeded")
-        model, tokens = adapter or context.config.model, sum(map(len, prompts))
-        span = context.tracer.begin(request, model, {"gen_ai.usage.input_tokens": tokens}, "embeddings")
-        error: str | None = "cancelled"
-        try:
-            with as_api_error():
-                vectors = await context.engine.embed(prompts, request.state.holder.scope, adapter)
-            error = None
-        except ApiError as problem:
-            error = problem.body.code
-            raise
-        finally:
-            span.end({}, error)
-        if body.dimensions is not None:
-            vectors = [_shortened(vector, body.dimensions) for vector in vectors]
-        data = [
-            answers.Embedding(index, _base64(vector) if body.encoding_format == "base64" else vector)
-            for index, vector in enumerate(vectors)
-        ]
-        return answers.EmbeddingList(data, model, answers.EmbeddingUsage(tokens, tokens))
-
-
-def _shortened(vector: list[float], dimensions: int) -> list[float]:
-    """The first `dimensions` entries, scaled to length 1 again, as OpenAI does. Raises `ApiError` if the vector is
-    shorter."""
-    if dimensions > len(vector):
-        raise invalid(f"The model's vectors have {len(vector)} dimensions, not {dimensions}.", "dimensions")
-    cut = vector[:dimensions]
-    length = math.sqrt(sum(value * value for value in cut))
-    return [value / length for value in cut] if length else cut
-
-
-def _base64(vector: list[float]) -> str:
-    return base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode("ascii")

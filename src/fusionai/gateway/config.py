@@ -97,8 +97,8 @@ class RequestLimits:
     """Time for one of these prompts, in seconds (chosen: eight times what the largest body takes on a slow core)."""
     template_depth: int = 32
     """Levels of JSON in tools and in variables of the template."""
-    inputs: int = 256
-    """Texts in one request for embeddings."""
+    inputs: int = 2048
+    """Texts in one request for vectors or scores; as many as OpenAI allows."""
     unread_bytes: int = 64 * 2**10
     """Bytes of events that may wait for a client that does not read; beyond it the generation ends. The operating
     systems' buffers are additional: `socket_bytes` here, and the receive buffer of the client's system, usually 64

@@ -7,7 +7,7 @@ defaults. `app` creates the context for the endpoints, which only word the answe
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
@@ -27,7 +27,7 @@ from fusionai.gateway.text_threads import TextThreads
 from fusionai.gateway.tracing import Tracer
 from fusionai.primitives.clock import Clock
 from fusionai.serving.constraint import ConstraintCompiler, Form
-from fusionai.serving.interface import AdapterLoader, Constraint, Engine, Generation, Sampling
+from fusionai.serving.interface import GIFTS, AdapterLoader, Constraint, Engine, Generation, Gift, Sampling
 from fusionai.serving.model_text import ModelText
 from fusionai.serving.thinking_first import FreeThinking, ThinkingFirst
 
@@ -36,6 +36,17 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 _ROUTE_HEADER: Final = "x-fusion-route"
 _SHOWN: Final = 8
+_WORDS: Final[Mapping[Gift, str]] = {
+    "tokens": "text",
+    "vectors": "vectors of texts",
+    "scores": "scores of pairs of texts",
+}
+_PATHS: Final[Mapping[Gift, str]] = {
+    "tokens": "`/v1/chat/completions`",
+    "vectors": "`/v1/embeddings`",
+    "scores": "`/v1/rerank`, `/v1/score`",
+}
+"""Where requests for each of these go."""
 _SEEDS: Final = 2**63
 
 
@@ -123,11 +134,19 @@ class GatewayContext:
     # Every method below raises `ApiError` for a request that can't be served.
 
     async def read(
-        self, request: Request, kind: type[Body], others: OtherFields = OPENAI, *, any_type: bool = False
+        self,
+        request: Request,
+        kind: type[Body],
+        others: OtherFields = OPENAI,
+        *,
+        any_type: bool = False,
+        gift: Gift | None = "tokens",
     ) -> Body:
         """Return the request's checked body, unless the engine can't serve it now. `others`: fields of its protocol
-        that `kind` lacks. `any_type`: its `Content-Type` does not matter."""
+        that `kind` lacks. `any_type`: its `Content-Type` does not matter. `gift`: what the model must give."""
         self.check_ready()
+        if gift is not None:
+            self._check_gives(gift)
         ignored = None if self.config.is_strict else request.state.ignored
         return await read(request, kind, self.config.limits, others, ignored, any_type=any_type)
 
@@ -152,6 +171,13 @@ class GatewayContext:
         if status.state in ("starting", "stopped"):
             message = f"The model is not ready ({status.state}{f': {status.detail}' if status.detail else ''})."
             raise ApiError(503, message, code="not_ready", retry_after_s=2.0)
+
+    def _check_gives(self, gift: Gift) -> None:
+        gives = GIFTS[self.engine.purpose]
+        if gift not in gives:
+            paths = ", ".join(f"{_WORDS[one]} ({_PATHS[one]})" for one in gives)
+            message = f"The model `{self.config.model}` gives no {_WORDS[gift]}. It gives {paths}."
+            raise ApiError(400, message, code="unsupported_by_model", param="model")
 
     def adapter_of(self, name: str) -> str | None:
         """Return the adapter that a request's `model` names; None for the base model."""

@@ -38,7 +38,7 @@ class ModelEndpoint:
     async def load_adapter(self, request: Request) -> Response:
         """Load an adapter, after which requests may name it as their model."""
         loader, config = self._loader(), self._context.config
-        body = await self._context.read(request, LoadAdapterRequest)
+        body = await self._context.read(request, LoadAdapterRequest, gift=None)
         if body.lora_name in (config.model, *config.aliases):
             raise invalid(f"The name `{body.lora_name}` is the model's own.", "lora_name")
         with as_api_error():
@@ -51,7 +51,7 @@ class ModelEndpoint:
     async def unload_adapter(self, request: Request) -> Response:
         """Unload an adapter. Answers that use it are finished."""
         loader = self._loader()
-        body = await self._context.read(request, UnloadAdapterRequest)
+        body = await self._context.read(request, UnloadAdapterRequest, gift=None)
         if self._context.adapter_of(body.lora_name) is None:
             raise invalid(f"`{body.lora_name}` is the model itself, not an adapter.", "lora_name")
         await loader.unload(body.lora_name)
@@ -66,7 +66,8 @@ class ModelEndpoint:
     def _card(self, name: str) -> ModelCard:
         config = self._context.config
         parent = config.model if name in self._context.adapters else None
-        return ModelCard(name, config.created_s, self._context.engine.context_tokens, parent=parent)
+        engine = self._context.engine
+        return ModelCard(name, config.created_s, engine.context_tokens, engine.purpose, parent=parent)
 
 
 def _said(text: str) -> Response:

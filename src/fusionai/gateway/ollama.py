@@ -78,16 +78,12 @@ class OllamaEndpoint:
 
     async def show(self, request: Request) -> Response:
         """Describe one of the models."""
-        body = await self._context.read(request, bodies.OllamaShowRequest, bodies.OLLAMA, any_type=True)
+        body = await self._context.read(request, bodies.OllamaShowRequest, bodies.OLLAMA, any_type=True, gift=None)
         context, name = self._context, self._served(body.model)
         context.adapter_of(name)
         shown = bodies.OllamaShown(
             context.text.template.source,
-            [
-                "completion",
-                *(("tools",) if context.text.tool_form is not None else ()),
-                *(("thinking",) if context.text.reasoning_form is not None else ()),
-            ],
+            self._capabilities(),
             # Clients look for the context's length under the name of the architecture.
             {
                 "general.architecture": "fusion",
@@ -98,6 +94,17 @@ class OllamaEndpoint:
             _time(context.config.created_s),
         )
         return json_response(shown)
+
+    def _capabilities(self) -> list[bodies.Capability]:
+        text = self._context.text
+        match self._context.engine.purpose:
+            case "embed":
+                return ["embedding"]
+            case "score":
+                return []
+            case "generate":
+                tools: list[bodies.Capability] = ["tools"] if text.tool_form is not None else []
+                return ["completion", *tools, *(("thinking",) if text.reasoning_form is not None else ())]
 
     async def version(self, request: Request) -> Response:
         """Say which version of Ollama's API this is."""

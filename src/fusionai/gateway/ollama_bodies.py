@@ -204,11 +204,14 @@ class OllamaModels(Struct, frozen=True):
     models: list[OllamaModel]
 
 
+Capability = Literal["completion", "embedding", "tools", "thinking"]
+
+
 class OllamaShown(Struct, frozen=True):
     """Answer to `POST /api/show`."""
 
     template: str
-    capabilities: list[Literal["completion", "tools", "thinking"]]
+    capabilities: list[Capability]
     model_info: dict[str, str | int]
     details: OllamaDetails
     modified_at: str

@@ -278,15 +278,6 @@ class CompletionRequest(Settings, frozen=True, kw_only=True, forbid_unknown_fiel
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
-class EmbeddingRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/embeddings`."""
-
-    model: Annotated[str, Meta(max_length=512)]
-    input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Meta(ge=1, le=2**31)] | None = None
-
-
 class LoadAdapterRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/load_lora_adapter`, as vLLM has it. `lora_path`: below the directory of `--adapter-directory`."""
 

@@ -29,7 +29,7 @@ import msgspec
 from fusionai.ir.graph import cheap_nodes, consumers, nodes_by_block, producers, reads, renamed
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, Node, ParamSpec, Ref, ValueSpec
-from fusionai.ir.serving import LOGITS
+from fusionai.ir.serving import COPY, LOGITS
 from fusionai.primitives.tensors import tensor_bytes
 
 LABELS: Final = "labels"
@@ -299,10 +299,6 @@ def _described(graph: Graph, value: str) -> ValueSpec | ParamSpec:
 def _masked(path: str) -> str:
     """Mask only the first number, which is the layer's; `experts.3` inside it stays."""
     return _NUMBER.sub("#", path, count=1)
-
-
-COPY: Final = "aten.clone.default"
-"""An operator that is not a view: a copy kept for a replay must not change with the parameter."""
 
 
 def held_in_front(graph: Graph) -> Graph:

@@ -268,7 +268,12 @@ LENGTH: Final = 256
 
 
 def serving_costs(
-    graph: Graph, *, weights: WeightFormat, cache: CacheFormat, pass_tokens: int, whole_tokens: int | None = None
+    graph: Graph,
+    *,
+    weights: WeightFormat,
+    cache: CacheFormat,
+    pass_tokens: int,
+    whole_tokens: int | None = None,
 ) -> tuple[BlockCost, ...]:
     """Return the cost of every block of a validated serving graph; index: block number. `whole_tokens`: number of
     positions that are recomputed for each new token (cacheless recompute); the block's inputs are then kept for each of
@@ -312,6 +317,29 @@ def serving_costs(
                 cache_token_bytes=growing,
                 cache_session_bytes=ring,
                 attended_flops=_attended_flops(record.forward_flops, long.forward_flops) if growing else 0.0,
+            )
+        )
+    return tuple(found)
+
+
+def text_costs(graph: Graph, *, text_tokens: int, longest_tokens: int) -> tuple[BlockCost, ...]:
+    """Return the cost of every block of an encoder for one text of `text_tokens`, with room for one of
+    `longest_tokens`. Nothing is cached, and weights are kept in float32."""
+    symbols = dict.fromkeys(graph.symbols, 1)
+    texts = block_costs(graph, {**symbols, SEQUENCE: text_tokens}, training=False)
+    longest = block_costs(graph, {**symbols, SEQUENCE: longest_tokens}, training=False)
+    found: list[BlockCost] = []
+    for record, long, members in zip(texts, longest, nodes_by_block(graph), strict=True):
+        kept, looked_up = _weight_bytes(graph, members, "fp32", {**symbols, SEQUENCE: text_tokens})
+        found.append(
+            msgspec.structs.replace(
+                record,
+                parameter_bytes=kept,
+                trainable_bytes=0,
+                workspace_bytes=BESIDE * long.workspace_bytes,
+                looked_up_bytes=looked_up,
+                calls=0,
+                moved_bytes=0.0,
             )
         )
     return tuple(found)

@@ -1,16 +1,18 @@
 """The graph for serving: logits and hidden states before the head, no loss. Decides which graphs can be served.
 
-Serving packs tokens of many sessions along the sequence and caches what later tokens need of earlier ones: keys and
+Generation packs tokens of many sessions along the sequence and caches what later tokens need of earlier ones: keys and
 values of attention, states of the nodes in `ir.states`. So only causal attention and such nodes may mix positions.
-Graphs that violate this are refused with the reason. `capture` makes the graph, `ir.partition` cuts the result,
+Graphs that violate this are refused with the reason. Encoders and classifiers of texts compute a whole text at once, so
+any of their nodes may. `capture` makes the graph, `ir.partition` cuts the result,
 backends serve it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -21,12 +23,19 @@ from fusionai.ir.shapes import evaluate, symbols_of
 from fusionai.ir.states import CONVOLUTION, may_carry, state_shapes
 from fusionai.primitives.errors import GraphError
 
+Purpose = Literal["generate", "embed", "score"]
+"""What a served model gives: the next token's logits at every position, a vector for each position of a whole text, or
+scores of whole texts."""
 LOGITS: Final = "logits"
 HIDDEN: Final = "hidden"
+LAST_STATES: Final = "last_hidden_state"
+"""Output of transformers' models without a head."""
 BATCH: Final = "b"
 """Symbol of the batch size, which is 1 in serving."""
 SEQUENCE: Final = "s"
 POSITIONS: Final = "position_ids"
+TOKEN_TYPES: Final = "token_type_ids"
+"""Input [1, s] of classifiers that are given two texts: 0 in the first one, 1 in the second."""
 ADAPTERS: Final = "adapters"
 """Input [1, s, all ranks] of a graph with adapters: 1 in the columns of the position's adapter, 0 elsewhere."""
 FROM_SEGMENTS: Final = frozenset({POSITIONS, ADAPTERS})
@@ -37,29 +46,112 @@ PRODUCTS: Final = frozenset({"aten.linear.default", "aten.mm.default", "aten.mat
 EXPERT_PRODUCT: Final = "fusion.expert_linear"
 _IDENTITIES: Final = frozenset({"fusion.dropout", "aten.alias.default", "aten.detach.default", "aten.clone.default"})
 """Operators that return their first operand outside training."""
+COPY: Final = "aten.clone.default"
 BY_MODE: Final = "fusion.in_training"
 RANDOM: Final = "fusion.uniform"
 _ALONG_ALL: Final = frozenset({"aten.sum.default", "aten.mean.default", "aten.max.default", "aten.min.default"})
 
 
 def serving_graph(graph: Graph) -> Graph:
-    """Return `graph` without loss, labels and dropout, with the outputs `logits` and `hidden`. `hidden` is the operand
-    of the head's product, [1, s, hidden size]. Node ids and blocks stay; nodes that are added have new ids. Raises
-    `GraphError` if there is no such head, or if random numbers are drawn, because a token would then depend on the
-    tokens computed together with it."""
-    if LOGITS not in graph.outputs:
+    """Return `graph` without loss, labels and dropout, in the form of what it gives (`purpose_of`).
+
+    A causal language model has the outputs `logits` and `hidden`; `hidden` is the operand of the head's product, [1, s,
+    hidden size]. An encoder has the output `hidden` alone, a classifier of whole texts `logits` [1, labels] alone. Node
+    ids and blocks stay; nodes that are added have new ids. Raises `GraphError` if there is no such output, or if random
+    numbers are drawn, because a token would then depend on the tokens computed together with it."""
+    if LOGITS in graph.outputs:
+        plain = _plain(graph, LOGITS)
+        if row_dimension(plain, plain.outputs[LOGITS]) is None:
+            return _with_own_tables(plain)
+        return msgspec.structs.replace(plain, outputs={**plain.outputs, HIDDEN: _hidden(plain)})
+    made = next((name for name in (LAST_STATES, HIDDEN) if name in graph.outputs), None)
+    if made is None or row_dimension(graph, graph.outputs[made]) != 1:
         raise GraphError(
-            f"graph {graph.name!r} has no output 'logits', only {', '.join(graph.outputs) or 'none'}.",
-            hint="Serve a causal language model.",
+            f"graph {graph.name!r} has no output 'logits' or {LAST_STATES!r} with a row per position, only "
+            f"{', '.join(graph.outputs) or 'none'}.",
+            hint="Serve a causal language model, an encoder, or a classifier of texts.",
         )
-    plain = _by_rows(_without_identities(prune(graph, [LOGITS])))
+    plain = _plain(graph, made)
+    return _with_tail(_with_own_tables(msgspec.structs.replace(plain, outputs={HIDDEN: plain.outputs[made]})))
+
+
+def purpose_of(graph: Graph) -> Purpose:
+    """Return what `graph` (from `serving_graph`) is for."""
+    if HIDDEN not in graph.outputs:
+        return "score"
+    return "generate" if LOGITS in graph.outputs else "embed"
+
+
+def works_by_rows(graph: Graph) -> bool:
+    """Return whether a stage of an encoder computes each position by itself, as the tail does."""
+    return all(node.op == COPY for node in graph.nodes)
+
+
+def _plain(graph: Graph, output: str) -> Graph:
+    plain = _by_rows(_without_identities(prune(graph, [output])))
     drawing = next((node for node in plain.nodes if node.op == RANDOM), None)
     if drawing is not None:
         raise GraphError(
             f"graph {graph.name!r} draws random numbers outside training, in {drawing.path or 'its forward'}.",
             hint="Draw in training only: `if self.training:`.",
         )
-    return msgspec.structs.replace(plain, outputs={**plain.outputs, HIDDEN: _hidden(plain)})
+    return plain
+
+
+def _with_tail(graph: Graph) -> Graph:
+    """Add a last block that only passes the hidden states on. It is the part of an encoder that stays with the job
+    owner, so that all layers can run on other machines, and it needs only the rows that vectors are made of."""
+    made = graph.outputs[HIDDEN]
+    passed = f"{made}:tail"
+    tail = Node(
+        id=1 + max(node.id for node in graph.nodes),
+        op=COPY,
+        args=(Ref(made),),
+        outputs=(passed,),
+        block=1 + max(node.block for node in graph.nodes),
+    )
+    values = {**graph.values, passed: graph.values[made]}
+    return msgspec.structs.replace(graph, nodes=(*graph.nodes, tail), values=values, outputs={HIDDEN: passed})
+
+
+def _with_own_tables(graph: Graph) -> Graph:
+    """Let each block compute for itself what it reads from another block without a row per position, if that depends on
+    parameters and positions only, such as T5's and MPNet's biases. Only rows can travel between stages."""
+    cheap, made_by = cheap_nodes(graph), producers(graph)
+    following = itertools.count(1 + max(node.id for node in graph.nodes))
+    fixed: set[str] = set()
+    values, nodes = dict(graph.values), list[Node]()
+    own: dict[tuple[str, int], str] = {}
+    for node in graph.nodes:
+        reading = tuple(reads(node))
+        if node.id in cheap or all(
+            value in fixed or value in graph.params or (value in made_by and made_by[value].id in cheap)
+            for value in reading
+        ):
+            fixed.update(node.outputs)
+
+    def brought(value: str, block: int) -> str:
+        """Return the name of `value` computed in `block`."""
+        maker = made_by.get(value)
+        if maker is None or maker.id in cheap or maker.block == block or value not in fixed:
+            return value
+        if (value, block) not in own:
+            named = {operand: brought(operand, block) for operand in reads(maker)}
+            made = {output: f"{output}:{block}" for output in maker.outputs}
+            values.update((made[output], graph.values[output]) for output in maker.outputs)
+            own.update(((output, block), made[output]) for output in maker.outputs)
+            copied = msgspec.structs.replace(renamed(maker, {**named, **made}), id=next(following), block=block)
+            nodes.append(copied)
+        return own[value, block]
+
+    for node in graph.nodes:
+        if node.id in cheap:
+            nodes.append(node)
+            continue
+        foreign = [value for value in reads(node) if value in fixed and row_dimension(graph, value) != 1]
+        names = {value: brought(value, node.block) for value in foreign}
+        nodes.append(renamed(node, names))
+    return prune(msgspec.structs.replace(graph, nodes=tuple(nodes), values=values), list(graph.outputs))
 
 
 def require_servable(graph: Graph, *, attention_nodes: int, attention_layers: int) -> None:

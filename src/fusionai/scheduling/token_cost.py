@@ -44,7 +44,8 @@ def token_cost(plan: Plan, profiles: Iterable[PeerProfile], prices: Prices) -> T
     known = {profile.peer: profile for profile in profiles}
     used = list(dict.fromkeys(stage.peer for stage in plan.stages))
     tokens_per_s = plan.tokens_per_s if plan.serving is None else plan.serving.tokens_per_s_together
-    million_s = _MILLION / tokens_per_s
+    text_tokens = 0 if plan.serving is None else plan.serving.text_tokens
+    million_s = _MILLION / (tokens_per_s * max(1, text_tokens))
     watts = {peer: known[peer].power_w for peer in used if peer in known}
     powers = [watts[peer] for peer in used if watts.get(peer) is not None]
     without_power = tuple(peer for peer in used if watts.get(peer) is None)

@@ -22,8 +22,8 @@ from fusionai.coordination.serving.driver import ServingMachine
 from fusionai.coordination.serving.interface import ServingState
 from fusionai.primitives.errors import ExecutionError
 from fusionai.serving.faults import ServingFaultLog
-from fusionai.serving.generating import Generating, Rows, TextToEmbed, Verdict
-from fusionai.serving.interface import Generation, GenerationPaused, HopTiming, Pooling
+from fusionai.serving.generating import Generating, RowReader, Rows, TextToRead, Verdict
+from fusionai.serving.interface import Generation, GenerationPaused, HopTiming
 from fusionai.serving.job import ServingJob
 from fusionai.serving.passes import Returned
 from fusionai.serving.speculating import Guesses, Speculation
@@ -65,7 +65,7 @@ class Answers:
         self._now_s = now_s
         self._post = post
         self._generations: dict[int, Generating] = {}
-        self._embeddings: dict[int, TextToEmbed] = {}
+        self._texts: dict[int, TextToRead] = {}
         self._sampled_now: Counter[int] = Counter()
         """Number of passes, per generation, whose rows are sampled in the thread or wait for it."""
         self._sampling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampling")
@@ -84,12 +84,13 @@ class Answers:
         self._post(None)
         return generating
 
-    def embed(self, number: int, prompt: tuple[int, ...], pooling: Pooling) -> TextToEmbed:
-        embedding = self._embeddings[number] = TextToEmbed(number, prompt, pooling)
-        return embedding
+    def read(self, number: int, rows: int, made: RowReader) -> TextToRead:
+        """Open a text, of which this number of rows is wanted, under the number of its session."""
+        text = self._texts[number] = TextToRead(number, rows, made)
+        return text
 
-    def end_embedding(self, number: int) -> None:
-        if self._embeddings.pop(number, None) is not None:
+    def end_reading(self, number: int) -> None:
+        if self._texts.pop(number, None) is not None:
             self._batcher.cancel(number)
 
     def _abandoned(self, number: int) -> None:
@@ -106,10 +107,10 @@ class Answers:
     def end_all(self, reason: str) -> None:
         for generating in list(self._generations.values()):
             generating.finish("failed", f"the engine stopped: {reason}")
-        for embedding in list(self._embeddings.values()):
-            embedding.fail(ExecutionError(f"the engine stopped: {reason}."))
+        for text in list(self._texts.values()):
+            text.fail(ExecutionError(f"the engine stopped: {reason}."))
         self._generations.clear()
-        self._embeddings.clear()
+        self._texts.clear()
 
     def close(self) -> None:
         self._sampling.shutdown(wait=True, cancel_futures=True)
@@ -166,11 +167,11 @@ class Answers:
                     emitted += len(verdict.tokens)
                     if self._goes_on(generating, verdict) and verdict.tokens:
                         going_on.append(session)
-                embedding = self._embeddings.get(session)
-                if embedding is not None and session in rows:
-                    embedding.adopt(rows[session][0])
-                    if embedding.done.done():
-                        del self._embeddings[session]
+                text = self._texts.get(session)
+                if text is not None and session in rows:
+                    text.adopt(rows[session][0])
+                    if text.done.done():
+                        del self._texts[session]
             if emitted:
                 self.emitted_tokens += emitted
                 self._recent.append((now_s, emitted))
@@ -247,12 +248,12 @@ class Answers:
     def failed(self, sessions: Sequence[int], reason: str) -> None:
         """End these sessions, because they can't continue."""
         for number in sessions:
-            generating, embedding = self._generations.get(number), self._embeddings.pop(number, None)
+            generating, text = self._generations.get(number), self._texts.pop(number, None)
             if generating is not None:
                 generating.finish("failed", reason)
                 self._forget(number)
-            if embedding is not None:
-                embedding.fail(ExecutionError(f"{reason.rstrip('.')}."))
+            if text is not None:
+                text.fail(ExecutionError(f"{reason.rstrip('.')}."))
 
     def stands(self, state: ServingState, detail: str) -> None:
         """Adopt the state of the job, and tell listeners about pauses."""

@@ -14,8 +14,9 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from ipaddress import ip_address
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from fusionai.coordination.round.interface import StopAsked
 from fusionai.coordination.round.verification import Inspector
@@ -30,6 +31,7 @@ from fusionai.coordination.serving.stage_times import StageTimes
 from fusionai.coordination.serving.state import ServingPhase
 from fusionai.execution.connections import Deployment, PlanSource
 from fusionai.execution.host import Host
+from fusionai.ir.serving import Purpose
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Plan
@@ -37,14 +39,26 @@ from fusionai.serving import job as progress
 from fusionai.serving.answers import Answers
 from fusionai.serving.driver import ServingDriver
 from fusionai.serving.faults import ServingFaultLog
-from fusionai.serving.generating import Generating, TextToEmbed
-from fusionai.serving.interface import EngineBusy, EngineStatus, Generation, PromptTooLong, StageStatus
+from fusionai.serving.generating import Generating, LastRow, TextToRead
+from fusionai.serving.interface import (
+    GIFTS,
+    EngineBusy,
+    EngineStatus,
+    Generation,
+    Gift,
+    PromptTooLong,
+    StageStatus,
+    TextPair,
+)
 from fusionai.serving.job import ServingJob, cut
 from fusionai.serving.speculating import NgramProposer, Proposer, Speculation
 from fusionai.transport.routes.addresses import parse_address
 
 LOADING_S: Final = 0.02
 """Seconds between two looks at whether all stages have loaded an adapter (chosen)."""
+READING: Final = 64
+"""Most texts of one request for vectors or scores that wait or are computed at a time (chosen): a quarter of the
+queue."""
 PROBE_TOKENS: Final = 8
 """Length of the probe text that must cross all stages before the engine is ready (chosen)."""
 StageState = Literal["running", "loading", "rebuilding", "lost"]
@@ -71,6 +85,7 @@ class ServingEngine:
         on_progress: Callable[[progress.Progress], None],
         proposer: Proposer | None = None,
     ) -> None:
+        self.purpose: Purpose = job.purpose
         self.vocabulary = job.vocabulary
         self.context_tokens = job.context_tokens
         self.stop_tokens = job.stop_tokens
@@ -146,6 +161,7 @@ class ServingEngine:
     def submit(self, generation: Generation) -> Generating:
         """Start a generation. Raises `EngineBusy`, `PromptTooLong`, `ExecutionError` (a token outside the vocabulary,
         an unknown adapter)."""
+        self._require("tokens")
         number = next(self._numbers)
         deadline_s = generation.deadline_s
         adapter = self._adapter(generation.adapter)
@@ -165,30 +181,63 @@ class ServingEngine:
     async def embed(
         self, prompts: Sequence[Sequence[int]], scope: str, adapter: str | None = None
     ) -> list[list[float]]:
-        """Vectors of the prompts, from their last hidden states as the model pools them, scaled to Euclidean length 1.
-        Raises the errors of `submit`."""
-        asked: list[TextToEmbed] = []
-        used = self._adapter(adapter)
+        """Vectors of the prompts, made of their last hidden states as the model's files say. Raises the errors of
+        `submit`."""
+        self._require("vectors")
+        used, single = self._adapter(adapter), self._job.pooling.single
+        # A prompt that is read in pieces, or found in the prefix cache, has no pass with its first row alone.
+        first = single == "cls" and self._job.options.at_once
+        every = not first and single != "lasttoken"
+
+        def begun(prompt: Sequence[int]) -> TextToRead:
+            spec = self._reading(
+                prompt,
+                scope,
+                output="hidden",
+                all_rows=every,
+                first_row=first,
+                adapter=used,
+                edition=self._loaded[used],
+            )
+            return self._answers.read(spec.number, len(prompt) if every else 1, self._job.pooling.collector())
+
+        return await self._read([partial(begun, prompt) for prompt in prompts])
+
+    async def score(self, pairs: Sequence[TextPair], scope: str) -> list[list[float]]:
+        """Scores of pairs of texts, one per label of the model. Raises the errors of `submit`."""
+        self._require("scores")
+
+        def begun(pair: TextPair) -> TextToRead:
+            spec = self._reading(pair.tokens, scope, second_from=pair.second_from if self._job.takes_types else 0)
+            return self._answers.read(spec.number, 1, LastRow())
+
+        return await self._read([partial(begun, pair) for pair in pairs])
+
+    def _require(self, wanted: Gift) -> None:
+        if wanted not in (gives := GIFTS[self.purpose]):
+            raise ExecutionError(f"{self._job.model} gives {' and '.join(gives)} of texts, not {wanted}.")
+
+    def _reading(self, prompt: Sequence[int], scope: str, **wanted: Any) -> SessionSpec:
+        """Submit a text of which rows are wanted, not tokens."""
+        spec = SessionSpec(number=next(self._numbers), scope=scope, prompt=tuple(prompt), max_tokens=0, **wanted)
+        self._admit(spec)
+        return spec
+
+    async def _read(self, texts: Sequence[Callable[[], TextToRead]]) -> list[list[float]]:
+        """Begin the texts, at most `READING` at a time so that one request does not fill the queue, and return what
+        each gives."""
+        asked: list[TextToRead] = []
         try:
-            for prompt in prompts:
-                number = next(self._numbers)
-                spec = SessionSpec(
-                    number=number,
-                    scope=scope,
-                    prompt=tuple(prompt),
-                    max_tokens=0,
-                    all_rows=self._job.pooling == "mean",
-                    output="hidden",
-                    adapter=used,
-                    edition=self._loaded[used],
-                )
-                self._admit(spec)
-                asked.append(self._answers.embed(number, spec.prompt, self._job.pooling))
+            for begun in texts:
+                if len(asked) >= READING:
+                    self._driver.post(None)
+                    await asked[len(asked) - READING].done
+                asked.append(begun())
             self._driver.post(None)
-            return [await embedding.done for embedding in asked]
+            return [await text.done for text in asked]
         finally:
-            for embedding in asked:
-                self._answers.end_embedding(embedding.number)
+            for text in asked:
+                self._answers.end_reading(text.number)
             self._driver.post(None)
 
     def _adapter(self, name: str | None) -> int:
@@ -366,13 +415,13 @@ def batch_limits(job: ServingJob, deployment: Deployment) -> BatchLimits:
         pass_tokens=options.pass_tokens,
         in_flight=job.in_flight or len(peers),
         decoding_passes=stations(peers, job.owner, deployment.members, os.cpu_count() or 1),
-        chunk_tokens=min(job.chunk_tokens, options.pass_tokens),
+        chunk_tokens=options.pass_tokens if options.at_once else min(job.chunk_tokens, options.pass_tokens),
         tile_tokens=job.tile_tokens and min(job.tile_tokens, job.chunk_tokens, options.pass_tokens),
         # The ring buffer of a layer with a window has room for the window and one pass, and states are those after two
         # passes.
         ahead_tokens=0 if job.carries_states else options.pass_tokens if job.has_windows else None,
         queue=job.queue,
-        prefix=job.prefix_cache,
+        prefix=job.prefix_cache and not options.at_once,
         copies=job.has_windows or job.carries_states,
         probe_tokens=PROBE_TOKENS,
     )

@@ -12,6 +12,7 @@ import asyncio
 import copy
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,6 @@ from fusionai.serving.interface import (
     Generation,
     GenerationPaused,
     HopTiming,
-    Pooling,
     PromptRead,
     StreamEvent,
     TokenLogprob,
@@ -198,27 +198,43 @@ class Generating:
             self._on_left(self.number)
 
 
-class TextToEmbed:
-    """A prompt whose last hidden states make its vector: their mean, or the last of them."""
+class TextToRead:
+    """A text of which rows are wanted, not tokens. `rows`: their number. `made`: makes the result of the rows."""
 
-    def __init__(self, number: int, prompt: tuple[int, ...], pooling: Pooling) -> None:
+    def __init__(self, number: int, rows: int, made: RowReader) -> None:
         self.number = number
-        self.prompt = prompt
-        self._rows = len(prompt) if pooling == "mean" else 1
         self.done: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
-        self._sum: NDArray[np.float64] | None = None
-        self._count = 0
+        self._left = rows
+        self._made = made
 
     def adopt(self, rows: Rows) -> None:
         """Add rows; they come in order, each once."""
-        added = rows.sum(axis=0, dtype=np.float64)
-        self._sum = added if self._sum is None else self._sum + added
-        self._count += len(rows)
-        if self._count >= self._rows and not self.done.done():
-            mean = np.asarray(self._sum) / self._count
-            length = float(np.linalg.norm(mean))
-            self.done.set_result([float(value) for value in (mean / length if length else mean)])
+        self._made.add(rows)
+        self._left -= len(rows)
+        if self._left <= 0 and not self.done.done():
+            self.done.set_result(self._made.vector())
 
     def fail(self, error: FusionError) -> None:
         if not self.done.done():
             self.done.set_exception(error)
+
+
+class RowReader(Protocol):
+    """Takes the rows of one text in order, then gives what they make."""
+
+    def add(self, rows: Rows) -> None: ...
+
+    def vector(self) -> list[float]: ...
+
+
+class LastRow:
+    """Reads a text's scores, which its last row has."""
+
+    def __init__(self) -> None:
+        self._row: Rows | None = None
+
+    def add(self, rows: Rows) -> None:
+        self._row = rows[-1]
+
+    def vector(self) -> list[float]:
+        return [] if self._row is None else [float(value) for value in self._row]

@@ -6,12 +6,13 @@ on one event loop. `serving.engine` implements the interface over the pool.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from msgspec import Struct
 
+from fusionai.ir.serving import Purpose
 from fusionai.primitives.errors import FusionError
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "failed"]
@@ -67,8 +68,22 @@ class Constraint(Protocol):
         ...
 
 
-Pooling = Literal["mean", "last"]
-"""How a text's vector follows from its last hidden states: their mean, or that of its last token."""
+Gift = Literal["tokens", "vectors", "scores"]
+GIFTS: Final[Mapping[Purpose, tuple[Gift, ...]]] = {
+    "generate": ("tokens", "vectors"),
+    "embed": ("vectors",),
+    "score": ("scores",),
+}
+"""What a request may ask of a model of this purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """Two texts for a classifier, as the tokens that it reads. `second_from`: position at which the second text begins,
+    0 if the model does not tell them apart by it."""
+
+    tokens: tuple[int, ...]
+    second_from: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,9 +234,11 @@ class AdapterLoader(Protocol):
 class Engine(Protocol):
     """Accepts generations and reports its status."""
 
+    purpose: Purpose
+    """What the model gives: tokens and vectors (`generate`), vectors alone, or scores alone."""
     vocabulary: int
     context_tokens: int
-    """Upper limit of prompt plus answer."""
+    """Upper limit of prompt plus answer, or of a text."""
     stop_tokens: frozenset[int]
     """The model's own stop tokens."""
 
@@ -233,8 +250,13 @@ class Engine(Protocol):
     async def embed(
         self, prompts: Sequence[Sequence[int]], scope: str, adapter: str | None = None
     ) -> list[list[float]]:
-        """Mean of the last hidden states over each prompt's positions, scaled to Euclidean length 1. Raises the errors
-        of `submit`."""
+        """Vectors of the prompts, made of their last hidden states as the model's files say. Raises the errors of
+        `submit`."""
+        ...
+
+    async def score(self, pairs: Sequence[TextPair], scope: str) -> list[list[float]]:
+        """Scores of pairs of texts, one per label of the model, before any activation. Raises the errors of
+        `submit`."""
         ...
 
     @property

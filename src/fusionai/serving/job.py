@@ -16,18 +16,20 @@ from msgspec import Struct
 
 from fusionai.coordination.round.verification import Outcome
 from fusionai.coordination.serving.interface import ServingRoles
+from fusionai.coordination.serving.sessions import Output
 from fusionai.execution.serving.boundary import ServingBoundary, serving_boundaries
-from fusionai.execution.serving.stage import keeps_positions
+from fusionai.execution.serving.stage import keeps_positions, needs_segments
 from fusionai.ir import schema
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph
-from fusionai.ir.serving import ATTENTION, FROM_SEGMENTS, HIDDEN, LOGITS, serving_graph
+from fusionai.ir.serving import ATTENTION, TOKEN_TYPES, Purpose, serving_graph
 from fusionai.ir.states import carries
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.problem.types import Plan
-from fusionai.serving.interface import FaultNote, Pooling
+from fusionai.serving.interface import FaultNote
+from fusionai.serving.pooling import MEAN, Pooling
 from fusionai.serving.speculating import Speculate
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.wire.messages import ServeOptions, WeightSpec
@@ -46,9 +48,10 @@ class ServingJob:
     options: ServeOptions
     weights: ModelWeights
     """Has every `ParamSpec.key` that the graph without its loss reads (`weight_keys`)."""
+    purpose: Purpose = "generate"
     vocabulary: int
     context_tokens: int
-    """Upper limit of prompt plus answer."""
+    """Upper limit of prompt plus answer, or of a text."""
     stop_tokens: frozenset[int] = frozenset()
     adapters: tuple[str, ...] = ()
     """Names of the adapters; an adapter's number is its place here plus 1."""
@@ -58,7 +61,7 @@ class ServingJob:
     """Number of passes in flight; 0: as many as there are machines with stages."""
     queue: int = 256
     """Number of generations that may wait for a place."""
-    pooling: Pooling = "mean"
+    pooling: Pooling = MEAN
     """How vectors of texts are made."""
     speculate: Speculate = "off"
     """Number of guesses in a pass."""
@@ -76,7 +79,7 @@ class ServingJob:
     def carries_states(self) -> bool:
         """Whether stages keep states, which can't go back to any position: a text then has one pass under way at a
         time, and no guesses."""
-        return not self.options.whole and carries(self.graph)
+        return self._has_caches and carries(self.graph)
 
     @property
     def has_windows(self) -> bool:
@@ -84,7 +87,21 @@ class ServingJob:
         outgrow."""
         longest = self.options.pages * self.options.page_tokens
         windows = [node.kwargs.get("window") for node in self.graph.nodes if node.op == ATTENTION]
-        return not self.options.whole and any(isinstance(one, int) and one < longest for one in windows)
+        return self._has_caches and any(isinstance(one, int) and one < longest for one in windows)
+
+    @property
+    def takes_types(self) -> bool:
+        """Whether the first stage takes the types of tokens, which say what belongs to the second of two texts."""
+        return TOKEN_TYPES in self.graph.inputs
+
+    @property
+    def output(self) -> Output:
+        """What the last stage gives to probes."""
+        return "hidden" if self.purpose == "embed" else "logits"
+
+    @property
+    def _has_caches(self) -> bool:
+        return not (self.options.whole or self.options.at_once)
 
 
 def weight_keys(graph: Graph) -> tuple[str, ...]:
@@ -197,9 +214,11 @@ class ServedCut:
     def checkable(self) -> frozenset[int]:
         """Stages that can be spot-checked: their inputs are retained by the stage before (or come from the driver), and
         their outputs go to another stage. After a selection of rows nothing is retained, and only the driver gets the
-        last stage's outputs."""
+        last stage's outputs. A first stage that takes types of tokens can't be checked from the tokens alone."""
         return frozenset(
-            number for number in range(len(self.stages) - 1) if number == 0 or not self.stages[number - 1].select
+            number
+            for number in range(len(self.stages) - 1)
+            if (not self.stages[number - 1].select if number else len(self.stages[0].boundary.receives) == 1)
         )
 
     def roles(self, plan: Plan, owner: PeerId) -> ServingRoles:
@@ -230,18 +249,13 @@ def ranges_of(plan: Plan) -> tuple[tuple[int, int], ...]:
 def cut(job: ServingJob, plan: Plan) -> ServedCut:
     """Cut the job's graph by the plan's ranges. Raises `GraphError` or `PlanError` if they are no valid cut of it."""
     ranges = ranges_of(plan)
-    partition = cut_blocks(serving_graph(job.graph), ranges)
+    whole = serving_graph(job.graph)
+    partition = cut_blocks(whole, ranges)
     boundaries = serving_boundaries(partition)
-    if not {LOGITS, HIDDEN} <= {*boundaries[-1].outputs} or any(boundary.outputs for boundary in boundaries[:-1]):
-        raise PlanError(
-            "the logits and the hidden states that they are computed from must be outputs of the last stage."
-        )
+    if not {*whole.outputs} <= {*boundaries[-1].outputs} or any(boundary.outputs for boundary in boundaries[:-1]):
+        raise PlanError(f"{' and '.join(whole.outputs)} must be outputs of the last stage, and of no other.")
     specs = {spec.key: spec for spec in job.weights.specs}
-    caching = [keeps_positions(stage.graph, job.options) for stage in partition.stages]
-    placed = [
-        caches or not FROM_SEGMENTS.isdisjoint(stage.graph.inputs)
-        for caches, stage in zip(caching, partition.stages, strict=True)
-    ]
+    placed = [needs_segments(stage.graph, job.options) for stage in partition.stages]
     stages: list[ServedCutStage] = []
     for stage, boundary in zip(partition.stages, boundaries, strict=True):
         encoded = schema.encode(stage.graph)
@@ -255,7 +269,7 @@ def cut(job: ServingJob, plan: Plan) -> ServedCut:
                 encoded=host_tensor("uint8", (len(encoded),), encoded),
                 graph_hash=schema.content_hash(stage.graph),
                 boundary=boundary,
-                caches=caching[stage.stage],
+                caches=keeps_positions(stage.graph, job.options),
                 select=not any(placed[stage.stage + 1 :]),
                 weights=tuple(specs[key] for key in keys),
                 chooses=any(node.op in CHOICES for node in stage.graph.nodes),

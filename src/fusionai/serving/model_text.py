@@ -14,7 +14,7 @@ from typing import Any, Final
 from fusionai.corpus.conversations import for_template
 from fusionai.corpus.templates import PLAIN_STOPS, ChatTemplate, chat_templates
 from fusionai.primitives.errors import ModelError, UsageError
-from fusionai.serving.interface import Pooling, Sampling
+from fusionai.serving.interface import Sampling
 from fusionai.serving.reasoning import (
     ReasoningForm,
     ReasoningReader,
@@ -22,6 +22,7 @@ from fusionai.serving.reasoning import (
     reasoning_form,
     with_one_analysis,
 )
+from fusionai.serving.sentences import NO_FILES, SentenceFiles
 from fusionai.serving.text import Decoder, Tokenizer, read_json
 from fusionai.serving.thinking_first import FreeThinking
 from fusionai.serving.tools import ToolForm, tool_form
@@ -44,8 +45,8 @@ class ModelText:
     """None: the model does not think before it answers, or marks its thinking in an unknown form."""
     stop_tokens: frozenset[int]
     sampling: Sampling
-    pooling: Pooling = "mean"
-    """What the model's files for sentence-transformers say; the mean if there are none."""
+    sentences: SentenceFiles = NO_FILES
+    """What the model's files for sentence-transformers say."""
 
     @classmethod
     def load(cls, directory: Path) -> ModelText:
@@ -62,7 +63,7 @@ class ModelText:
             reasoning_form=None if template.is_plain else reasoning_form(template.source),
             stop_tokens=_stop_tokens(tokenizer, generation, config),
             sampling=_advised(generation),
-            pooling=_pooling(directory),
+            sentences=SentenceFiles.load(directory),
         )
 
     @property
@@ -194,23 +195,6 @@ def _templates(directory: Path, tokenizer: Tokenizer) -> tuple[ChatTemplate, Cha
             except (OSError, UnicodeDecodeError) as problem:
                 raise ModelError(f"{file}: can't be read: {problem}") from problem
     return chat_templates(read_json(directory / "tokenizer_config.json"), texts, tokenizer.special_texts)
-
-
-def _pooling(directory: Path) -> Pooling:
-    """Raises `ModelError` for a way to pool that is none of ours."""
-    file = directory / "1_Pooling" / "config.json"
-    chosen = [name for name, value in read_json(file).items() if name.startswith("pooling_mode_") and value is True]
-    match chosen:
-        case [] | ["pooling_mode_mean_tokens"]:
-            return "mean"
-        case ["pooling_mode_lasttoken"]:
-            return "last"
-        case _:
-            raise ModelError(
-                f"{file}: vectors of texts are pooled by {', '.join(chosen)}, which this version can't do.",
-                hint="Vectors can be the mean of all tokens (pooling_mode_mean_tokens) or the last token's "
-                "(pooling_mode_lasttoken). To generate text only, remove the file.",
-            )
 
 
 def _stop_tokens(tokenizer: Tokenizer, generation: dict[str, Any], config: dict[str, Any]) -> frozenset[int]:

@@ -16,11 +16,11 @@ import numpy as np
 from fusionai.coordination.round.interface import DriverEvent
 from fusionai.coordination.serving.driver import ServingMachine
 from fusionai.coordination.serving.interface import ProbeReturned, SendProbePass, SendRebuild
-from fusionai.coordination.serving.sessions import PassPlan
+from fusionai.coordination.serving.sessions import Output, PassPlan
 from fusionai.execution.serving.boundary import packed
 from fusionai.execution.tensors import as_array
 from fusionai.ir.partition import FEED
-from fusionai.ir.serving import LOGITS
+from fusionai.ir.serving import LOGITS, TOKEN_TYPES
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.serving.job import ServingJob
@@ -95,7 +95,13 @@ class Passes:
         while (plan := self._machine.next_pass(now_s)) is not None:
             self._sent[plan.number] = (plan, now_s)
             self._send(
-                plan.number, plan.segments, plan.tokens, plan.wanted, forget=plan.forget, hidden=plan.output == "hidden"
+                plan.number,
+                plan.segments,
+                plan.tokens,
+                plan.wanted,
+                forget=plan.forget,
+                output=plan.output,
+                types=plan.types,
             )
 
     def probe(self, command: SendProbePass) -> None:
@@ -117,10 +123,14 @@ class Passes:
         wanted: tuple[int, ...] = (),
         *,
         forget: tuple[int, ...] = (),
-        hidden: bool = False,
+        output: Output | None = None,
+        types: Sequence[int] = (),
         rebuild: int = -1,
     ) -> None:
         tensors = {"input_ids": host_tensor("int64", (1, len(tokens)), np.array(tokens, np.int64).data)}
+        if self._job.takes_types:
+            kinds = np.array(types or (0,) * len(tokens), np.int64)
+            tensors[TOKEN_TYPES] = host_tensor("int64", (1, len(tokens)), kinds.data)
         message = wire.Pass(
             fence=self._machine.fence,
             number=number,
@@ -128,7 +138,7 @@ class Passes:
             consumer=0,
             segments=segments,
             wanted=wanted,
-            output="hidden" if hidden else "logits",
+            output=output or self._job.output,
             forget=forget,
             rebuild=rebuild,
             tensors=headers(tensors),
@@ -150,7 +160,7 @@ class Passes:
             machine.measured(message.fence, message.number, hop.stage, hop.compute_s)
         sent = self._sent.pop(message.number, None)
         if message.number in machine.rounds.probes:
-            count, output = 1, LOGITS
+            count, output = 1, self._job.output
         elif sent is not None:
             count, output = len(sent[0].wanted), sent[0].output
         else:
@@ -160,8 +170,9 @@ class Passes:
             places = machine.roles.places
             tensor = tensors.get(output) if message.stage == len(places) - 1 else None
             if tensor is not None and len(tensor.shape) == 3 and tensor.shape[:2] == (1, count):
-                logits = output != LOGITS or (tensor.dtype == "float32" and tensor.shape[2] >= self._job.vocabulary)
-                if logits and tensor.dtype in FLOAT_DTYPES:
+                logits = self._job.purpose == "generate" and output == LOGITS
+                fits = not logits or (tensor.dtype == "float32" and tensor.shape[2] >= self._job.vocabulary)
+                if fits and tensor.dtype in FLOAT_DTYPES:
                     rows = as_array(tensor).astype(np.float32, copy=False).reshape(count, -1)
             if rows is None:
                 got = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"

@@ -105,16 +105,46 @@ class Tokenizer:
             return tokens[len(lead) :]
         return self.encode(text, framed=False, trusted=trusted)
 
+    def limited(self, text: str, limit: int) -> list[int]:
+        """Return at most `limit` token ids: the first of the text, with the tokens around a text."""
+        text = text[: self._far_end(text, limit)]
+        encoding = self._engine.encode(text, add_special_tokens=False)
+        encoding.truncate(max(0, limit - self._engine.num_special_tokens_to_add(False)))
+        return self._engine.post_process(encoding).ids[:limit]
+
+    def pair(self, first: str, second: str, limit: int | None = None, most: int | None = None) -> tuple[list[int], int]:
+        """Return the token ids of two texts for a classifier, and the position from which on tokens have type 1 (0: no
+        token has). With `limit`, both texts keep their beginnings, and the longer one loses tokens first. `most`:
+        tokens that the second text keeps."""
+        parts = [
+            self._engine.encode(text if limit is None else text[: self._far_end(text, limit)], add_special_tokens=False)
+            for text in (first, second)
+        ]
+        if most is not None:
+            parts[1].truncate(most)
+        if limit is not None:
+            room = max(0, limit - self._engine.num_special_tokens_to_add(True))
+            for part, length in zip(parts, shares(len(parts[0]), len(parts[1]), room), strict=True):
+                part.truncate(length)
+        made = self._engine.post_process(parts[0], parts[1])
+        types = made.type_ids
+        return made.ids, types.index(1) if 1 in types else 0
+
     def is_beyond(self, text: str, tokens: int) -> bool:
-        """Return whether a long text certainly has far more than `tokens` tokens; false proves nothing. Reads only as
-        much of the text as needed, because encoding takes hundreds of bytes of memory for each character."""
+        """Return whether a long text certainly has far more than `tokens` tokens; false proves nothing."""
+        return self._far_end(text, tokens) is not None
+
+    def _far_end(self, text: str, tokens: int) -> int | None:
+        """Return a number of characters of a long text that certainly have far more than `tokens` tokens, or None.
+        Reads only as much of the text as needed, because encoding takes hundreds of bytes of memory for each
+        character."""
         counted = 0
         for start in range(0, len(text) if len(text) > _SLICE_CHARACTERS else 0, _SLICE_CHARACTERS):
             counted += len(self.encode(text[start : start + _SLICE_CHARACTERS], framed=False, trusted=False))
             # The slices' borders can add a few tokens that the whole text does not have.
             if counted > _FAR * tokens + _SLICE_CHARACTERS // 16:
-                return True
-        return False
+                return start + _SLICE_CHARACTERS
+        return None
 
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """Text of tokens; unknown ids are skipped. `special`: include special tokens."""
@@ -143,6 +173,18 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """`token_bytes` as text, for people; an incomplete character shows as U+FFFD."""
         return self.token_bytes(token).decode(errors="replace")
+
+
+def shares(first: int, second: int, room: int) -> tuple[int, int]:
+    """Return how many tokens two texts of these lengths keep of `room`: the longer one loses first, as transformers
+    truncates pairs (`longest_first`)."""
+    if first + second <= room:
+        return first, second
+    shorter, longer = sorted((first, second))
+    longer = max(shorter, room - shorter)
+    if shorter + longer > room:
+        shorter, longer = room // 2, room // 2 + room % 2
+    return (longer, shorter) if first > second else (shorter, longer)
 
 
 def read_json(file: Path) -> dict[str, Any]:

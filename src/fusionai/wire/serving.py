@@ -47,6 +47,9 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Ranks of the adapters next to the model, in the order of their numbers, which begin with 1."""
     whole: bool = False
     """Each text is computed as a whole every time: stages keep their inputs in pages, instead of keys and values."""
+    at_once: bool = False
+    """Every segment is a whole text, of which stages keep nothing to continue it: the model is an encoder, whose
+    positions depend on later ones too."""
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

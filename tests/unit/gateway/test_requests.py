@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.gateway.errors import ApiError
-from fusionai.gateway.requests import ChatRequest, CompletionRequest, EmbeddingRequest, decode, plain
+from fusionai.gateway.requests import ChatRequest, CompletionRequest, decode, plain
+from fusionai.gateway.text_bodies import EmbeddingRequest
 from harness.examples import examples
 
 SMALL = {"model": "m", "messages": [{"role": "user", "content": "x"}]}

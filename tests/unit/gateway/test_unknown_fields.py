@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from fusionai.gateway.requests import ChatRequest, EmbeddingRequest, decode
+from fusionai.gateway.requests import ChatRequest, decode
+from fusionai.gateway.text_bodies import EmbeddingRequest
 from fusionai.gateway.unknown_fields import header_of, without_unknown
 
 SAID: dict[str, Any] = {

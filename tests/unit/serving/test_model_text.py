@@ -16,6 +16,7 @@ from fusionai.corpus.tokens import train_tokenizer
 from fusionai.primitives.errors import ModelError
 from fusionai.serving.interface import Sampling
 from fusionai.serving.model_text import ModelText
+from fusionai.serving.sentences import NO_FILES
 from fusionai.serving.text import Tokenizer
 from fusionai.serving.tools import ToolForm
 
@@ -129,16 +130,16 @@ def test_which_file_says_what(tmp_path: Path) -> None:
 
 
 def test_how_texts_become_vectors_is_what_sentence_transformers_would_read(tmp_path: Path) -> None:
-    assert model(tmp_path, byte_level()).pooling == "mean"
+    assert model(tmp_path, byte_level()).sentences == NO_FILES
     file = tmp_path / "1_Pooling" / "config.json"
     file.parent.mkdir()
     kinds = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
-    for kind, pooling in (("mean_tokens", "mean"), ("lasttoken", "last")):
+    for kind, mode in (("mean_tokens", "mean"), ("lasttoken", "lasttoken"), ("cls_token", "cls")):
         chosen = {f"pooling_mode_{one}": one == kind for one in kinds}
         file.write_text(json.dumps({"word_embedding_dimension": 64, "include_prompt": True, **chosen}))
-        assert ModelText.load(tmp_path).pooling == pooling
-    file.write_text(json.dumps({"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}))
-    with pytest.raises(ModelError, match=r"1_Pooling.config\.json: .* by pooling_mode_cls_token, pooling_mode_max"):
+        assert ModelText.load(tmp_path).sentences.pooling.modes == (mode,)
+    file.write_text(json.dumps({"pooling_mode_cls_token": True, "pooling_mode_median_tokens": True}))
+    with pytest.raises(ModelError, match=r"1_Pooling.config\.json: vectors of texts are pooled by median, which"):
         ModelText.load(tmp_path)
 
 

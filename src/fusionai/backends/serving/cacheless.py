@@ -7,74 +7,54 @@ is correct for any causal graph, on any backend that evaluates, and gets slower 
 one of a few lengths, because frameworks compile for each length; causality makes the padding after a position
 irrelevant.
 
-This module owns lengths and the pages' layout. Neighbours: `base` checks passes, `execution.serving.loading`
-chooses this class where a job asks for it, `capture.checking.check` checks that a graph is causal.
+This module owns lengths and the pages' layout. Neighbours: `whole_texts` computes a text, `base` checks passes,
+`execution.serving.loading` chooses this class where a job asks for it, `capture.checking.check` checks that a graph is
+causal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import prod
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from fusionai.backends.binding import shape_of, with_rows
-from fusionai.backends.interface import Backend, Call
-from fusionai.backends.serving.base import CheckedPass, ServingProgram
+from fusionai.backends.interface import Backend
+from fusionai.backends.serving.base import CheckedPass
 from fusionai.backends.serving.page_table import RowSpan
-from fusionai.backends.state import ProgramSize
-from fusionai.backends.tolerance import numbers
-from fusionai.ir.schema import Graph, ParamSpec
-from fusionai.ir.serving import POSITIONS, SEQUENCE, row_dimension
+from fusionai.backends.serving.whole_texts import Bytes, WholeTextServing, row_bytes, row_of
+from fusionai.ir.schema import Graph
+from fusionai.ir.serving import POSITIONS, row_dimension
 from fusionai.primitives.errors import ExecutionError
-from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
-from fusionai.wire.messages import StageOptions
+from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.serving import ServeOptions
 
 SHORTEST: Final = 16
 """Shortest padded length of a text, in positions."""
 DOUBLED: Final = 128
 """Padded lengths double from `SHORTEST` up to this length and then grow in steps of it. Both are chosen."""
-_FORMAT: Final = "fp32"
-Bytes = npt.NDArray[np.uint8]
 
 
-class WholeServing(ServingProgram):
+class WholeServing(WholeTextServing):
     """A serving stage that computes whole texts with the evaluating program of any backend."""
 
     def __init__(
         self, graph: Graph, *, options: ServeOptions, backend: Backend, memory_limit_bytes: int | None
     ) -> None:
-        super().__init__(graph, options, whole=True)
-        if (options.weights, options.cache) != (_FORMAT, _FORMAT):
-            raise ExecutionError(
-                f"serving without a cache keeps weights and inputs as {_FORMAT}, got weights as {options.weights} "
-                f"and a cache as {options.cache}."
-            )
-        self._longest = graph.symbols[SEQUENCE][1] if SEQUENCE in graph.symbols else options.pass_tokens
-        self._rows = {name: self._row_of(name) for name in graph.inputs if name != POSITIONS}
-        for value in (*self._rows, *graph.outputs.values()):
+        kept = [name for name in graph.inputs if name != POSITIONS]
+        for value in (*kept, *graph.outputs.values()):
             if row_dimension(graph, value) != 1:
                 raise ExecutionError(f"value {value!r} of shape {list(graph.values[value].shape)} has no rows.")
-        self._cache_bytes = options.pages * options.page_tokens * sum(self._row_bytes(name) for name in self._rows)
-        left = None if memory_limit_bytes is None else memory_limit_bytes - self._cache_bytes
-        if left is not None and left <= 0:
-            raise ExecutionError(
-                f"the inputs of {options.pages} pages take {self._cache_bytes} bytes; the limit is "
-                f"{memory_limit_bytes}.",
-                hint="Use fewer pages or sessions, or lend more memory.",
-            )
-        self._program = backend.load(graph, grad_inputs=(), options=StageOptions(), memory_limit_bytes=left)
+        self._rows = {name: row_of(graph, name) for name in kept}
+        self._cache_bytes = options.pages * options.page_tokens * sum(row_bytes(graph, name) for name in kept)
+        super().__init__(
+            graph,
+            options=options,
+            backend=backend,
+            memory_limit_bytes=memory_limit_bytes,
+            kept_bytes=self._cache_bytes,
+        )
         self._pages: dict[str, Bytes] | None = None
-        inner = self._program.size
-        self.size = ProgramSize(inner.kept_bytes, inner.in_use_bytes + self._cache_bytes)
-
-    def _import_weight(self, spec: ParamSpec, tensor: HostTensor) -> None:
-        if tensor.dtype != spec.dtype:
-            tensor = host_tensor(spec.dtype, spec.shape, np.array(numbers(tensor), dtype=spec.dtype).tobytes())
-        self._program.import_state([(f"model/{spec.key}", tensor)])
 
     @property
     def resident_bytes(self) -> int:
@@ -83,7 +63,7 @@ class WholeServing(ServingProgram):
     def allocate(self) -> None:
         if self._pages is None:
             size = (self._options.pages, self._options.page_tokens)
-            self._pages = {name: np.zeros((*size, self._row_bytes(name)), np.uint8) for name in self._rows}
+            self._pages = {name: np.zeros((*size, row_bytes(self._graph, name)), np.uint8) for name in self._rows}
 
     def _computed(self, work: CheckedPass) -> dict[str, HostTensor]:
         chosen, wanted = work.chosen, work.wanted
@@ -118,9 +98,7 @@ class WholeServing(ServingProgram):
             given[name] = host_tensor(
                 self._graph.values[name].dtype, (1, length, *self._rows[name]), text.reshape(-1).data
             )
-        if POSITIONS in self._graph.inputs:
-            given[POSITIONS] = host_tensor("int64", (1, length), np.arange(length, dtype=np.int64).data)
-        return self._program.forward(Call("eval", step=0, microbatch=0), given, sorted(wanted))
+        return self._evaluated(given, length, wanted)
 
     def _length(self, end: int) -> int:
         if end > self._longest:
@@ -129,16 +107,3 @@ class WholeServing(ServingProgram):
         while size < end:
             size += size if size < DOUBLED else DOUBLED
         return min(size, self._longest)
-
-    def _joined(self, name: str, pieces: Sequence[Bytes], rows: int) -> HostTensor:
-        value = self._graph.outputs[name]
-        spec = self._graph.values[value]
-        shape = (1, rows, *self._row_of(value))
-        found: npt.NDArray[Any] = np.concatenate(pieces) if pieces else np.empty((0,), np.uint8)
-        return host_tensor(spec.dtype, shape, np.ascontiguousarray(found).reshape(-1).data)
-
-    def _row_of(self, value: str) -> tuple[int, ...]:
-        return shape_of(self._graph, value, with_rows(self._graph, 1))[2:]
-
-    def _row_bytes(self, name: str) -> int:
-        return prod(self._rows[name]) * ITEMSIZE_BYTES[self._graph.values[name].dtype]

@@ -50,6 +50,7 @@ _HEADS: Mapping[Architecture, tuple[str, ...]] = {
         "AutoModelForAudioClassification",
     ),
     "plain": ("AutoModel",),
+    "text_encoder": ("AutoModelForTextEncoding",),
 }
 """Transformers' auto classes, tried in this order."""
 
@@ -68,7 +69,7 @@ class HuggingFaceModel:
     def construct(self) -> nn.Module:
         """Construct the module in float32, with the semantic attention if its class allows replacing attention."""
         register()
-        model_class = self._model_class()
+        model_class = self.model_class
         # Some classes use the interface without declaring it: if their file imports it, they use it.
         replaceable = getattr(model_class, "_supports_attention_backend", False) or hasattr(
             sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"
@@ -84,14 +85,14 @@ class HuggingFaceModel:
 
     def _own_way(self) -> str:
         """Return the attention that transformers chooses. Falcon with ALiBi gives other results with the other one."""
-        return "sdpa" if getattr(self._model_class(), "_supports_sdpa", False) else "eager"
+        return "sdpa" if getattr(self.model_class, "_supports_sdpa", False) else "eager"
 
     def _from_config(self, attention: str, **choices: str) -> nn.Module:
         config = copy.deepcopy(self.config)
         if self.architecture == "masked_lm":
             config.is_decoder = False
         # If several classes have the head, transformers takes the class named here.
-        config.architectures = config.architectures or [self._model_class().__name__]
+        config.architectures = config.architectures or [self.model_class.__name__]
         return self._auto().from_config(config, attn_implementation=attention, dtype=torch.float32, **choices)
 
     def _auto(self) -> Any:
@@ -107,7 +108,9 @@ class HuggingFaceModel:
             hint="Choose another task or another model.",
         )
 
-    def _model_class(self) -> type[nn.Module]:
+    @property
+    def model_class(self) -> type[nn.Module]:
+        """The class of the module. Raises `ModelError` if transformers has none."""
         classes = self._auto()._model_mapping[type(self.config)]
         return classes[0] if isinstance(classes, list | tuple) else classes
 

@@ -18,11 +18,11 @@ from fusionai.capture.models.source import parse_source
 from fusionai.cli import console
 from fusionai.cli.options import ServingOptions
 from fusionai.cli.planning.pool_file import FIRST, LAST, ConstraintsTable, PoolOnPaper
-from fusionai.client.serving.planning import can_stay_packed, serving_problem, whole_needs
+from fusionai.client.serving.planning import can_stay_packed, serving_problem, text_needs, whole_needs
 from fusionai.ir.cost import block_costs
 from fusionai.ir.partition import ends
 from fusionai.ir.schema import Graph, content_hash
-from fusionai.ir.serving import serves_from_caches, serving_graph
+from fusionai.ir.serving import purpose_of, serves_from_caches, serving_graph
 from fusionai.primitives.errors import PlanError, UsageError
 from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
 from fusionai.primitives.process import loading
@@ -73,13 +73,14 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
     default: _Place = "pool" if pool.owner is None else "owner"
     if asked.task == "serve":
         served = serving_graph(graph)
-        cached = serves_from_caches(served)
+        reads = purpose_of(served) != "generate"
+        cached = not reads and serves_from_caches(served)
         needs = asked.served.needs(None, cached and can_stay_packed(graph, pool.peers))
         problem = serving_problem(
             served,
             pool.peers,
             pool.owner,
-            needs if cached else whole_needs(needs, graph.name),
+            needs if cached else text_needs(needs, served) if reads else whole_needs(needs, graph.name),
             ends="pool" if pool.owner is None else asked.served.ends,
             takeover=asked.takeover,
             kept=kept,
@@ -155,15 +156,16 @@ def captured(model: str, asked: Asked, home: Path) -> Graph:
         with loading():
             from fusionai.capture.capture import capture
             from fusionai.capture.models.adapter import Lora
+            from fusionai.capture.served import capture_served
 
-        made = capture(
+        if asked.task == "serve":
+            return capture_served(source).graph
+        return capture(
             source,
             batch=batch,
             sequence=sequence,
-            train=asked.task == "train",
             adapter=None if asked.lora is None else Lora(asked.lora, 2.0 * asked.lora),
-        )
-        return made.graph if asked.task == "train" else made.as_filed().graph
+        ).graph
 
     return kept(home / "graphs", source, options, anew)
 

@@ -22,6 +22,7 @@ from fusionai.cli.planning.pool_file import catalogue_option, read_catalogue
 from fusionai.cli.planning.request import captured
 from fusionai.cli.planning.scenario_file import ScenarioOnPaper, read_scenario
 from fusionai.ir.schema import Graph
+from fusionai.ir.serving import purpose_of, serving_graph
 from fusionai.primitives import environment
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.units import format_seconds, format_speed
@@ -63,6 +64,11 @@ def simulate(
         except OSError as problem:
             raise UsageError(f"--plots: can't create the directory {plots} ({problem.strerror}).") from None
     graph = captured(read.model, read.asked, environment.fusion_home())
+    if read.table.task == "serve" and purpose_of(serving_graph(graph)) != "generate":
+        raise UsageError(
+            f"{read.model} is an encoder, and only the serving of models that generate text is simulated.",
+            hint="`fusion plan --task serve` predicts how fast an encoder would run.",
+        )
     figures = _served(read, graph) if read.table.task == "serve" else _trained(read, graph, seed, hours, plots)
     show_assumptions(read)
     write_json(json_file, "simulate", figures)

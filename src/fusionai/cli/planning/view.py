@@ -45,7 +45,7 @@ def show_plan(found: Plan, names: Mapping[str, str]) -> None:
     console.table(
         ("stage", "peer", "blocks", "roles", "compute", "send", "memory"),
         rows,
-        title="Plan, per microbatch" if found.serving is None else "Plan, per token",
+        title="Plan, per microbatch" if found.serving is None else f"Plan, per {_unit(found)}",
         right=(4, 5),
     )
     _show_speed(found)
@@ -59,10 +59,10 @@ def show_plan(found: Plan, names: Mapping[str, str]) -> None:
     else:
         console.line(
             f"No plan can be more than {certificate.optimality_gap:.1%} faster ({certificate.method}; bound "
-            f"{format_speed(certificate.bound_tokens_per_s)} tokens/s)."
+            f"{format_speed(certificate.bound_tokens_per_s)} {_units(found)}/s)."
         )
     if found.single_peer_tokens_per_s is not None:
-        console.line(f"One machine alone: {format_speed(found.single_peer_tokens_per_s)} tokens/s.")
+        console.line(f"One machine alone: {format_speed(found.single_peer_tokens_per_s)} {_units(found)}/s.")
     if found.spares:
         console.line(f"Spares: {_list([names.get(peer, peer) for peer in found.spares])}.")
     reasons = _by_reason(found.excluded, names)
@@ -154,6 +154,16 @@ def show_cost(found: TokenCost, names: Mapping[str, str]) -> None:
             )
 
 
+def _unit(found: Plan) -> str:
+    """Return what a serving plan's speeds count."""
+    text_tokens = 0 if found.serving is None else found.serving.text_tokens
+    return f"text of {text_tokens} tokens" if text_tokens else "token"
+
+
+def _units(found: Plan) -> str:
+    return "texts" if found.serving is not None and found.serving.text_tokens else "tokens"
+
+
 def _show_speed(found: Plan) -> None:
     sizes = found.serving
     if sizes is None:
@@ -168,11 +178,11 @@ def _show_speed(found: Plan) -> None:
             )
         return
     console.line(
-        f"One session: {format_speed(found.tokens_per_s)} tokens/s, a token in {format_seconds(found.step_time_s)}; "
-        f"slowest: {found.bottleneck}."
+        f"One session: {format_speed(found.tokens_per_s)} {_units(found)}/s, a {_unit(found)} in "
+        f"{format_seconds(found.step_time_s)}; slowest: {found.bottleneck}."
     )
     console.line(
-        f"{sizes.sessions} sessions together: {format_speed(sizes.tokens_per_s_together)} tokens/s with "
+        f"{sizes.sessions} sessions together: {format_speed(sizes.tokens_per_s_together)} {_units(found)}/s with "
         f"{sizes.passes_in_flight} passes in flight."
     )
     if sizes.prompt_tokens_per_s > 0:
@@ -181,6 +191,9 @@ def _show_speed(found: Plan) -> None:
             f"A prompt of {tokens} tokens: {format_speed(sizes.prompt_tokens_per_s)} tokens/s, the first token after "
             f"{format_seconds(tokens / sizes.prompt_tokens_per_s)}."
         )
+    if sizes.text_tokens:
+        console.line(f"Weights {sizes.weights}. A text has at most {sizes.context_tokens} tokens.")
+        return
     console.line(
         f"Weights {sizes.weights}, cache {sizes.cache}: {sizes.pages} pages, {sizes.pages * sizes.page_tokens} tokens "
         f"(contexts of up to {sizes.context_tokens})."

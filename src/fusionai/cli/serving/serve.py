@@ -10,7 +10,7 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from fusionai.cli import options as flags
 from fusionai.cli.options import ServingOptions, write_json
 from fusionai.cli.planning.view import privacy_figures, privacy_lines
 from fusionai.cli.running import lifeline_option, run_until_stopped
+from fusionai.ir.serving import Purpose
 from fusionai.primitives.errors import UsageError
 from fusionai.serving.speculating import MOST_FIXED
 
@@ -36,6 +37,13 @@ if TYPE_CHECKING:
     from fusionai.gateway.tracing import Tracer
 
 PORT: Final = 8000
+_HELLO: Final = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
+_EXAMPLES: Final[Mapping[Purpose, tuple[str, Mapping[str, Any]]]] = {
+    "generate": ("chat/completions", _HELLO),
+    "embed": ("embeddings", {"input": "Hello"}),
+    "score": ("rerank", {"query": "Hello", "documents": ["Good day", "Good night"]}),
+}
+"""A request for each kind of model: path and fields."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,16 +294,18 @@ class _Door:
             local_pids={} if ready.pool is None else ready.pool.pids,
         )
         write_json(self.json_file, "serve", self.written)
-        if ready.model.texts.template.is_plain:
+        purpose = ready.model.purpose
+        if purpose == "generate" and ready.model.texts.template.is_plain:
             console.line(f"{name} has no chat template: chats are passed to it as lines of `role: text`.")
         console.line(f"ready: a probe token has crossed all stages and matched; {name} at {self.url}/v1")
         for sentence in privacy_lines(ready.privacy, plan):
             console.line(sentence)
         console.line(f"page: {self.url}/ (also the base URL for clients of Anthropic and Ollama)")
-        body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "stream": True})
+        path, fields = _EXAMPLES[purpose]
+        body = json.dumps({"model": name, **fields})
         key = "" if self.keys is None else " -H 'Authorization: Bearer YOUR-KEY'"
         quoted = body.replace("'", "'\\''")
-        console.line(f"curl {self.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'")
+        console.line(f"curl {self.url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{quoted}'")
 
     def conclude(self, ready: Served, observation: ServingObservation) -> None:
         """Print predicted and measured figures, and add them to `--json`."""

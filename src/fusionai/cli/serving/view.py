@@ -23,6 +23,7 @@ from fusionai.cli.planning.view import show_plan
 from fusionai.client.pool.faults import waiting_news
 from fusionai.client.pool.job_process import Met, Noted
 from fusionai.client.serving.serve import Hashed, ServeEvent, ServePlanned
+from fusionai.ir.serving import Purpose
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_count, format_seconds, format_speed
 from fusionai.scheduling.problem.stage_costs import StageCosts
@@ -38,6 +39,7 @@ from fusionai.serving.interface import (
     GenerationPaused,
     PromptRead,
     StreamEvent,
+    TextPair,
     TokenStream,
 )
 
@@ -217,6 +219,7 @@ class ServingObservation:
     now_s: Callable[[], float] = time.monotonic
     left_out: int = 0
     """Number of answers that are not counted because a fault delayed them or the plan changed meanwhile."""
+    purpose: Purpose = field(init=False)
     vocabulary: int = field(init=False)
     context_tokens: int = field(init=False)
     stop_tokens: frozenset[int] = field(init=False)
@@ -227,6 +230,7 @@ class ServingObservation:
     _since_s: float = 0.0
 
     def __post_init__(self) -> None:
+        self.purpose = self.engine.purpose
         self.vocabulary = self.engine.vocabulary
         self.context_tokens = self.engine.context_tokens
         self.stop_tokens = self.engine.stop_tokens
@@ -239,6 +243,9 @@ class ServingObservation:
         self, prompts: Sequence[Sequence[int]], scope: str, adapter: str | None = None
     ) -> list[list[float]]:
         return await self.engine.embed(prompts, scope, adapter)
+
+    async def score(self, pairs: Sequence[TextPair], scope: str) -> list[list[float]]:
+        return await self.engine.score(pairs, scope)
 
     def submit(self, generation: Generation) -> TokenStream:
         stream = self.engine.submit(generation)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fusionai.backends.interface import Backend
-from fusionai.capture.capture import Captured, capture
+from fusionai.capture.capture import Captured
 from fusionai.capture.checking.check import require_causal
 from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.build import build
@@ -29,11 +29,12 @@ from fusionai.capture.models.gguf import SPLIT
 from fusionai.capture.models.huggingface import model_directory
 from fusionai.capture.models.source import DirectorySource, GgufSource, HubSource, parse_source
 from fusionai.capture.models.state import rounding
+from fusionai.capture.served import LONGEST_PASS, capture_served
 from fusionai.execution.host import ComputeThread
-from fusionai.ir.cost import WeightFormat
+from fusionai.ir.cost import EMBEDDING, WeightFormat
 from fusionai.ir.packed import packed_bytes
-from fusionai.ir.schema import Graph
-from fusionai.ir.serving import LOGITS, SEQUENCE, require_servable, serving_graph
+from fusionai.ir.schema import Graph, Ref
+from fusionai.ir.serving import LOGITS, SEQUENCE, Purpose, purpose_of, require_servable, serving_graph
 from fusionai.ir.states import carries
 from fusionai.ir.weights import SMALLEST
 from fusionai.primitives.errors import GraphError, ModelError, UsageError
@@ -53,8 +54,6 @@ CHECKPOINTS: Final = "checkpoints"
 """Name of the directory of checkpoints in a job's directory (`storage.rundir`)."""
 SAFE_WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 """File that maps tensors to weight files, if a model's weights are in several files."""
-LONGEST_PASS: Final = 2048
-"""Most positions per pass for which the graph is captured (chosen), unless the model has a lower limit."""
 MEASURED: Final = 4
 """Matrices on which rounding is measured; chosen."""
 LARGEST_MEASURED: Final = 2**25
@@ -146,9 +145,19 @@ class ServedModel:
     """Places of the adapters in the graph, also of those that are loaded later."""
 
     @property
+    def purpose(self) -> Purpose:
+        """What it gives."""
+        return purpose_of(self.graph)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether each text is computed once, as a whole."""
+        return self.purpose != "generate"
+
+    @property
     def states(self) -> bool:
         """Whether stages keep states of some layers."""
-        return not self.whole and carries(self.graph)
+        return not (self.whole or self.at_once) and carries(self.graph)
 
     @property
     def packed(self) -> str | None:
@@ -228,15 +237,22 @@ def open_model(files: ServedFiles, adapters: tuple[ServedAdapter, ...] = (), roo
     source = DirectorySource(files.directory)
     module = build(source, seed=0).module if room else None
     slots = AdapterSlots.of([one.files for one in adapters], room, module) if adapters or room else None
-    captured = capture(source, batch=(1, 2), sequence=(1, LONGEST_PASS), train=False, adapter=slots).as_filed()
+    captured = capture_served(source, slots)
     graph = serving_graph(captured.graph)
-    whole = not _has_caches(graph, captured)
-    size = graph.values[graph.outputs[LOGITS]].shape[-1]
+    purpose = purpose_of(graph)
+    whole = purpose == "generate" and not _has_caches(graph, captured)
+    size = graph.values[graph.outputs[LOGITS]].shape[-1] if purpose == "generate" else _table_rows(graph)
     if not isinstance(size, int):
         raise ModelError(f"{files.name}: the size of the vocabulary is not fixed.")
+    if purpose == "score" and (labels := graph.values[graph.outputs[LOGITS]].shape[-1]) != 1:
+        raise ModelError(
+            f"{files.name} classifies texts by {labels} labels, and only models with one (rerankers) are served.",
+            hint="Serve a cross-encoder whose config.json has one label.",
+        )
     positions = _positions(captured.config or {})
-    if whole:
-        positions = min(positions or LONGEST_PASS, graph.symbols.get(SEQUENCE, (1, LONGEST_PASS))[1])
+    if whole or purpose != "generate":
+        longest = graph.symbols.get(SEQUENCE, (1, LONGEST_PASS))[1]
+        positions = min(positions or longest, texts.sentences.longest_tokens or longest, longest)
     return ServedModel(
         files=files,
         captured=captured,
@@ -248,6 +264,18 @@ def open_model(files: ServedFiles, adapters: tuple[ServedAdapter, ...] = (), roo
         adapters=adapters,
         slots=slots,
     )
+
+
+def _table_rows(graph: Graph) -> int | None:
+    """Return how many tokens the table knows that an encoder looks them up in."""
+    tables = [
+        graph.params[table.name].shape[0]
+        for node in graph.nodes
+        if node.op == EMBEDDING
+        for table, rows in (node.args[:2],)
+        if isinstance(table, Ref) and table.name in graph.params and rows == Ref("input_ids")
+    ]
+    return min(tables, default=None)
 
 
 def _has_caches(graph: Graph, captured: Captured) -> bool:
@@ -329,7 +357,7 @@ def open_draft(files: ServedFiles, model: ServedModel) -> ServedModel:
     """Capture the draft model. Blocking. Raises `ModelError` if its tokenizer differs from that of `model`, or if it
     has no KV cache, or states beside it."""
     draft = open_model(files)
-    if draft.whole or draft.states:
+    if draft.whole or draft.states or draft.at_once:
         raise ModelError(
             f"the draft {files.name} can't drop a rejected guess from its caches, so guessing with it would be slower "
             "than not guessing.",

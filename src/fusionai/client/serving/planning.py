@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from fusionai.client.pool.faults import stages_in_words
-from fusionai.ir.cost import serving_costs
+from fusionai.ir.cost import serving_costs, text_costs
 from fusionai.ir.schema import Graph, content_hash
-from fusionai.ir.serving import LOGITS
+from fusionai.ir.serving import HIDDEN, LOGITS, SEQUENCE, purpose_of
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 from fusionai.scheduling.problem.calibration import typical_serving
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, RolePlacement, ServingNeeds
 
+TEXT_TOKENS: Final = 256
+"""Length of the texts whose speed is predicted for encoders, unless the model takes shorter ones only; chosen: usual
+pieces of documents."""
+CACHED_TEXTS: Final = 4
+"""Longest texts whose rows stages have room to retain until they are checked, if there are as many sessions; chosen."""
 Ends = Literal["owner", "pool"]
 
 
@@ -38,16 +43,21 @@ def serving_problem(
 ) -> Problem:
     """Return the problem. `graph`: from `ir.serving.serving_graph`. `kept`: numbers of first and last blocks that stay
     with the owner. `needs.result_bytes` is set from the graph."""
-    spec = graph.values[graph.outputs[LOGITS]]
-    vocabulary = spec.shape[-1]
-    row_bytes = vocabulary * ITEMSIZE_BYTES[spec.dtype] if isinstance(vocabulary, int) else 0
-    costs = serving_costs(
-        graph,
-        weights=needs.weights,
-        cache=needs.cache,
-        pass_tokens=needs.pass_tokens,
-        whole_tokens=max(1, needs.context_tokens // 2) if needs.whole else None,
-    )
+    purpose = purpose_of(graph)
+    spec = graph.values[graph.outputs[HIDDEN if purpose == "embed" else LOGITS]]
+    width = spec.shape[-1]
+    row_bytes = width * ITEMSIZE_BYTES[spec.dtype] if isinstance(width, int) else 0
+    if purpose == "generate":
+        costs = serving_costs(
+            graph,
+            weights=needs.weights,
+            cache=needs.cache,
+            pass_tokens=needs.pass_tokens,
+            whole_tokens=max(1, needs.context_tokens // 2) if needs.whole else None,
+        )
+    else:
+        costs = text_costs(graph, text_tokens=needs.text_tokens, longest_tokens=needs.context_tokens)
+        row_bytes *= needs.text_tokens if purpose == "embed" else 1
     return Problem(
         task="serve",
         graph_hash=content_hash(graph),
@@ -77,6 +87,26 @@ def whole_needs(needs: ServingNeeds, model: str) -> ServingNeeds:
             hint="Leave --weights and --cache out.",
         )
     return msgspec.structs.replace(needs, whole=True)
+
+
+def text_needs(needs: ServingNeeds, graph: Graph) -> ServingNeeds:
+    """Return the needs of an encoder, whose texts are computed at once, in one pass each. Raises `UsageError` for
+    formats that it can't have."""
+    if (needs.weights, needs.cache) != ("fp32", "fp32"):
+        raise UsageError(
+            f"{graph.name} is an encoder and needs --weights fp32 and --cache fp32; got {needs.weights} and "
+            f"{needs.cache}.",
+            hint="Leave --weights and --cache out.",
+        )
+    longest = min(max(needs.context_tokens, needs.longest_tokens), graph.symbols[SEQUENCE][1])
+    return msgspec.structs.replace(
+        needs,
+        context_tokens=longest,
+        longest_tokens=0,
+        cache_tokens=longest * min(needs.sessions, CACHED_TEXTS),
+        pass_tokens=longest,
+        text_tokens=min(TEXT_TOKENS, longest),
+    )
 
 
 def can_stay_packed(graph: Graph, peers: Sequence[PeerProfile]) -> bool:

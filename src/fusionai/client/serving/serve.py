@@ -45,7 +45,14 @@ from fusionai.client.serving.model import (
     open_model,
     rounding_words,
 )
-from fusionai.client.serving.planning import can_stay_packed, checking_sentence, equalised, serving_problem, whole_needs
+from fusionai.client.serving.planning import (
+    can_stay_packed,
+    checking_sentence,
+    equalised,
+    serving_problem,
+    text_needs,
+    whole_needs,
+)
 from fusionai.execution.connections import Deployment
 from fusionai.ir.cost import balance_tokens
 from fusionai.ir.serving import SEQUENCE
@@ -294,8 +301,10 @@ class _Start:
 
     def _needs(self, model: ServedModel, members: Sequence[PoolMember]) -> ServingNeeds:
         profiles = [member.profile for member in members]
-        can_keep = not model.whole and can_stay_packed(model.graph, profiles)
+        can_keep = not (model.whole or model.at_once) and can_stay_packed(model.graph, profiles)
         needs = self._request.needs(model.positions, can_keep)
+        if model.at_once:
+            return text_needs(needs, model.graph)
         if model.whole:
             needs = whole_needs(needs, model.files.name)
             why = f"{model.files.name} can't use caches: the whole text is recomputed for every token"
@@ -395,7 +404,7 @@ class _Start:
     ) -> tuple[ServingEngine, ServingJob]:
         model, profiles = loaded.model, process.known.profiles.values()
         # Other backends compute all rows of a piece in one product, whose bits depend on the number of rows.
-        tiled = not model.whole and all(profile.backend == "torch" for profile in profiles)
+        tiled = not (model.whole or model.at_once) and all(profile.backend == "torch" for profile in profiles)
         job = serving_job(
             *(model, replanner.job, process.peer, deployment.plan, loaded.weights, self._request),
             tiled=tiled,

@@ -26,6 +26,10 @@ class SessionSpec:
     deadline_s: float | None = None
     """On the clock of `now_s`."""
     all_rows: bool = False
+    first_row: bool = False
+    """Only the output of the first position is wanted. For texts that come in one pass."""
+    second_from: int = 0
+    """Position at which the second of two texts begins, 0 for one text."""
     output: Output = "logits"
     adapter: int = 0
     """Number of the adapter, 0 for none."""
@@ -160,6 +164,8 @@ class PassPlan:
     wanted_sessions: tuple[int, ...]
     forget: tuple[int, ...]
     output: Output
+    types: tuple[int, ...] = ()
+    """Types of the tokens (`SessionShare.types`); empty if all are 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,16 +186,24 @@ class SessionShare:
         return (*self.session.tokens[self.start : self.end], *self.proposals)
 
     @property
-    def first_wanted(self) -> int:
-        """First row of the share that is wanted; all later ones are, too. With `all_rows`, the prompt's rows that have
-        not arrived yet; always the last token's row, and the proposals'."""
+    def wanted(self) -> range:
+        """Rows of the share that are wanted. With `all_rows`, the prompt's rows that have not arrived yet; always the
+        last token's row, and the proposals'. With `first_row`, that row alone."""
         session = self.session
-        first = len(self.tokens)
+        first = end = len(self.tokens)
+        if session.spec.first_row:
+            return range(int(self.start == 0))
         if session.spec.all_rows:  # behind the prompt, whatever was computed has been delivered
             first = min(first, max(0, session.delivered - self.start))
         if self.end == len(session.tokens):
             first = min(first, self.end - 1 - self.start)
-        return first
+        return range(first, end)
+
+    @property
+    def types(self) -> tuple[int, ...]:
+        """1 for tokens of the second of two texts, 0 for others."""
+        second = self.session.spec.second_from
+        return tuple(int(0 < second <= position) for position in range(self.start, self.start + len(self.tokens)))
 
 
 def packed(
@@ -201,6 +215,8 @@ def packed(
     tokens: list[int] = []
     wanted: list[int] = []
     owners: list[int] = []
+    types: list[int] = []
+    typed = any(part.session.spec.second_from for part in parts)
     for part in parts:
         session, own = part.session, part.tokens
         pages = table(session.number)
@@ -218,9 +234,10 @@ def packed(
             )
         )
         session.pages_sent = len(pages)
-        first = part.first_wanted
-        wanted += range(len(tokens) + first, len(tokens) + len(own))
-        owners += [session.number] * (len(own) - first)
+        rows = part.wanted
+        wanted += (len(tokens) + row for row in rows)
+        owners += [session.number] * len(rows)
+        types += part.types if typed else ()
         tokens += own
     return PassPlan(
         number=number,
@@ -230,4 +247,5 @@ def packed(
         wanted_sessions=tuple(owners),
         forget=forget,
         output=parts[0].session.spec.output,
+        types=tuple(types),
     )

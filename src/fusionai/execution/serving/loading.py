@@ -19,6 +19,7 @@ import msgspec
 from fusionai.backends.interface import Backend
 from fusionai.backends.serving.base import ServingProgram
 from fusionai.backends.serving.cacheless import WholeServing
+from fusionai.backends.serving.encoder import EncoderServing
 from fusionai.execution.host import Host
 from fusionai.execution.serving.boundary import ServingBoundary
 from fusionai.execution.serving.stage import ServingStage, StageIdentity, retained_bytes
@@ -90,15 +91,16 @@ async def prepare_stage(
             )
         return graph
 
+    whole_texts = EncoderServing if load.options.at_once else WholeServing if load.options.whole else None
     # Two pieces of work, so that passes of other stages get their turns in between.
     graph, _ = await host.compute.run(read)
     async with host.memory.loading() as left_bytes:
         limit_bytes = most_bytes if left_bytes is None else left_bytes - retained_bytes(boundary, identity)
         program, _ = await host.compute.run(
             lambda: (
-                WholeServing(graph, options=load.options, backend=host.backend, memory_limit_bytes=limit_bytes)
-                if load.options.whole
-                else backend.serve(graph, options=load.options, memory_limit_bytes=limit_bytes)
+                backend.serve(graph, options=load.options, memory_limit_bytes=limit_bytes)
+                if whole_texts is None
+                else whole_texts(graph, options=load.options, backend=host.backend, memory_limit_bytes=limit_bytes)
             )
         )
         host.memory.add(program)

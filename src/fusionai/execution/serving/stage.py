@@ -28,7 +28,7 @@ from fusionai.execution.serving.boundary import RetainedRows, RowSpec, ServingBo
 from fusionai.execution.serving.sketches import SketchBook
 from fusionai.execution.serving.verifier import TextVerifier
 from fusionai.ir.schema import Graph
-from fusionai.ir.serving import ATTENTION, FROM_SEGMENTS, HIDDEN
+from fusionai.ir.serving import ATTENTION, FROM_SEGMENTS, HIDDEN, works_by_rows
 from fusionai.ir.states import carries
 from fusionai.primitives.errors import ExecutionError, FusionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -99,7 +99,7 @@ class ServingStage:
         self._member = member
         self._caches = keeps_positions(graph, identity.options)
         self._inputs = frozenset(graph.inputs) - FROM_SEGMENTS
-        self._placed = self._caches or not FROM_SEGMENTS.isdisjoint(graph.inputs)
+        self._placed = needs_segments(graph, identity.options)
         """Whether the rows must be exactly the segments' positions."""
         self._made = boundary.made(graph)
         self._least = ((HIDDEN,) if HIDDEN in graph.outputs else tuple(graph.outputs))[:1]
@@ -392,8 +392,17 @@ class ServingStage:
 
 
 def keeps_positions(graph: Graph, options: ServeOptions) -> bool:
-    """Return whether a stage with this graph depends on earlier positions of a text."""
+    """Return whether a stage with this graph keeps something of earlier positions of a text."""
+    if options.at_once:
+        return False
     return options.whole or carries(graph) or any(node.op == ATTENTION for node in graph.nodes)
+
+
+def needs_segments(graph: Graph, options: ServeOptions) -> bool:
+    """Return whether a stage with this graph must know which rows belong to which text."""
+    if options.at_once and not works_by_rows(graph):
+        return True
+    return keeps_positions(graph, options) or not FROM_SEGMENTS.isdisjoint(graph.inputs)
 
 
 def retained_bytes(boundary: ServingBoundary, identity: StageIdentity) -> int:

@@ -133,6 +133,9 @@ class ServingNeeds(_Data, frozen=True, kw_only=True):
     """Whether stages keep what they sent, so that the next stage's cache can be rebuilt."""
     whole: bool = False
     """Whether every token recomputes the whole text, on average half a context."""
+    text_tokens: int = 0
+    """Length in tokens of the texts that the blocks' costs are of: the model is an encoder, which computes each text
+    once. 0: the costs are of one position."""
     result_bytes: int = 0
     """Size of one row of logits, sent to the job owner if the head is elsewhere."""
 
@@ -212,6 +215,11 @@ class Problem(_Data, frozen=True, kw_only=True):
         """What a serving job needs; the planner checked that the problem says so."""
         assert self.serving is not None, "a serving problem says what it needs"
         return self.serving
+
+    @property
+    def unit(self) -> str:
+        """What speeds count: texts of an encoder, else tokens."""
+        return "texts" if self.serving is not None and self.serving.text_tokens else "tokens"
 
     @property
     def owner_id(self) -> str:
@@ -347,6 +355,8 @@ class ServingSizes(_Data, frozen=True, kw_only=True):
     """Predicted tokens per second of all sessions together."""
     prompt_tokens_per_s: float = 0.0
     """Predicted speed of a prompt of `PROMPT_TOKENS`, without other requests; 0 if not predicted."""
+    text_tokens: int = 0
+    """If set, the plan is of an encoder, and its speeds count texts of this many tokens instead of tokens."""
 
 
 class Plan(_Data, frozen=True, kw_only=True):

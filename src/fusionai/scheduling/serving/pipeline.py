@@ -47,9 +47,15 @@ def ring_bytes(blocks: Sequence[BlockCost], needs: ServingNeeds) -> int:
 
 
 def retained_bytes(blocks: Sequence[BlockCost], end: int, needs: ServingNeeds) -> int:
-    """Return the bytes per token retained of the boundary before position `end`; 0 unless a cache lies behind it."""
-    behind = any(block.cache_token_bytes or block.cache_session_bytes for block in blocks[end:])
-    return blocks[end - 1].output_bytes if needs.retain and behind else 0
+    """Return the bytes per token retained of the boundary before position `end`; 0 unless a cache lies behind it, or
+    more of an encoder, whose texts may be checked."""
+    behind = any(needs.text_tokens or block.cache_token_bytes or block.cache_session_bytes for block in blocks[end:])
+    return row_bytes(blocks[end - 1], needs) if needs.retain and behind else 0
+
+
+def row_bytes(block: BlockCost, needs: ServingNeeds) -> int:
+    """Return the bytes that a block sends on for one position."""
+    return block.output_bytes // max(1, needs.text_tokens)
 
 
 class ServingPipeline:

@@ -168,7 +168,10 @@ def _written(
             pass_tokens=needs.pass_tokens,
             passes_in_flight=passes,
             tokens_per_s_together=together_per_s,
-            prompt_tokens_per_s=prompt_tokens / first_token_s(stages, costs, prompt_tokens, needs.pass_tokens),
+            prompt_tokens_per_s=0.0
+            if needs.text_tokens
+            else prompt_tokens / first_token_s(stages, costs, prompt_tokens, needs.pass_tokens),
+            text_tokens=needs.text_tokens,
         ),
     )
 
@@ -394,7 +397,7 @@ def _warnings(
             count = len(fewer.best.order)
             warnings.append(
                 f"{count} {'stage' if count == 1 else 'stages'} would be faster than the {problem.stages} asked for: "
-                f"{format_speed(1 / fewer.seconds)} tokens/s instead of {format_speed(1 / found.seconds)}."
+                f"{format_speed(1 / fewer.seconds)} {problem.unit}/s instead of {format_speed(1 / found.seconds)}."
             )
     return warnings
 

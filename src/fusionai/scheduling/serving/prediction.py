@@ -48,7 +48,8 @@ def predict_serving(stages: Sequence[StagePlacement], costs: StageCosts) -> Pred
     """Predict one token of one session: `step_s` runs from a token's id to the next token's scores."""
     parts = _parts(stages, costs, 1, 1)
     seconds, cause = max(parts, key=lambda part: part[0])
-    return Prediction(sum(part[0] for part in parts), f"{cause} ({format_seconds(seconds)} per token)")
+    bottleneck = f"{cause} ({format_seconds(seconds)} per {costs.problem.unit.rstrip('s')})"
+    return Prediction(sum(part[0] for part in parts), bottleneck)
 
 
 def together(stages: Sequence[StagePlacement], costs: StageCosts, needs: ServingNeeds) -> tuple[int, float]:

@@ -33,7 +33,14 @@ from fusionai.scheduling.kernels.serving_pipeline import LineTables, Steps, cros
 from fusionai.scheduling.problem.constraints import must_use
 from fusionai.scheduling.problem.embedding_and_head import middle
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, ServingNeeds
-from fusionai.scheduling.serving.pipeline import ServingPipeline, block_s, least_tokens, ring_bytes, stage_bytes
+from fusionai.scheduling.serving.pipeline import (
+    ServingPipeline,
+    block_s,
+    least_tokens,
+    ring_bytes,
+    row_bytes,
+    stage_bytes,
+)
 
 LARGE: Final = 40
 """Number of peers up to which the search examines all of them."""
@@ -89,7 +96,7 @@ def with_fastest(
     if len(listed) == len(usable):
         return listed
     blocks = middle(problem)
-    needed = stage_bytes(blocks, needs, blocks[-1].output_bytes if needs.retain else 0, least_tokens(needs))
+    needed = stage_bytes(blocks, needs, row_bytes(blocks[-1], needs) if needs.retain else 0, least_tokens(needs))
 
     def token_s(peer: PeerProfile) -> float:
         latency_s = peer.uplink.latency_s + peer.downlink.latency_s

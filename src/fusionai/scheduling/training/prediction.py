@@ -192,11 +192,11 @@ def against_one(
     ends = any(stage.peer == found.feed and "stage" not in stage.roles for stage in found.stages)
     if pool == {peer} and not ends:
         return None  # The plan is this machine; it is slower only by the round trip.
-    speed = format_speed(found.tokens_per_s)
+    speed, alone = format_speed(found.tokens_per_s), f"{format_speed(tokens_per_s)} {problem.unit}/s"
     name = problem.name_of(peer)
     if all(peer != one.peer for one in problem.peers):
         return (
-            f"The job owner's machine alone would be faster: {name} reaches {format_speed(tokens_per_s)} tokens/s "
+            f"The job owner's machine alone would be faster: {name} reaches {alone} "
             f"without the pool, this plan {speed}. A plan can use it where it is lent to the pool as well (`fusion "
             "join`)."
         )
@@ -209,13 +209,10 @@ def against_one(
             open_per_s = 0.0
         if open_per_s >= EXPLAINED * tokens_per_s:
             return (
-                f"That the model's ends stay with the job owner costs speed: {speed} tokens/s, and "
+                f"That the model's ends stay with the job owner costs speed: {speed} {problem.unit}/s, and "
                 f"{format_speed(open_per_s)} with privacy level `open` and the ends in the pool."
             )
-    return (
-        f"One machine alone would be faster: {name} reaches {format_speed(tokens_per_s)} tokens/s by itself, this plan "
-        f"{speed}."
-    )
+    return f"One machine alone would be faster: {name} reaches {alone} by itself, this plan {speed}."
 
 
 def _report_s(problem: Problem, peer: PeerProfile) -> float:

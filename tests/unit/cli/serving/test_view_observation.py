@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from fusionai.cli.serving.view import ServingObservation, ServingRow, show_serving
+from fusionai.ir.serving import Purpose
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, ServingNeeds
@@ -21,6 +22,7 @@ from fusionai.serving.interface import (
     GenerationPaused,
     PromptRead,
     StreamEvent,
+    TextPair,
     TokenStream,
 )
 
@@ -83,6 +85,7 @@ class Stream:
 
 
 class FakeEngine:
+    purpose: Purpose = "generate"
     vocabulary = 7
     context_tokens = 256
     stop_tokens = frozenset({3})
@@ -101,6 +104,9 @@ class FakeEngine:
         self, prompts: Sequence[Sequence[int]], scope: str, adapter: str | None = None
     ) -> list[list[float]]:
         return [[float(len(prompt))] for prompt in prompts]
+
+    async def score(self, pairs: Sequence[TextPair], scope: str) -> list[list[float]]:
+        return [[float(pair.second_from)] for pair in pairs]
 
     @property
     def status(self) -> EngineStatus:
@@ -225,6 +231,7 @@ def test_it_is_the_engine_otherwise(watching: Watching) -> None:
     assert (seen.vocabulary, seen.context_tokens, seen.stop_tokens) == (7, 256, frozenset({3}))
     assert seen.status.emitted_tokens == 5
     assert asyncio.run(seen.embed([[1, 2]], "")) == [[2.0]]
+    assert asyncio.run(seen.score([TextPair((1, 2), 1)], "")) == [[1.0]]
 
 
 ROW = ServingRow(

@@ -8,6 +8,7 @@ from typing import Any, cast
 from fusionai.client.serving.job import serving_job
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.scheduling.problem.types import ServingSizes
+from fusionai.serving.sentences import NO_FILES
 
 
 def test_the_probe_takes_no_place_from_the_sessions_that_were_asked_for() -> None:
@@ -26,8 +27,10 @@ def test_the_probe_takes_no_place_from_the_sessions_that_were_asked_for() -> Non
         files=SimpleNamespace(name="tiny"),
         captured=SimpleNamespace(graph=None),
         vocabulary=100,
-        texts=SimpleNamespace(stop_tokens=frozenset[int](), pooling="mean"),
+        texts=SimpleNamespace(stop_tokens=frozenset[int](), sentences=NO_FILES),
+        purpose="generate",
         whole=False,
+        at_once=False,
         adapters=(),
         slots=None,
     )

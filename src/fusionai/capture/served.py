@@ -1,0 +1,123 @@
+"""Capture a model for serving as what its configuration says it is: a causal language model, an encoder of texts, or a
+classifier of texts.
+
+Decides which of transformers' heads a checkpoint gets, and how long its texts may be. Neighbours: `capture.capture`
+does the work, `ir.serving` makes the graph that is served and says what it is for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from fusionai.capture.capture import Captured, capture
+from fusionai.capture.models.build import Adapters
+from fusionai.capture.models.huggingface import resolve
+from fusionai.capture.models.source import (
+    Architecture,
+    CodeSource,
+    ConfigSource,
+    DirectorySource,
+    FactorySource,
+    GgufSource,
+    HubSource,
+    ModelSource,
+)
+from fusionai.capture.tasks import ROWS, TOKENS, ExampleInput
+from fusionai.ir.serving import BATCH, SEQUENCE, TOKEN_TYPES
+from fusionai.primitives.errors import ModelError
+
+LONGEST_PASS: Final = 2048
+"""Most positions per pass for which the graph of a causal model is captured (chosen), unless the model has a lower
+limit."""
+LONGEST_TEXT: Final = 8192
+"""Most positions of a text for which the graph of an encoder is captured (chosen): the limit of today's long ones."""
+SENTENCE_MODULES: Final = "modules.json"
+"""File that lists the modules of a model of sentence-transformers."""
+
+
+def capture_served(source: ModelSource, adapter: Adapters | None = None) -> Captured:
+    """Capture `source` for `ir.serving.serving_graph`. Raises `ModelError` with the reason if it can't be captured."""
+    architecture = serving_architecture(source)
+    if isinstance(source, CodeSource | FactorySource) or architecture == "causal_lm":
+        return capture(source, batch=(1, 2), sequence=(1, LONGEST_PASS), train=False, adapter=adapter).as_filed()
+    if adapter is not None:
+        raise ModelError(
+            "adapters are served with causal language models only, and this model is an encoder of texts.",
+            hint="Merge the adapter into the model's weights, and serve the result.",
+        )
+    source = replace(source, architecture=architecture)
+    return capture(
+        source,
+        task="none",
+        batch=(1, 1),
+        sequence=(1, LONGEST_TEXT),
+        train=False,
+        example_inputs=_pair_inputs(source) if architecture == "classification" else None,
+    ).as_filed()
+
+
+def serving_architecture(source: ModelSource) -> Architecture:
+    """Return the head to serve `source` with. A model without a head is a causal language model if transformers has one
+    of its kind, unless it attends both ways or comes with the modules of sentence-transformers. Raises `ModelError`."""
+    if isinstance(source, CodeSource | FactorySource | GgufSource):
+        return "causal_lm"
+    found = resolve(source).config
+    named = str((found.architectures or [""])[0])
+    if named.endswith("ForSequenceClassification"):
+        return "classification"
+    if named.endswith("EncoderModel"):
+        return "text_encoder"
+    if named.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) or found.is_encoder_decoder:
+        return "causal_lm"
+    directory = source.path if isinstance(source, DirectorySource) else None
+    return "plain" if _attends_both_ways(found) or _for_sentences(directory) else "causal_lm"
+
+
+def _attends_both_ways(config: Any) -> bool:
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+    if getattr(config, "is_decoder", False):
+        return False
+    kind = type(config)
+    return (
+        kind in AutoModelForMaskedLM._model_mapping
+        or kind not in AutoModelForCausalLM._model_mapping
+        or bool(getattr(config, "use_bidirectional_attention", False))
+    )
+
+
+def _for_sentences(directory: Path | None) -> bool:
+    return directory is not None and (directory / SENTENCE_MODULES).is_file()
+
+
+def _pair_inputs(source: ModelSource) -> Mapping[str, ExampleInput] | None:
+    """Return inputs with the types of tokens, if the model tells two texts apart by them and its tokenizer gives them;
+    None if it takes tokens alone."""
+    assert isinstance(source, ConfigSource | DirectorySource | HubSource)
+    model = resolve(source)
+    types = getattr(model.config, "type_vocab_size", None) or 0
+    if types < 2 or TOKEN_TYPES not in inspect.signature(model.model_class.forward).parameters:
+        return None
+    if isinstance(source, DirectorySource) and not _tokenizer_gives_types(source.path):
+        return None
+    tokens = torch.randint(0, int(model.config.vocab_size), (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+    kinds = (torch.arange(TOKENS) >= TOKENS // 2).long().expand(ROWS, TOKENS).contiguous()
+    return {
+        name: ExampleInput(tensor, (BATCH, SEQUENCE)) for name, tensor in (("input_ids", tokens), (TOKEN_TYPES, kinds))
+    }
+
+
+def _tokenizer_gives_types(directory: Path) -> bool:
+    """Return whether transformers' tokenizer of the model tells the types of tokens, which its class decides."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"transformers can't read the tokenizer in {directory}: {error}") from error
+    return TOKEN_TYPES in tokenizer.model_input_names
