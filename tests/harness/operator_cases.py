@@ -113,6 +113,9 @@ def _scans(d: Draw) -> Iterator[Case]:
         decay = -d.positive(*shape)
         yield Case("fusion.linear_attention", given, {"decay": decay})
         yield Case("fusion.linear_attention", given, {"decay": decay, "beta": d.positive(*shape) / 3})
+        by_channel = -d.positive(*shape, 4)
+        yield Case("fusion.linear_attention", given, {"decay": by_channel})
+        yield Case("fusion.linear_attention", given, {"decay": by_channel, "beta": d.positive(*shape) / 3})
 
 
 def _shaping(d: Draw) -> Iterator[Case]:

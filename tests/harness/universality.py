@@ -31,7 +31,7 @@ from fusionai.primitives.errors import FusionError
 from fusionai.wire.serving import Segment
 from harness.saved import Saved, saved, through_files
 from harness.staged import STAGES, Staged, by_blocks, by_nodes
-from harness.staged_serving import OPTIONS, served
+from harness.staged_serving import OPTIONS, Served, served
 from harness.zoo import Model
 
 SEED = 7
@@ -246,11 +246,14 @@ def _tried(work: Callable[[], Cell]) -> Cell:
 
 
 def _served(model: Model, backend: Any, place: Path) -> Cell:
-    """A prompt in two parts, then greedy tokens; each step's logits are the module's."""
     files = saved(model.source, place, wide=True)
     source = model.source if files is None else files.source
     captured = capture(source, task="causal_lm", batch=(1, 1), sequence=(1, model.positions), train=False)
-    family = served(captured, [backend], module=None if files is None else files.loaded().eval())
+    return answered(served(captured, [backend], module=None if files is None else files.loaded().eval()))
+
+
+def answered(family: Served) -> Cell:
+    """A prompt in two parts, then greedy tokens; each step's logits are the module's."""
     text = [int(token) for token in np.random.default_rng(0).integers(3, 60, PROMPT)]
     worst, cached, pages = 0.0, 0, 0
     for turn in range(ANSWER + 1):

@@ -94,8 +94,9 @@ def _linear_attention(query: Any, key: Any, value: Any, *, decay: Any, beta: Any
     expect(all(len(one.shape) == 4 for one in (query, key, value)), "operands of rank 4", query, key, value)
     expect(tuple(query.shape) == tuple(key.shape), "queries and keys of one shape", query, key)
     expect(tuple(value.shape[:3]) == tuple(key.shape[:3]), "a value for each key", key, value)
-    for one in (decay, beta):
-        expect(one is None or tuple(one.shape) == tuple(key.shape[:3]), f"sizes {list(key.shape[:3])}", one)
+    rows = tuple(key.shape[:3])
+    expect(tuple(decay.shape) in (rows, tuple(key.shape)), f"decays of sizes {list(rows)} or {list(key.shape)}", decay)
+    expect(beta is None or tuple(beta.shape) == rows, f"shares of sizes {list(rows)}", beta)
 
 
 def _adaptive_pool(_x: Any, sizes: int | Sequence[int], *_: Any, **__: Any) -> None:

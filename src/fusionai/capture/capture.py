@@ -29,6 +29,7 @@ from fusionai.capture.models.conversion import left_out
 from fusionai.capture.models.source import ModelSource
 from fusionai.capture.models.state import CapturedState, Checkpoint, group, index_checkpoint
 from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs, model_inputs
+from fusionai.capture.tracing.attention import SEEN_WHOLE
 from fusionai.capture.tracing.by_mode import mode_reads
 from fusionai.capture.tracing.export import export, output_dims
 from fusionai.capture.tracing.layers import by_products, semantic_layers
@@ -395,12 +396,14 @@ def _attention_layers(built: Built, graph: Graph, carrying: int) -> int:
 
 
 def _longest_sequence(built: Built) -> int | None:
-    """Return how many positions the model has learned embeddings for; None for rotary models, which have no limit.
-    Where padding has a row of its own in the table (RoBERTa), positions begin behind it."""
+    """Return how many positions the model has learned embeddings for, or its attention sees; None for other models,
+    which have no limit. Where padding has a row of its own in the table (RoBERTa), positions begin behind it."""
     positions = [
         child.num_embeddings - (0 if child.padding_idx is None else child.padding_idx + 1)
         for name, child in built.module.named_modules()
         if isinstance(child, nn.Embedding)
         and name.rsplit(".", 1)[-1] in ("wpe", "position_embeddings", "embed_positions")
     ]
-    return min(positions, default=None)
+    config = None if built.huggingface is None else built.huggingface.config.get_text_config()
+    seen = (getattr(config, name, None) for name in SEEN_WHOLE)
+    return min([*positions, *(size for size in seen if isinstance(size, int))], default=None)

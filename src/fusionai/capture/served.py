@@ -28,6 +28,7 @@ from fusionai.capture.models.source import (
     ModelSource,
 )
 from fusionai.capture.tasks import ROWS, TOKENS, ExampleInput
+from fusionai.capture.tracing.export import LongestApart
 from fusionai.ir.serving import BATCH, SEQUENCE, TOKEN_TYPES
 from fusionai.primitives.errors import ModelError
 
@@ -44,7 +45,10 @@ def capture_served(source: ModelSource, adapter: Adapters | None = None) -> Capt
     """Capture `source` for `ir.serving.serving_graph`. Raises `ModelError` with the reason if it can't be captured."""
     architecture = serving_architecture(source)
     if isinstance(source, CodeSource | FactorySource) or architecture == "causal_lm":
-        return capture(source, batch=(1, 2), sequence=(1, LONGEST_PASS), train=False, adapter=adapter).as_filed()
+        try:
+            return _causal(source, LONGEST_PASS, adapter)
+        except LongestApart as error:
+            return _causal(source, error.length - 1, adapter)
     if adapter is not None:
         raise ModelError(
             "adapters are served with causal language models only, and this model is an encoder of texts.",
@@ -59,6 +63,10 @@ def capture_served(source: ModelSource, adapter: Adapters | None = None) -> Capt
         train=False,
         example_inputs=_pair_inputs(source) if architecture == "classification" else None,
     ).as_filed()
+
+
+def _causal(source: ModelSource, longest: int, adapter: Adapters | None) -> Captured:
+    return capture(source, batch=(1, 2), sequence=(1, longest), train=False, adapter=adapter).as_filed()
 
 
 def serving_architecture(source: ModelSource) -> Architecture:

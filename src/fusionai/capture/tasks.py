@@ -172,7 +172,8 @@ def _token_inputs(module: nn.Module, task: Task) -> tuple[tuple[InputSpec, ...],
     vocabulary = _vocabulary(module)
     dims = (BATCH, SEQUENCE)
     specs = [InputSpec("input_ids", dims, torch.int64, vocabulary)]
-    if task != "masked_lm" and "position_ids" in inspect.signature(module.forward).parameters:
+    takes = "position_ids" in inspect.signature(module.forward).parameters
+    if task != "masked_lm" and takes and not _numbers_tokens(module):
         specs.append(InputSpec("position_ids", dims, torch.int64))
     names = tuple(spec.name for spec in specs)
     if len(_required(module)) > len(names):
@@ -184,6 +185,12 @@ def _token_inputs(module: nn.Module, task: Task) -> tuple[tuple[InputSpec, ...],
     if task == "counted_lm":
         specs.append(InputSpec(LABEL_COUNT, (), torch.float32, example=torch.tensor(7.0)))
     return tuple(specs), names
+
+
+def _numbers_tokens(module: nn.Module) -> bool:
+    """Return whether the model numbers its tokens itself, from behind the padding token's number (RoBERTa and its
+    kin): positions from 0 would be others."""
+    return any(hasattr(child, "create_position_ids_from_input_ids") for child in module.modules())
 
 
 def _required(module: nn.Module) -> list[str]:

@@ -18,6 +18,7 @@ import msgspec
 
 from fusionai.ir.graph import SYMINT, cheap_nodes, consumers, needed_nodes, producers, prune, reads, renamed, restrict
 from fusionai.ir.operators import OPERATORS
+from fusionai.ir.positions import POSITIONS, by_positions
 from fusionai.ir.schema import Graph, ListArg, Node, Ref, ValueSpec
 from fusionai.ir.shapes import evaluate, symbols_of
 from fusionai.ir.states import CONVOLUTION, may_carry, state_shapes
@@ -33,7 +34,6 @@ LAST_STATES: Final = "last_hidden_state"
 BATCH: Final = "b"
 """Symbol of the batch size, which is 1 in serving."""
 SEQUENCE: Final = "s"
-POSITIONS: Final = "position_ids"
 TOKEN_TYPES: Final = "token_type_ids"
 """Input [1, s] of classifiers that are given two texts: 0 in the first one, 1 in the second."""
 ADAPTERS: Final = "adapters"
@@ -63,6 +63,7 @@ def serving_graph(graph: Graph) -> Graph:
         plain = _plain(graph, LOGITS)
         if row_dimension(plain, plain.outputs[LOGITS]) is None:
             return _with_own_tables(plain)
+        plain = _without_identities(by_positions(plain))
         return msgspec.structs.replace(plain, outputs={**plain.outputs, HIDDEN: _hidden(plain)})
     made = next((name for name in (LAST_STATES, HIDDEN) if name in graph.outputs), None)
     if made is None or row_dimension(graph, graph.outputs[made]) != 1:
@@ -173,7 +174,7 @@ def require_servable(graph: Graph, *, attention_nodes: int, attention_layers: in
         )
     cheap = cheap_nodes(graph)
     for node in graph.nodes:
-        reason = _obstacle(graph, node, cheap) or (_mixture(graph, node, cheap) if states else None)
+        reason = _obstacle(graph, node) or (_mixture(graph, node, cheap) if states else None)
         if reason is not None:
             raise GraphError(
                 f"{graph.name} can't be served from caches: node {node.id} ({node.op}, {node.path}) {reason}.",
@@ -238,7 +239,7 @@ def row_dimension(graph: Graph, value: str) -> int | None:
     return shape.index(SEQUENCE) if SEQUENCE in shape else None
 
 
-def _obstacle(graph: Graph, node: Node, cheap: frozenset[int]) -> str | None:
+def _obstacle(graph: Graph, node: Node) -> str | None:
     """Return why this node would mix packed sessions; None if it does not."""
     if node.op == ATTENTION:
         if node.kwargs.get("causal", False) is not True:
@@ -254,7 +255,7 @@ def _obstacle(graph: Graph, node: Node, cheap: frozenset[int]) -> str | None:
                 return "counts positions of the pack instead of taking position_ids"
         case "conv" | "pool":
             return "mixes neighbouring positions"
-        case "reduce" | "softmax" if node.id not in cheap and _along_sequence(graph, node):
+        case "reduce" | "softmax" if _along_sequence(graph, node):
             return "reduces along the sequence"
         case _:
             pass

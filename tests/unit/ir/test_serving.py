@@ -159,11 +159,7 @@ MIXING = {
             Node(id=20, op="aten.arange.default", args=(Ref("length"),), kwargs={}, outputs=("count",)),
             ValueSpec(("s",), "int64"),
         ),
-        (
-            Node(id=22, op="aten.unsqueeze.default", args=(Ref("count"), -1), outputs=("column",)),
-            ValueSpec(("s", 1), "int64"),
-        ),
-        (Node(id=23, op="aten.add.Tensor", args=(Ref("dropped"), Ref("column")), outputs=("end",)), _ROWS),
+        (Node(id=23, op="aten.index_select.default", args=(Ref("dropped"), 1, Ref("count")), outputs=("end",)), _ROWS),
     ],
 }
 

@@ -335,6 +335,8 @@ def _mix(x: Array) -> Array:
 
 CHUNK: Final = 64
 """Positions whose mutual influence is computed at once."""
+CHANNEL_CHUNK: Final = 16
+"""The same if each channel has its own decay, which takes memory for each channel of each pair of positions."""
 
 
 def linear_scan(decay: Array, x: Array) -> Array:
@@ -355,10 +357,11 @@ def linear_scan(decay: Array, x: Array) -> Array:
 
 def linear_attention(query: Array, key: Array, value: Array, *, decay: Array, beta: Array | None = None) -> Array:
     """Compute the formula of `backends.torch.semantic.linear_attention`. query and key [batch, positions, heads, key
-    width], value [batch, positions, heads, value width], decay and beta [batch, positions, heads]; the result has
-    value's shape."""
+    width], value [batch, positions, heads, value width], decay and beta [batch, positions, heads], decay also with the
+    key's width; the result has value's shape."""
     batch, positions, heads, width = value.shape
-    chunk = max(1, min(CHUNK, positions))
+    by_channel = decay.ndim == key.ndim
+    chunk = max(1, min(CHANNEL_CHUNK if by_channel else CHUNK, positions))
     missing = -positions % chunk
 
     def chunked(x: Array) -> Array:
@@ -367,22 +370,29 @@ def linear_attention(query: Array, key: Array, value: Array, *, decay: Array, be
         return x.reshape(batch, heads, -1, chunk, *x.shape[3:])
 
     q, k, v = chunked(query), chunked(key), chunked(value)
-    total = jnp.cumsum(chunked(decay), axis=3)
-    earlier = jnp.tril(jnp.ones((chunk, chunk), jnp.bool_))
+    faded_by = jnp.cumsum(chunked(decay), axis=3)
+    total = faded_by if by_channel else faded_by[..., None]
+    earlier = jnp.tril(jnp.ones((chunk, chunk), jnp.bool_))[..., None]
     # Masked before exp: later positions could overflow, and so could their gradients.
-    between = jnp.exp(jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf))
-    inside = (q @ jnp.swapaxes(k, -1, -2)) * between
-    faded = k * jnp.exp(total)[..., None]
+    between = jnp.exp(jnp.where(earlier, total[..., :, None, :] - total[..., None, :, :], -jnp.inf))
+
+    def pairs(left: Array, right: Array) -> Array:
+        if by_channel:
+            return (left[..., :, None, :] * right[..., None, :, :] * between).sum(axis=-1)
+        return left @ jnp.swapaxes(right, -1, -2) * between[..., 0]
+
+    inside = pairs(q, k)
+    faded = k * jnp.exp(total)
     if beta is not None:
         share = chunked(beta)[..., None]
-        system = (k * share) @ jnp.swapaxes(k, -1, -2) * between
+        system = pairs(k * share, k)
         solved = jax.scipy.linalg.solve_triangular(
             system, jnp.concatenate([v * share, faded * share], axis=-1), lower=True, unit_diagonal=True
         )
         v, faded = solved[..., :width], solved[..., width:]
-    reading = q * jnp.exp(total)[..., None]
-    leaving = k * jnp.exp(total[..., -1:] - total)[..., None]
-    fading = jnp.exp(total[..., -1])[..., None, None]
+    reading = q * jnp.exp(total)
+    leaving = k * jnp.exp(total[..., -1:, :] - total)
+    fading = jnp.exp(total[..., -1, :])[..., None]
     state = jnp.zeros((batch, heads, key.shape[-1], width), value.dtype)
     made: list[Array] = []
     for at in range(q.shape[2]):

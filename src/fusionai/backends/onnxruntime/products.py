@@ -363,7 +363,8 @@ def linear_attention(
 ) -> Tensor:
     body = _Body(b)
     keys_down = body.op("Unsqueeze", "key", b.ints([3]).name)
-    kept = body.op("Mul", "before", body.op("Unsqueeze", body.op("Exp", "decay"), b.ints([2, 3]).name))
+    missing = [3] if len(decay.shape) == len(key.shape) else [2, 3]
+    kept = body.op("Mul", "before", body.op("Unsqueeze", body.op("Exp", "decay"), b.ints(missing).name))
     over_keys = b.ints([2]).name
     taken = "value"
     scanned = {"query": query, "key": key, "value": value, "decay": decay}

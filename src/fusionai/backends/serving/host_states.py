@@ -77,8 +77,8 @@ class HostStates:
         heads, width, value_width = self.shape.shape
         rows = value.shape[1]
         self._require(query.shape == key.shape == (1, rows, heads, width))
-        self._require(value.shape == (1, rows, heads, value_width) and decay.shape == (1, rows, heads))
-        fading = np.exp(decay[0])[:, :, None, None]
+        self._require(value.shape == (1, rows, heads, value_width) and decay.shape in (key.shape, key.shape[:3]))
+        fading = np.exp(decay[0])[..., None] if decay.ndim == key.ndim else np.exp(decay[0])[..., None, None]
         made = np.empty_like(value)
         for span in spans:
             state = self._before(span)

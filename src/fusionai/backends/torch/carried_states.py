@@ -107,11 +107,11 @@ def _linear_attention(
     beta: Tensor | None = None,
 ) -> Tensor:
     """query, key [1, rows, heads, width], value and the result [1, rows, heads, value width], decay and beta [1, rows,
-    heads]."""
+    heads], decay also with the key's width."""
     heads, width, value_width = states.shape.shape
     _require(query.shape == key.shape and key.shape[2:] == (heads, width) and key.shape[0] == 1, query, key)
     _require(value.shape == (*key.shape[:3], value_width), value)
-    _require(all(one is None or one.shape == key.shape[:3] for one in (decay, beta)), decay, beta)
+    _require(decay.shape in (key.shape, key.shape[:3]) and (beta is None or beta.shape == key.shape[:3]), decay, beta)
     made = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     for span in spans:
         state = states.before(span)[None]

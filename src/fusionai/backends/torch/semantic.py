@@ -207,6 +207,8 @@ def expert_linear(x: Tensor, weight: Tensor, experts: Tensor, *, transposed: boo
 
 CHUNK: Final = 64
 """Positions whose mutual influence is computed at once."""
+CHANNEL_CHUNK: Final = 16
+"""The same if each channel has its own decay, which takes memory for each channel of each pair of positions."""
 
 
 def linear_scan(decay: Tensor, x: Tensor) -> Tensor:
@@ -261,7 +263,8 @@ def linear_attention(query: Tensor, key: Tensor, value: Tensor, *, decay: Tensor
     (section 3.3 and appendix A).
 
     query and key [batch, positions, heads, key width], value [batch, positions, heads, value width], decay (at most 0)
-    and beta [batch, positions, heads]; the result has value's shape.
+    and beta [batch, positions, heads]; decay may also have the key's width, a decay for each channel (Kimi delta
+    attention, arXiv 2510.26692). The result has value's shape.
     """
     if value.is_meta or not value.numel():
         return torch.empty_like(value)
@@ -276,7 +279,8 @@ def carried_attention(
     """Return the results of `linear_attention` that begins with `state` [batch, heads, key width, value width], and the
     state after the last position."""
     batch, positions, heads, width = value.shape
-    chunk = min(CHUNK, positions)
+    by_channel = decay.dim() == key.dim()
+    chunk = min(CHANNEL_CHUNK if by_channel else CHUNK, positions)
     missing = -positions % chunk
 
     def chunked(x: Tensor) -> Tensor:
@@ -286,22 +290,30 @@ def carried_attention(
         return x.reshape(batch, heads, -1, chunk, *x.shape[3:])
 
     q, k, v = chunked(query), chunked(key), chunked(value)
-    total = chunked(decay).cumsum(dim=3)
+    faded_by = chunked(decay).cumsum(dim=3)
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=value.device).triu(1)
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
-    inside = (q @ k.transpose(-1, -2)) * between
-    faded = k * total.exp()[..., None]
+    total = faded_by if by_channel else faded_by[..., None]
+    between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(later[..., None], float("-inf")).exp()
+
+    def pairs(left: Tensor, right: Tensor) -> Tensor:
+        """Return the product of each row of left with each earlier row of right, as decayed in between."""
+        if by_channel:
+            return (left[..., :, None, :] * right[..., None, :, :] * between).sum(dim=-1)
+        return left @ right.transpose(-1, -2) * between[..., 0]
+
+    inside = pairs(q, k)
+    faded = k * total.exp()
     if beta is not None:
         # A position's addition depends on those of earlier positions in the chunk: a triangular system.
         share = chunked(beta)[..., None]
-        system = (k * share) @ k.transpose(-1, -2) * between
+        system = pairs(k * share, k)
         solved = torch.linalg.solve_triangular(
             system, torch.cat([v * share, faded * share], dim=-1), upper=False, unitriangular=True
         )
         v, faded = solved[..., :width], solved[..., width:]
-    reading = q * total.exp()[..., None]
-    leaving = k * (total[..., -1:] - total).exp()[..., None]
-    fading = total[..., -1].exp()[..., None, None]
+    reading = q * total.exp()
+    leaving = k * (total[..., -1:, :] - total).exp()
+    fading = total[..., -1, :].exp()[..., None]
     made: list[Tensor] = []
     for at in range(q.shape[2]):
         taken = v[:, :, at] if beta is None else v[:, :, at] - faded[:, :, at] @ state

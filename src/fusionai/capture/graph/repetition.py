@@ -307,11 +307,17 @@ def _described(value: Any, owner: nn.Module) -> Any:
         case functools.partial():
             return "partial", _described((value.func, value.args, value.keywords), owner)
         case _ if is_dataclass(value) and not isinstance(value, type):
-            return type(value), tuple(
-                (each.name, _described(getattr(value, each.name), owner)) for each in fields(value)
-            )
+            return type(value), tuple((name, _described(item, owner)) for name, item in _stored(value))
         case _:
             return type(value), id(value)
+
+
+def _stored(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a dataclass as they are stored. Configurations of transformers whose layers differ refuse to
+    be asked for a field that some layers have a value of their own for."""
+    stored = getattr(value, "__dict__", None)
+    for each in fields(value):
+        yield each.name, getattr(value, each.name) if stored is None else stored.get(each.name)
 
 
 class _Opaque(Exception):
@@ -338,6 +344,8 @@ def _flat(value: Any, tensors: list[torch.Tensor], inputs: list[torch.Tensor] | 
             return _Place(len(tensors) - 1)
         case None | bool() | int() | float() | str() | torch.dtype() | torch.device():
             return value if inputs is not None else (type(value), value)
+        case torch.SymInt() if inputs is None:
+            return torch.SymInt, str(value)
         case tuple() if type(value) is tuple:
             return tuple(_flat(item, tensors, inputs) for item in value)
         case _ if is_dataclass(value) and not isinstance(value, type) and inputs is None:

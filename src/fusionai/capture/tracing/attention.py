@@ -8,12 +8,13 @@ describes is refused, because ignoring it would change the results."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusionai.primitives.errors import ModelError
 
@@ -28,14 +29,26 @@ _HARMLESS: Final = frozenset(
 """Keyword arguments of an attention function that have no effect here, because the mask is known as a rule."""
 
 
+SEEN_WHOLE: Final = ("attention_chunk_size", "index_topk")
+"""Fields of configurations that limit how many positions attention sees. A text that is not longer is seen whole, which
+is what a graph can hold."""
+
+
 @dataclass(frozen=True, slots=True)
 class MaskRule:
     """Which keys a query sees. `window`: if causal, only keys fewer than this many positions back; otherwise keys at
-    most this many positions away on either side. `key_mask` [b, s], bool: true for keys that are not padding."""
+    most this many positions away on either side. `key_mask` [b, s], bool: true for keys that are not padding. `sizes`:
+    b and s of the mask that it stands for."""
 
     causal: bool
     window: int | None = None
     key_mask: torch.Tensor | None = None
+    sizes: tuple[int | torch.SymInt, int | torch.SymInt] = field(default=(1, 1), compare=False)
+
+    def __getitem__(self, place: Any) -> torch.Tensor:
+        """Return a part of the mask [b, 1, s, s] as a tensor, true where a key is seen, for a model that cuts it."""
+        batch, length = self.sizes
+        return (_masked(torch.zeros(batch, 1, length, length), self) == 0)[place]
 
 
 @torch.library.custom_op("fusion::attention", mutates_args=())
@@ -110,10 +123,13 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention function: query [b, hq, s, d] in, [b, s, hq, dv] out. With a learned bias ([b or 1, hq,
-    s, t], as in T5) or a mask that is a tensor, it consists of plain operations."""
+    s, t], as in T5) or a mask that is a tensor, it consists of plain operations. `indices` [b, s, k]: keys that an
+    indexer chose for each query, all of them in texts of at most k tokens."""
+    _require_every_key(module, key, indices)
     unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in _HARMLESS)
     if unknown:
         raise ModelError(
@@ -143,11 +159,7 @@ def attention_forward(
                 f"{type(module).__name__} has an attention bias and a softcap or sinks, which no operator combines.",
                 hint="Choose a model that has only one of them.",
             )
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        scores = query @ _shared(query, key).transpose(-1, -2) * scale + position_bias
-        weights = F.softmax(_masked(scores, rule), dim=-1)
-        weights = F.dropout(weights, p=dropout, training=module.training)
-        return (weights @ _shared(query, value)).transpose(1, 2).contiguous(), None
+        return _with_bias(module, query, key, value, position_bias, rule, scaling, dropout), None
     result = attention(
         query,
         key,
@@ -161,6 +173,31 @@ def attention_forward(
         float(dropout),
     )
     return result.transpose(1, 2), None
+
+
+def _require_every_key(module: torch.nn.Module, key: torch.Tensor, indices: torch.Tensor | None) -> None:
+    if indices is not None and not statically_known_true(indices.shape[-1] == key.shape[2]):
+        raise ModelError(
+            f"{type(module).__name__} chooses keys for each query, which the operator fusion.attention lacks.",
+            hint="Ask for sequences of at most as many tokens as it chooses (`index_topk` in its configuration).",
+        )
+
+
+def _with_bias(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor,
+    rule: MaskRule,
+    scaling: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = query @ _shared(query, key).transpose(-1, -2) * scale + bias
+    weights = F.softmax(_masked(scores, rule), dim=-1)
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return (weights @ _shared(query, value)).transpose(1, 2).contiguous()
 
 
 def scaled_dot_product(
@@ -198,13 +235,20 @@ def scaled_dot_product(
     return F.dropout(weights, p=dropout_p, training=True) @ value
 
 
-def mask_rule(*, mask_function: Callable[..., Any], attention_mask: torch.Tensor | None = None, **_: Any) -> MaskRule:
+def mask_rule(
+    *,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None = None,
+    batch_size: int | torch.SymInt = 1,
+    q_length: int | torch.SymInt = 1,
+    **_: Any,
+) -> MaskRule:
     """Transformers' mask function: identify `mask_function` instead of running it. Raises `ModelError`."""
-    rule = _read(mask_function)
+    rule = replace(_read(mask_function, q_length), sizes=(batch_size, q_length))
     return rule if attention_mask is None else replace(rule, key_mask=attention_mask)
 
 
-def _read(function: Callable[..., Any]) -> MaskRule:
+def _read(function: Callable[..., Any], length: int | torch.SymInt) -> MaskRule:
     from transformers import masking_utils as masks
 
     if function is masks.causal_mask_function:
@@ -226,18 +270,33 @@ def _read(function: Callable[..., Any]) -> MaskRule:
                         # Added only while tracing. Every row is taken to be one sequence, with positions counted from
                         # 0.
                         pass
+                    case "chunked_overlay":
+                        _require_one_chunk(part, length)
                     case _:
-                        rule = _read(part)
+                        rule = _read(part, length)
             if rule is not None:
                 return rule if window is None else replace(rule, window=window)
         case "remap_positions_for_packed_sequence" | "add_offsets_to_mask_function":
-            return _read(closure["mask_function"])
+            return _read(closure["mask_function"], length)
         case _:
             pass
     raise ModelError(
         f"the model's attention mask ({function.__qualname__}) is neither causal, windowed nor bidirectional.",
-        hint="Chunked, blockwise and custom masks are not supported; choose another model.",
+        hint="Blockwise and custom masks are not supported; choose another model.",
     )
+
+
+def _require_one_chunk(overlay: Callable[..., Any], length: int | torch.SymInt) -> None:
+    """Raise `ModelError` unless sequences stay within the first chunk, where attention in chunks sees every earlier
+    position."""
+    free = dict(zip(overlay.__code__.co_freevars, overlay.__closure__ or (), strict=True))
+    chunk = int(free["chunk_size"].cell_contents)
+    if not statically_known_true(length <= chunk):
+        raise ModelError(
+            f"the model's attention sees no position beyond its own chunk of {chunk}, which the operator "
+            "fusion.attention lacks.",
+            hint=f"Ask for sequences of at most {chunk} tokens.",
+        )
 
 
 @cache

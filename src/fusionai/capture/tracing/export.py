@@ -41,6 +41,20 @@ from fusionai.capture.tracing.draws import draws, uniform
 from fusionai.capture.tracing.patching import patched
 from fusionai.primitives.errors import ModelError
 
+
+class LongestApart(ModelError):
+    """The model treats a sequence of the largest length asked for in another way than shorter ones, such as one as
+    long as a table of positions that it cuts for others. `length`: that length."""
+
+    def __init__(self, message: str, length: int) -> None:
+        super().__init__(message, hint=_at_most(length - 1))
+        self.length = length
+
+
+def _at_most(size: int) -> str:
+    return f"Ask for at most {size}."
+
+
 _EXAMPLE_SIZES = {"b": 3, "s": 13}
 """Sizes of the symbols while tracing: odd and different, so that they rarely equal a size of the model."""
 
@@ -292,10 +306,8 @@ def _model_error(error: Exception, inputs: tuple[InputSpec, ...]) -> ModelError:
         )
     if apart := re.search(r"specified range (\w+) <= (\d+) satisfy the generated guard [^\n]* != \2\b", text):
         name, most = _SIZES.get(apart[1], apart[1]), int(apart[2])
-        return ModelError(
-            f"the model treats a {name} of exactly {most} apart from all others{where}: one graph can't do both.",
-            hint=f"Ask for at most {most - 1}.",
-        )
+        message = f"the model treats a {name} of exactly {most} apart from all others{where}: one graph can't do both."
+        return LongestApart(message, most) if apart[1] == "s" else ModelError(message, hint=_at_most(most - 1))
     if "specialized" in text or "Constraints violated" in text or "Not all values of" in text:
         found: list[str] = re.findall(r"marked (\w+) as dynamic", text) or re.findall(r"violated \((\w+)\)", text)
         fixed = sorted({_SIZES.get(name, name) for name in found})

@@ -22,6 +22,7 @@ from typing import Any, Final, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusionai.backends.torch import semantic as scans
 from fusionai.backends.torch.semantic import expert_linear as by_groups
@@ -134,6 +135,116 @@ def _gated_delta_rule(
     return linear_attention(query * query.shape[-1] ** -0.5, key, value, g, beta).to(dtype), None
 
 
+def _kimi_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_size: int = 64,  # noqa: ARG001
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Kimi delta attention (arXiv 2510.26692), like `chunk_kimi_delta_attention`: the gated delta rule with a decay g
+    [b, s, h, k] for each channel of the key; the other operands have the shapes named there."""
+    _refuse(others | {"initial_state": initial_state, "output_final_state": output_final_state})
+    dtype = query.dtype
+    query, key, value, g, beta = (x.to(torch.float32) for x in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        query, key = (x / torch.sqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6) for x in (query, key))
+    return linear_attention(query * query.shape[-1] ** -0.5, key, value, g, beta).to(dtype), None
+
+
+def _gated_scan(
+    self: nn.Module,  # noqa: ARG001
+    hidden_states: torch.Tensor,
+    recurrent_gate: torch.Tensor,
+    reset: torch.Tensor,
+    recurrent_states: torch.Tensor | None,
+    acc_dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, None]:
+    """Real-gated linear recurrent unit (arXiv 2402.19427), like `RecurrentGemmaRglru._rnn_scan`: all operands [b, s, d]
+    except reset [b, s, 1], where a text begins."""
+    _refuse({"recurrent_states": recurrent_states})
+    states = linear_scan((recurrent_gate * ~reset).to(acc_dtype), hidden_states.to(acc_dtype))
+    return states.to(hidden_states.dtype), None
+
+
+def _every_key(self: nn.Module, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Choose keys like the indexers of DeepSeek's sparse attention, which choose `index_topk` for each query: all keys
+    of texts that are not longer. Returns [b, s, s]. Raises `ModelError` for longer texts."""
+    batch, length, most = *hidden_states.shape[:2], cast(Any, self).index_topk
+    if not statically_known_true(length <= most):
+        raise ModelError(
+            f"{type(self).__name__} chooses {most} keys for each query, which the operator fusion.attention lacks.",
+            hint=f"Ask for sequences of at most {most} tokens.",
+        )
+    return torch.arange(length, dtype=torch.int32, device=hidden_states.device).expand(batch, length, length)
+
+
+RWKV_LARGEST: Final = 60.0
+"""Largest magnitude of an RWKV key whose exponential is taken, as in RWKV's own code of versions 2 and 3. Sums of such
+exponentials stay within float32 without the running maximum that transformers subtracts."""
+
+
+def _earlier(x: torch.Tensor) -> torch.Tensor:
+    """Return x [b, s, d] moved by one position, with zeros first: as a short convolution, whose window is a state."""
+    width = x.shape[2]
+    kernel = torch.tensor([1.0, 0.0], dtype=x.dtype, device=x.device).expand(width, 1, 2)
+    return F.conv1d(x.transpose(1, 2), kernel, padding=1, groups=width)[:, :, : x.shape[1]].transpose(1, 2)
+
+
+def _mixed(x: torch.Tensor, before: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    return x * share + before * (1 - share)
+
+
+def _rescaled(layer: Any, made: torch.Tensor) -> torch.Tensor:
+    """Return the result of a layer whose last weights transformers divides in evaluation, so that half precision does
+    not overflow: divided here, which gives the same bits, because the divisor is a power of two."""
+    every = layer.config.rescale_every
+    return made if layer.training or every <= 0 else made / 2 ** (layer.layer_id // every)
+
+
+def _rwkv_attention(
+    self: nn.Module, hidden: torch.Tensor, state: Any = None, use_cache: bool = False
+) -> tuple[torch.Tensor, None]:
+    """RWKV-4 (arXiv 2305.13048), like the forward of `RwkvSelfAttention`: two sums over earlier positions, which decay
+    by channel, and the position's own key with a bonus."""
+    _refuse({"state": state, "use_cache": use_cache})
+    layer = cast(Any, self)
+    before = _earlier(hidden)
+    key = layer.key(_mixed(hidden, before, layer.time_mix_key)).float()
+    value = layer.value(_mixed(hidden, before, layer.time_mix_value))
+    receptance = torch.sigmoid(layer.receptance(_mixed(hidden, before, layer.time_mix_receptance)))
+
+    def weight(exponent: torch.Tensor) -> torch.Tensor:
+        return exponent.clamp(-RWKV_LARGEST, RWKV_LARGEST).exp()
+
+    entering = torch.cat((weight(key) * value, weight(key)), dim=-1)
+    decay = torch.exp(-torch.exp(layer.time_decay)).repeat(2).expand_as(entering)
+    above, below = _earlier(linear_scan(decay, entering)).chunk(2, dim=-1)
+    own = weight(key + layer.time_first)
+    made = ((above + own * value) / (below + own)).to(value.dtype)
+    return _rescaled(layer, layer.output(receptance * made)), None
+
+
+def _rwkv_feed_forward(self: nn.Module, hidden: torch.Tensor, state: Any = None) -> tuple[torch.Tensor, None]:
+    """Like the forward of `RwkvFeedForward`."""
+    _refuse({"state": state})
+    layer = cast(Any, self)
+    before = _earlier(hidden)
+    inner = torch.square(torch.relu(layer.key(_mixed(hidden, before, layer.time_mix_key))))
+    receptance = torch.sigmoid(layer.receptance(_mixed(hidden, before, layer.time_mix_receptance)))
+    return receptance * _rescaled(layer, layer.value(inner)), None
+
+
+def _keep_scale(self: nn.Module) -> None:
+    """Leave the weights as they are in the files, where transformers' `RwkvModel` divides them: see `_rescaled`."""
+    cast(Any, self).layers_are_rescaled = not self.training
+
+
 def _lightning_attention(
     self: nn.Module,
     hidden_states: torch.Tensor,
@@ -182,7 +293,9 @@ def _refuse(asked: Mapping[str, Any], harmless: tuple[str, ...] = ()) -> None:
         )
 
 
-_HARMLESS: Final = frozenset({"use_cache", "output_attentions", "output_hidden_states", "return_dict", "position_ids"})
+_HARMLESS: Final = frozenset(
+    {"use_cache", "output_attentions", "output_hidden_states", "return_dict", "position_ids", "position_embeddings"}
+)
 """Arguments that the layers above pass on."""
 
 
@@ -283,11 +396,19 @@ _NAMES: Final[Mapping[str, Callable[..., Any]]] = {
     "mamba_selective_scan": _selective_scan,
     "mamba2_chunk_scan": _chunk_scan,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "chunk_kimi_delta_attention": _kimi_delta_rule,
     "sparsemixer": _sparse_mixer,
 }
 """Functions that are replaced."""
-_FORWARDS: Final[Mapping[str, Callable[..., Any]]] = {"MiniMaxLightningAttention": _lightning_attention}
-"""Classes whose whole forward is replaced."""
+_METHODS: Final[Mapping[str, tuple[str, Callable[..., Any]]]] = {
+    **dict.fromkeys(("AXK2Indexer", "DeepseekV32Indexer", "GlmMoeDsaIndexer"), ("forward", _every_key)),
+    "MiniMaxLightningAttention": ("forward", _lightning_attention),
+    "RecurrentGemmaRglru": ("_rnn_scan", _gated_scan),
+    "RwkvFeedForward": ("forward", _rwkv_feed_forward),
+    "RwkvModel": ("_rescale_layers", _keep_scale),
+    "RwkvSelfAttention": ("forward", _rwkv_attention),
+}
+"""Classes of which a method is replaced."""
 
 
 def semantic_layers(module: nn.Module) -> AbstractContextManager[None]:
@@ -295,5 +416,5 @@ def semantic_layers(module: nn.Module) -> AbstractContextManager[None]:
     classes = {type(child) for child in module.modules() if type(child).__module__.startswith("transformers.")}
     files = [sys.modules[name] for name in sorted({cls.__module__ for cls in classes})]
     functions = ((file, name, made) for file in files for name, made in _NAMES.items() if hasattr(file, name))
-    forwards = ((cls, "forward", _FORWARDS[cls.__name__]) for cls in classes if cls.__name__ in _FORWARDS)
-    return patched(*functions, *forwards)
+    known = ((cls, _METHODS[cls.__name__]) for cls in classes if cls.__name__ in _METHODS)
+    return patched(*functions, *((cls, name, made) for cls, (name, made) in known))

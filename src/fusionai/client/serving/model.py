@@ -30,6 +30,7 @@ from fusionai.capture.models.huggingface import model_directory
 from fusionai.capture.models.source import DirectorySource, GgufSource, HubSource, parse_source
 from fusionai.capture.models.state import rounding
 from fusionai.capture.served import LONGEST_PASS, capture_served
+from fusionai.capture.tracing.attention import SEEN_WHOLE
 from fusionai.execution.host import ComputeThread
 from fusionai.ir.cost import EMBEDDING, WeightFormat
 from fusionai.ir.packed import packed_bytes
@@ -331,12 +332,14 @@ def job_name(model: str) -> str:
 
 
 def _positions(config: Mapping[str, Any]) -> int | None:
+    """Return the longest text: the positions that the configuration names, at most those that attention sees."""
     texts = config.get("text_config")
     for fields in (config, texts if isinstance(texts, Mapping) else {}):
+        seen = [size for size in map(fields.get, SEEN_WHOLE) if isinstance(size, int) and size > 0]
         for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
             size = fields.get(name)
             if isinstance(size, int) and size > 0:
-                return size
+                return min(size, *seen) if seen else size
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusionai.backends.torch.semantic import CHUNK, linear_attention, linear_scan
+from fusionai.backends.torch.semantic import CHANNEL_CHUNK, CHUNK, linear_attention, linear_scan
 
 LIMIT = 1e-12
 
@@ -31,8 +31,9 @@ def one_after_the_other(
 ) -> torch.Tensor:
     state = value.new_zeros(value.shape[0], value.shape[2], key.shape[3], value.shape[3])
     made: list[torch.Tensor] = []
+    decay = decay if decay.dim() == key.dim() else decay[..., None]
     for at in range(value.shape[1]):
-        state = state * decay[:, at, :, None, None].exp()
+        state = state * decay[:, at, ..., None].exp()
         taken = value[:, at]
         if beta is not None:
             taken = (taken - torch.einsum("bhkv,bhk->bhv", state, key[:, at])) * beta[:, at, :, None]
@@ -45,6 +46,16 @@ def one_after_the_other(
 @pytest.mark.parametrize("corrected", [False, True])
 def test_chunks_give_what_single_positions_give(positions: int, corrected: bool) -> None:
     query, key, value, decay, beta = operands(positions)
+    share = beta if corrected else None
+    made = linear_attention(query, key, value, decay=decay, beta=share)
+    torch.testing.assert_close(made, one_after_the_other(query, key, value, decay, share), rtol=0, atol=LIMIT)
+
+
+@pytest.mark.parametrize("positions", [1, CHANNEL_CHUNK, CHANNEL_CHUNK + 1, 3 * CHANNEL_CHUNK])
+@pytest.mark.parametrize("corrected", [False, True])
+def test_each_channel_may_have_its_own_decay(positions: int, corrected: bool) -> None:
+    query, key, value, _, beta = operands(positions)
+    decay = -drawn(2, positions, 3, 4, seed=6).abs()
     share = beta if corrected else None
     made = linear_attention(query, key, value, decay=decay, beta=share)
     torch.testing.assert_close(made, one_after_the_other(query, key, value, decay, share), rtol=0, atol=LIMIT)

@@ -188,14 +188,18 @@ def test_masks_are_read_as_rules() -> None:
         masks.sliding_window_causal_mask_function(5): MaskRule(causal=True, window=5),
         masks.sliding_window_bidirectional_mask_function(5): MaskRule(causal=False, window=5),
         packed: MaskRule(causal=True),
+        masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)): MaskRule(causal=True),
     }
     for function, expected in rules.items():
         assert mask_rule(mask_function=function, batch_size=1, q_length=4) == expected
-    chunked = masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
     either = masks.or_masks(masks.causal_mask_function, masks.bidirectional_mask_function)
-    for function in (chunked, either, masks.and_masks(masks.causal_mask_function, either), lambda b, h, q, k: k < q):
+    for function in (either, masks.and_masks(masks.causal_mask_function, either), lambda b, h, q, k: k < q):
         with pytest.raises(ModelError, match="neither causal"):
             mask_rule(mask_function=function)
+    chunked = masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ModelError, match="no position beyond its own chunk of 4") as refused:
+        mask_rule(mask_function=chunked, batch_size=1, q_length=5)
+    assert refused.value.hint == "Ask for sequences of at most 4 tokens."
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -62,6 +63,31 @@ def assert_same_as_whole(factory: Callable[[], nn.Module]) -> tuple[int, int]:
             assert self_check(made).ok
     assert hashes[0] == hashes[1]
     return counts[0], counts[1]
+
+
+@dataclass
+class Guarded:
+    """A configuration that refuses to be asked for a field of which some layers have a value of their own, as those of
+    Gemma 4 do."""
+
+    width: int = 4
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "width":
+            raise AttributeError("ask the layer's own configuration")
+        return super().__getattribute__(name)
+
+
+@pytest.mark.slow
+def test_a_configuration_that_refuses_a_question_is_no_obstacle() -> None:
+    def made() -> nn.Module:
+        stack, config = Stack(Layer.plain), Guarded()
+        for layer in stack.layers:
+            layer.config = config
+        return stack
+
+    copied, whole = assert_same_as_whole(made)
+    assert copied < whole
 
 
 @pytest.mark.slow
