@@ -16,6 +16,7 @@ from msgspec import structs
 
 from fusionai.ir.serving import Purpose
 from fusionai.primitives.errors import ExecutionError
+from fusionai.serving.images import is_image
 from fusionai.serving.interface import (
     Emitted,
     EngineBusy,
@@ -87,7 +88,8 @@ class ScriptedEngine:
             raise EngineBusy("no page is free", 2.4)
         if len(generation.prompt) + generation.max_tokens > self.context_tokens:
             raise PromptTooLong(f"{len(generation.prompt)} + {generation.max_tokens} tokens never fit")
-        if max(generation.prompt, default=0) >= self.vocabulary:
+        texts = [token for token in generation.prompt if not is_image(token)]
+        if max(texts, default=0) >= self.vocabulary:
             raise ExecutionError("a token outside the vocabulary")
         self.given.append(generation)
         self.live += 1
@@ -193,7 +195,8 @@ class _Stream:
 
     def _tokens(self) -> list[int]:
         engine, generation = self._engine, self._generation
-        prompt = engine.text.tokenizer.decode(generation.prompt, special=True)
+        texts = [token for token in generation.prompt if not is_image(token)]
+        prompt = engine.text.tokenizer.decode(texts, special=True)
         end = min(engine.stop_tokens)
         if generation.constraint is None:
             said = engine.text.tokenizer.encode(engine.script(prompt, generation), framed=False)

@@ -213,14 +213,14 @@ def test_an_answer_of_a_schema(engine: ScriptedEngine):
 def test_what_is_not_supported_is_refused_by_name(engine: ScriptedEngine):
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"messages": [{"role": "user", "content": [image]}]}, r"messages\[0\].content\[0\]`: this model reads text"),
+        ({"messages": [{"role": "user", "content": [image]}]}, "This model reads text only"),
         (
             {
                 "messages": [
                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [image]}]}
                 ]
             },
-            "leave out blocks of type `image`",
+            "images in results of tools are not read",
         ),
         ({"messages": [*HELLO, {"role": "assistant", "content": "The"}]}, "can't continue an answer"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "does not think"),

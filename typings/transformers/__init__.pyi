@@ -30,6 +30,10 @@ class AutoConfig:
     @classmethod
     def from_pretrained(cls, name: str | PathLike[str], **choices: Any) -> PreTrainedConfig: ...
 
+class AutoImageProcessor:
+    @classmethod
+    def from_pretrained(cls, name: str | PathLike[str], **choices: Any) -> Any: ...
+
 class _Tokenizer:
     model_input_names: list[str]
 

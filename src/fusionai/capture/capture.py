@@ -26,6 +26,7 @@ from fusionai.capture.graph.repetition import repeated_layers
 from fusionai.capture.models.adapter import AdapterSlots, located
 from fusionai.capture.models.build import Adapters, Built, build
 from fusionai.capture.models.conversion import left_out
+from fusionai.capture.models.images import AXES, has_axes, holder_of, take_images
 from fusionai.capture.models.source import ModelSource
 from fusionai.capture.models.state import CapturedState, Checkpoint, group, index_checkpoint
 from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs, model_inputs
@@ -37,7 +38,7 @@ from fusionai.ir.blocks import assign_blocks
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.packed import with_packed
 from fusionai.ir.schema import Graph, ParamSpec
-from fusionai.ir.serving import ADAPTERS
+from fusionai.ir.serving import ADAPTERS, AXIS_POSITIONS, BATCH, IMAGE_ROWS, LAYER_ROWS, POSITIONS, SEQUENCE
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ModelError
 from fusionai.primitives.tensors import HostTensor
@@ -110,15 +111,17 @@ class CaptureOptions(TypedDict, total=False):
     example_inputs: Mapping[str, ExampleInput | torch.Tensor] | None
     adapter: Adapters | None
     whole: bool
+    images: bool
 
 
 def capture(source: ModelSource, **options: Unpack[CaptureOptions]) -> Captured:
     """Capture `source` with its loss as a validated graph, for every batch and sequence size in the ranges (inclusive;
     by default up to 64 rows of 2048 tokens).
 
-    With `adapter`, only the adapter's parameters are trainable. `whole`: trace every repeated layer instead of copying
-    one, which takes longer and gives the same graph. Raises `ModelError` if the model can't be built, traced or
-    expressed in the IR; the error names the operation, its place and a remedy.
+    With `adapter`, only the adapter's parameters are trainable. `images`: the graph also takes rows of
+    images. `whole`: trace every repeated layer instead of copying one, which takes longer and gives the same graph.
+    Raises `ModelError` if the model can't be built, traced or expressed in the IR; the error names the operation, its
+    place and a remedy.
     """
     made = draft(source, **options)
     if made.unsupported:
@@ -145,6 +148,7 @@ def draft(
     example_inputs: Mapping[str, ExampleInput | torch.Tensor] | None = None,
     adapter: Adapters | None = None,
     whole: bool = False,
+    images: bool = False,
 ) -> Draft:
     """Capture like `capture`, but collect unsupported operations instead of raising, and do not validate the graph."""
     for name, (low, high) in (("batch", batch), ("sequence", sequence)):
@@ -154,6 +158,8 @@ def draft(
             )
     built = build(source, seed, adapter)
     specs, names = _inputs(built, task, example_inputs)
+    if images:
+        specs, names = _with_images(built.module, specs, names)
     notes = list(built.notes)
     symbols = _symbols(built, specs, batch, sequence, notes)
     checkpoint = _checkpoint(built)  # before the expensive tracing: weights of another model raise here
@@ -179,6 +185,21 @@ def _inputs(
     specs, names = input_specs(built.module, task, examples, output_dims)
     if isinstance(built.adapter, AdapterSlots):
         specs = (*specs, InputSpec(ADAPTERS, ("b", "s", sum(built.adapter.ranks)), torch.float32))
+    return specs, names
+
+
+def _with_images(
+    module: nn.Module, specs: tuple[InputSpec, ...], names: tuple[str, ...]
+) -> tuple[tuple[InputSpec, ...], tuple[str, ...]]:
+    """Make `module` take rows of images, and return its inputs with them."""
+    width, added = take_images(module)
+    specs = (*specs, InputSpec(IMAGE_ROWS, (BATCH, SEQUENCE, width), torch.float32))
+    if added:
+        specs = (*specs, InputSpec(LAYER_ROWS, (BATCH, SEQUENCE, added), torch.float32))
+    if has_axes(module):
+        specs = tuple(spec for spec in specs if spec.name != POSITIONS)
+        specs = (*specs, InputSpec(AXIS_POSITIONS, (BATCH, SEQUENCE, AXES), torch.int64))
+        names = tuple(name for name in names if name != POSITIONS)
     return specs, names
 
 
@@ -282,7 +303,7 @@ class _Run:
         nodes = sum(node.op == "fusion.attention" for node in graph.nodes)
         carrying = sum(OPERATORS[node.op].category == "scan" for node in graph.nodes if node.op in OPERATORS)
         layers = _attention_layers(built, graph, carrying)
-        if unused:
+        if unused and holder_of(built.module) is None:  # else they are the encoder's
             self.notes.append(f"{len(unused)} parameters do not affect the outputs, first {unused[0]}.")
         buffers = built.buffers()
         self.notes.extend(

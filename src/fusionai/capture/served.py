@@ -41,14 +41,15 @@ SENTENCE_MODULES: Final = "modules.json"
 """File that lists the modules of a model of sentence-transformers."""
 
 
-def capture_served(source: ModelSource, adapter: Adapters | None = None) -> Captured:
-    """Capture `source` for `ir.serving.serving_graph`. Raises `ModelError` with the reason if it can't be captured."""
-    architecture = serving_architecture(source)
+def capture_served(source: ModelSource, adapter: Adapters | None = None, *, images: bool = False) -> Captured:
+    """Capture `source` for `ir.serving.serving_graph`; with `images`, as it is, to take rows of images. Raises
+    `ModelError` with the reason if it can't be captured, `NoImages` if it can't be with images."""
+    architecture = "causal_lm" if images else serving_architecture(source)
     if isinstance(source, CodeSource | FactorySource) or architecture == "causal_lm":
         try:
-            return _causal(source, LONGEST_PASS, adapter)
+            return _causal(source, LONGEST_PASS, adapter, images=images)
         except LongestApart as error:
-            return _causal(source, error.length - 1, adapter)
+            return _causal(source, error.length - 1, adapter, images=images)
     if adapter is not None:
         raise ModelError(
             "adapters are served with causal language models only, and this model is an encoder of texts.",
@@ -65,8 +66,8 @@ def capture_served(source: ModelSource, adapter: Adapters | None = None) -> Capt
     ).as_filed()
 
 
-def _causal(source: ModelSource, longest: int, adapter: Adapters | None) -> Captured:
-    return capture(source, batch=(1, 2), sequence=(1, longest), train=False, adapter=adapter).as_filed()
+def _causal(source: ModelSource, longest: int, adapter: Adapters | None, *, images: bool) -> Captured:
+    return capture(source, batch=(1, 2), sequence=(1, longest), train=False, adapter=adapter, images=images).as_filed()
 
 
 def serving_architecture(source: ModelSource) -> Architecture:

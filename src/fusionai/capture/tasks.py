@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -20,8 +19,9 @@ from torch import nn
 
 from fusionai.backends.torch.host import to_torch
 from fusionai.capture.models.adapter import chosen_of
+from fusionai.capture.models.images import holder_of
 from fusionai.capture.tracing.patching import patched
-from fusionai.ir.serving import ADAPTERS, BATCH, SEQUENCE
+from fusionai.ir.serving import ADAPTERS, AXIS_POSITIONS, BATCH, IMAGE_ROWS, LAYER_ROWS, POSITIONS, SEQUENCE
 from fusionai.primitives.errors import ModelError
 from fusionai.primitives.tensors import HostTensor
 
@@ -79,9 +79,17 @@ class TaskModule(nn.Module):
         chosen = chosen_of(self.module)
         if chosen is not None:
             chosen.mask = inputs[ADAPTERS]
-        result = self._call({name: inputs[name] for name in self.names})
+        holder = holder_of(self.module)
+        if holder is not None:
+            holder.rows, holder.layer_rows = inputs[IMAGE_ROWS], inputs.get(LAYER_ROWS)
+        given = {name: inputs[name] for name in self.names}
+        if AXIS_POSITIONS in inputs:
+            given[POSITIONS] = inputs[AXIS_POSITIONS].permute(2, 0, 1)
+        result = self._call(given)
         if chosen is not None:
             chosen.mask = None
+        if holder is not None:
+            holder.rows = holder.layer_rows = None
         match self.task:
             case "causal_lm" | "counted_lm" | "masked_lm" | "seq2seq_lm":
                 logits = _scores(result, "batch, sequence, vocabulary", self.task)
@@ -111,9 +119,11 @@ class TaskModule(nn.Module):
         parameters = inspect.signature(self.module.forward).parameters
         if "use_cache" in parameters:
             return self.module(**inputs, use_cache=False)
-        config = getattr(self.module, "config", None)
-        keeps_cache = getattr(config, "use_cache", None) is True
-        with patched((config, "use_cache", False)) if keeps_cache else nullcontext():
+        config: Any = getattr(self.module, "config", None)
+        # The part for texts of a composed model has a configuration of its own.
+        texts: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+        keeping = [one for one in (config, texts) if getattr(one, "use_cache", None) is True]
+        with patched(*((one, "use_cache", False) for one in keeping)):
             return self._called(inputs, parameters)
 
     def _called(self, inputs: dict[str, torch.Tensor], parameters: Mapping[str, inspect.Parameter]) -> Any:

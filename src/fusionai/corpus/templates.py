@@ -27,6 +27,10 @@ _ANSWER, _ANSWERED = "\U000f0002", "\U000f0003"
 _SIGNS: Final = re.compile(f"[{_OPEN}{_CLOSE}{_ANSWER}{_ANSWERED}]")
 _JOINED_ARGUMENTS: Final = re.compile(r"\+\s*[\w.\[\]'\"]*\barguments\b['\"]?\]?\s*(?:\+|-?\}\}|\))")
 """A template that joins a call's arguments to other text, as DeepSeek's do, needs them as text."""
+_OVER_PARTS: Final = re.compile(r"\bfor\s+\w+\s+in\s+\w+(?:\.content\b|\[['\"]content['\"]\])")
+_ASKS_FOR_TEXT: Final = re.compile(r"\bis\s+(?:not\s+)?string\b")
+"""A template that goes through the parts of a content, and does not ask whether it is a text, wants parts always: of a
+text it would write nothing."""
 _GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\b")
 MAX_RENDERED_CHARACTERS: Final = 16_777_216
 
@@ -63,6 +67,7 @@ class ChatTemplate:
         self.is_plain = is_plain
         self._variables = dict(variables or {})
         self._joins_arguments = _JOINED_ARGUMENTS.search(source) is not None
+        self._wants_parts = bool(_OVER_PARTS.search(source)) and not _ASKS_FOR_TEXT.search(source)
         self._template = self._compiled(_environment(now, _Generation))
         says = _GENERATION.search(source) is not None
         self._signed = self._compiled(_environment(now, _SignedGeneration)) if says else None
@@ -97,6 +102,8 @@ class ChatTemplate:
         chat = [_with_reasoning(message) for message in _plain_data(messages)]
         if self._joins_arguments:
             chat = [_with_text_arguments(message) for message in chat]
+        if self._wants_parts:
+            chat = [_with_parts(message) for message in chat]
         if self.is_plain:
             chat = [{**message, "content": _text_of(message.get("content"))} for message in chat]
         given = {
@@ -382,6 +389,12 @@ def _with_reasoning(message: Any) -> dict[str, Any]:
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the message with its text as a list of one part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _text_of(content: Any) -> str:

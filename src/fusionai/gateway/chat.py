@@ -22,6 +22,7 @@ from fusionai.gateway.chunks import ChunkForm
 from fusionai.gateway.context import AnswerForm, GatewayContext, Heading, numbered
 from fusionai.gateway.errors import as_api_error, invalid
 from fusionai.gateway.generation import AnswerLogprob, Choice, Delta, PromptProcessed
+from fusionai.gateway.images import for_template, read_images
 from fusionai.gateway.requests import (
     ChatRequest,
     NamedChoice,
@@ -31,12 +32,21 @@ from fusionai.gateway.streaming import while_connected
 from fusionai.gateway.structured import enforced_form
 from fusionai.primitives.errors import UsageError
 from fusionai.serving.constraint import ClientGrammar, Form, is_deeper
+from fusionai.serving.images import PlacedImage
 from fusionai.serving.interface import PromptRead
 from fusionai.serving.model_text import ModelText
 from fusionai.serving.text import Tokenizer
 from fusionai.serving.tool_grammar import call_grammar
 from fusionai.serving.tool_reading import ToolReader
 from fusionai.serving.tools import CallPiece, ToolDefinition, calls_of
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The tokens of a prompt, with the images whose rows are among them."""
+
+    tokens: tuple[int, ...]
+    images: tuple[PlacedImage, ...]
 
 
 class ChatEndpoint:
@@ -60,22 +70,27 @@ class ChatEndpoint:
         choices = await while_connected(request, self._choices(request, body, at_most))
         return await self._context.reply(request, choices, form, is_stream=bool(body.stream))
 
-    async def prompt(self, body: ChatRequest) -> tuple[int, ...]:
-        """Return the tokens of a chat's prompt. Raises `ApiError`."""
+    async def prompt(self, body: ChatRequest, scope: str) -> ChatPrompt:
+        """Return a chat's prompt. `scope`: of the request's key. Raises `ApiError`."""
         context, text = self._context, self._context.text
         tools = _tools(body)
         if tools and text.tool_form is None:
             raise invalid("This model's chat template does not support tools.", "tools", "unsupported_parameter")
-        messages = [plain(message) for message in body.messages]
+        messages = [for_template(plain(message)) for message in body.messages]
         offered = [msgspec.to_builtins(tool) for tool in body.tools or ()] if tools else None
         _check_depth(body, context.config.limits.template_depth)
         await context.check_length(_texts((messages, offered, body.chat_template_kwargs)), "messages")
-        return await context.off_loop(text.chat_tokens, messages, tools=offered, variables=self._variables(body, tools))
+        images = await read_images(context, body.messages, scope)
+        tokens = await context.off_loop(
+            text.chat_tokens, messages, tools=offered, variables=self._variables(body, tools), images=images
+        )
+        return ChatPrompt(tokens, images)
 
     async def _choices(self, request: Request, body: ChatRequest, at_most: int | None = None) -> list[Choice]:
         context, text = self._context, self._context.text
         count = context.check_count(body.n or 1, 1)
-        prompt = await self.prompt(body)
+        asked_for = await self.prompt(body, request.state.holder.scope)
+        prompt = asked_for.tokens
         tools = _tools(body)
         form = await context.off_loop(self._form, body, tools)
         if body.max_tokens is not None and body.max_completion_tokens is not None:
@@ -96,7 +111,15 @@ class ChatEndpoint:
                 Choice(
                     index=index,
                     prompt=0,
-                    generation=numbered(shared, index, prompt, room, logprobs=logprobs, constraint=constraint),
+                    generation=numbered(
+                        shared,
+                        index,
+                        prompt,
+                        room,
+                        logprobs=logprobs,
+                        constraint=constraint,
+                        images=asked_for.images,
+                    ),
                     decoder=text.decoder(
                         stops=() if thinks else (*stops, *text.stops), tools=bool(tools), reasoning=thinks
                     ),

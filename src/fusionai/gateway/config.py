@@ -82,6 +82,8 @@ class RequestLimits:
     beyond twice `connections`, a connection is closed at once."""
 
     body_bytes: int = 8 * 2**20
+    image_body_bytes: int = 32 * 2**20
+    """Instead of `body_bytes`, if the model reads images."""
     body_timeout_s: float = 30.0
     """Time to send a whole body; the head of a request has `head_timeout_s`."""
     head_timeout_s: float = 15.0
@@ -97,6 +99,8 @@ class RequestLimits:
     """Time for one of these prompts, in seconds (chosen: eight times what the largest body takes on a slow core)."""
     template_depth: int = 32
     """Levels of JSON in tools and in variables of the template."""
+    images: int = 32
+    """Images in one request."""
     inputs: int = 2048
     """Texts in one request for vectors or scores; as many as OpenAI allows."""
     unread_bytes: int = 64 * 2**10
@@ -133,5 +137,7 @@ class GatewayConfig:
     limits: RequestLimits = field(default_factory=RequestLimits)
     is_strict: bool = False
     """Refuse requests with unknown fields; otherwise these fields are ignored, and the answer's header names them."""
+    fetches_images: bool = False
+    """Fetch the images that requests name by URLs, from the public internet."""
     created_s: int = 0
     """Creation time of the model in seconds since 1970, as reported by `/v1/models`."""

@@ -105,7 +105,10 @@ class GatewayContext:
         tracer: Tracer,
         loader: AdapterLoader | None = None,
     ) -> None:
-        self.config = config
+        limits = config.limits
+        if text.images is not None:
+            limits = replace(limits, body_bytes=limits.image_body_bytes)
+        self.config = replace(config, limits=limits)
         self.engine = engine
         self.text = text
         self.metrics = metrics

@@ -40,10 +40,24 @@ class TextBlock(Struct, frozen=True, tag="text", omit_defaults=True, forbid_unkn
     citations: list[Any] | None = None
 
 
-class ImageBlock(Struct, frozen=True, tag="image"):
-    """A picture, which is refused."""
+class Base64Source(Struct, frozen=True, tag="base64", forbid_unknown_fields=True):
+    """A picture's bytes."""
 
-    source: Any
+    data: str
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+
+
+class UrlSource(Struct, frozen=True, tag="url", forbid_unknown_fields=True):
+    """Where a picture is. Only data URLs are read."""
+
+    url: str
+
+
+class ImageBlock(Struct, frozen=True, tag="image", forbid_unknown_fields=True):
+    """A picture in a message."""
+
+    source: Base64Source | UrlSource
+    cache_control: Any = None
 
 
 class ThinkingBlock(Struct, frozen=True, tag="thinking", forbid_unknown_fields=True):

@@ -26,6 +26,8 @@ from fusionai.gateway.requests import (
     ChatRequest,
     Function,
     FunctionName,
+    ImagePart,
+    ImageUrl,
     JsonSchemaFormat,
     MadeToolCall,
     Message,
@@ -72,8 +74,8 @@ class MessagesEndpoint:
         body = await self._context.read(request, bodies.TokenCountRequest, bodies.ANTHROPIC)
         asked = _chat_of(body)
         self._context.adapter_of(asked.model)
-        prompt = await while_connected(request, self._chat.prompt(asked))
-        return json_response(bodies.TokenCount(len(prompt)))
+        prompt = await while_connected(request, self._chat.prompt(asked, request.state.holder.scope))
+        return json_response(bodies.TokenCount(len(prompt.tokens)))
 
 
 class _MessageForm(EventForm):
@@ -243,9 +245,9 @@ def _blocks(turn: bodies.Turn, number: int) -> list[Any]:
         return [bodies.TextBlock(turn.content)]
     for place, block in enumerate(turn.content):
         inside = block.content if isinstance(block, bodies.ToolResultBlock) and block.content else ()
-        if isinstance(block, bodies.ImageBlock) or any(isinstance(part, bodies.ImageBlock) for part in inside):
+        if any(isinstance(part, bodies.ImageBlock) for part in inside):
             where = f"messages[{number}].content[{place}]"
-            raise invalid(f"`{where}`: this model reads text only; leave out blocks of type `image`.", where)
+            raise invalid(f"`{where}`: images in results of tools are not read; leave them out.", where)
     return list(turn.content)
 
 
@@ -253,11 +255,21 @@ def _parts(content: str | Sequence[bodies.TextBlock]) -> str | list[TextPart | R
     return content if isinstance(content, str) else [TextPart(block.text) for block in content]
 
 
-def _asked(blocks: Sequence[bodies.TextBlock | bodies.ToolResultBlock]) -> Iterator[Message]:
+def _seen(block: bodies.TextBlock | bodies.ImageBlock) -> TextPart | ImagePart:
+    if isinstance(block, bodies.TextBlock):
+        return TextPart(block.text)
+    match block.source:
+        case bodies.Base64Source(data=data, media_type=kind):
+            return ImagePart(ImageUrl(f"data:{kind};base64,{data}"))
+        case bodies.UrlSource(url=url):
+            return ImagePart(ImageUrl(url))
+
+
+def _asked(blocks: Sequence[bodies.TextBlock | bodies.ImageBlock | bodies.ToolResultBlock]) -> Iterator[Message]:
     """The messages of one user turn: templates want each tool's result in a message of its own."""
-    for kind, of_kind in itertools.groupby(blocks, type):
-        if kind is bodies.TextBlock:
-            yield UserMessage(_parts([block for block in of_kind if isinstance(block, bodies.TextBlock)]))
+    for is_result, of_kind in itertools.groupby(blocks, lambda block: isinstance(block, bodies.ToolResultBlock)):
+        if not is_result:
+            yield UserMessage([_seen(block) for block in of_kind if not isinstance(block, bodies.ToolResultBlock)])
             continue
         for block in of_kind:
             assert isinstance(block, bodies.ToolResultBlock)

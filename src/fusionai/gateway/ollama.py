@@ -26,12 +26,15 @@ from fusionai.gateway.requests import (
     AssistantMessage,
     CalledFunction,
     ChatRequest,
+    ImagePart,
+    ImageUrl,
     JsonObjectFormat,
     JsonSchemaFormat,
     MadeToolCall,
     Message,
     NamedSchema,
     SystemMessage,
+    TextPart,
     Tool,
     ToolMessage,
     UserMessage,
@@ -62,7 +65,8 @@ class OllamaEndpoint:
         """Answer a single prompt."""
         body = await self._context.read(request, bodies.OllamaGenerateRequest, bodies.OLLAMA, any_type=True)
         messages: list[Message] = [SystemMessage(body.system)] if body.system else []
-        return await self._answer(request, body, [*messages, UserMessage(body.prompt)] if body.prompt else [])
+        asked = [*messages, _asked(body.prompt or "", body.images)] if body.prompt or body.images else []
+        return await self._answer(request, body, asked)
 
     async def tags(self, request: Request) -> Response:
         """List the model and its adapters."""
@@ -104,7 +108,8 @@ class OllamaEndpoint:
                 return []
             case "generate":
                 tools: list[bodies.Capability] = ["tools"] if text.tool_form is not None else []
-                return ["completion", *tools, *(("thinking",) if text.reasoning_form is not None else ())]
+                eyes: list[bodies.Capability] = ["vision"] if text.images is not None else []
+                return ["completion", *tools, *(("thinking",) if text.reasoning_form is not None else ()), *eyes]
 
     async def version(self, request: Request) -> Response:
         """Say which version of Ollama's API this is."""
@@ -265,6 +270,15 @@ def _format_of(given: str | dict[str, Any] | None) -> JsonObjectFormat | JsonSch
     return JsonObjectFormat() if given == "json" else None
 
 
+def _asked(text: str, images: Sequence[str] | None) -> UserMessage:
+    """A user's message; images come before its text, as with Ollama."""
+    if not images:
+        return UserMessage(text)
+    # Which picture format it is shows in the bytes.
+    pictures = [ImagePart(ImageUrl(f"data:image/png;base64,{image}")) for image in images]
+    return UserMessage([*pictures, TextPart(text)])
+
+
 def _messages_of(given: Sequence[bodies.OllamaMessage]) -> list[Message]:
     """Convert a conversation. Calls have no ids in it, so a result belongs to the first call of its tool that has none
     yet. Raises `ApiError`."""
@@ -272,14 +286,14 @@ def _messages_of(given: Sequence[bodies.OllamaMessage]) -> list[Message]:
     waiting: list[tuple[str, str]] = []
     for number, message in enumerate(given):
         content = message.content or ""
-        if message.images:
+        if message.images and message.role != "user":
             where = f"messages[{number}].images"
-            raise invalid(f"`{where}`: this model reads text only; leave `images` out.", where)
+            raise invalid(f"`{where}`: images are read in messages of the user only.", where)
         match message.role:
             case "system":
                 messages.append(SystemMessage(content))
             case "user":
-                messages.append(UserMessage(content))
+                messages.append(_asked(content, message.images))
             case "assistant":
                 # Nine characters, because some templates want exactly as many.
                 calls = [

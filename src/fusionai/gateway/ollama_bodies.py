@@ -20,7 +20,6 @@ OLLAMA: Final = OtherFields(
         "template": (None, ""),
         "suffix": (None, ""),
         "context": (None, []),
-        "images": (None, []),
         "logprobs": (False, None),
         "top_logprobs": (0, None),
     },
@@ -29,7 +28,6 @@ OLLAMA: Final = OtherFields(
         "template": "The model's own chat template is used.",
         "suffix": "Models here can only continue a prompt.",
         "context": "Send the conversation to `/api/chat`.",
-        "images": "This model reads text only.",
         "logprobs": "Use `/v1/chat/completions`.",
         "top_logprobs": "Use `/v1/chat/completions`.",
     },
@@ -109,7 +107,8 @@ class OllamaMessage(Struct, frozen=True, forbid_unknown_fields=True):
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-    images: list[Any] | None = None
+    images: Annotated[list[str], Meta(max_length=256)] | None = None
+    """Pictures in base64."""
 
 
 class OllamaSettings(Struct, frozen=True, kw_only=True):
@@ -134,6 +133,8 @@ class OllamaGenerateRequest(OllamaSettings, frozen=True, kw_only=True, forbid_un
 
     prompt: str | None = None
     system: str | None = None
+    images: Annotated[list[str], Meta(max_length=256)] | None = None
+    """Pictures in base64."""
 
 
 class OllamaShowRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -204,7 +205,7 @@ class OllamaModels(Struct, frozen=True):
     models: list[OllamaModel]
 
 
-Capability = Literal["completion", "embedding", "tools", "thinking"]
+Capability = Literal["completion", "embedding", "tools", "thinking", "vision"]
 
 
 class OllamaShown(Struct, frozen=True):

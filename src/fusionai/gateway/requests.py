@@ -143,7 +143,21 @@ class RefusalPart(Struct, frozen=True, tag_field="type", tag="refusal"):
     refusal: str
 
 
+class ImageUrl(Struct, frozen=True, forbid_unknown_fields=True):
+    """`url`: a data URL. `detail` has no effect: the model's own processor chooses the size."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(Struct, frozen=True, tag_field="type", tag="image_url"):
+    """A picture in a message."""
+
+    image_url: ImageUrl
+
+
 Content = str | list[TextPart | RefusalPart] | None
+ContentWithImages = str | list[TextPart | RefusalPart | ImagePart] | None
 
 
 class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
@@ -174,8 +188,11 @@ class DeveloperMessage(_Said, frozen=True, tag="developer"):
     """OpenAI's newer name of a system message; rendered as one, because templates only know the older name."""
 
 
-class UserMessage(_Said, frozen=True, tag="user"):
+class UserMessage(Struct, frozen=True, tag_field="role", tag="user", forbid_unknown_fields=True):
     """A message from the user."""
+
+    content: ContentWithImages
+    name: str | UnsetType = UNSET
 
 
 class AssistantMessage(Struct, frozen=True, tag_field="role", tag="assistant", forbid_unknown_fields=True):

@@ -23,6 +23,7 @@ from fusionai.gateway.response_requests import (
     FunctionTool,
     InputCall,
     InputCallOutput,
+    InputImage,
     InputItem,
     InputMessage,
     InputReasoning,
@@ -33,6 +34,8 @@ from fusionai.gateway.response_requests import (
     SaidText,
     SchemaFormat,
 )
+
+ContentPart = InputText | InputImage | SaidText | SaidRefusal
 
 _SEALED: Final = "fusionai:"
 """Begins an `encrypted_content` of this gateway."""
@@ -139,26 +142,41 @@ def _later_messages(items: Sequence[InputItem]) -> Iterator[Message]:
             case InputMessage(role="user" | "system" | "developer" as role):
                 yield from answer.message()
                 answer = _Answer()
-                yield _said(role, _text(item.content))
+                yield _said(role, item.content)
             case ItemReference():
                 raise AssertionError(f"item {at} is an unresolved reference")
     yield from answer.message()
 
 
-def _said(role: Literal["user", "system", "developer"], text: str) -> Message:
+def _said(role: Literal["user", "system", "developer"], content: str | Sequence[ContentPart]) -> Message:
     match role:
+        case "user" if any(isinstance(part, InputImage) for part in content):
+            return requests.UserMessage([_seen(part) for part in content if not isinstance(part, str)])
         case "user":
-            return requests.UserMessage(text)
+            return requests.UserMessage(_text(content))
         case "developer":
-            return requests.DeveloperMessage(text)
+            return requests.DeveloperMessage(_text(content))
         case "system":
-            return requests.SystemMessage(text)
+            return requests.SystemMessage(_text(content))
 
 
-def _text(content: str | Sequence[InputText | SaidText | SaidRefusal]) -> str:
+def _seen(part: ContentPart) -> requests.TextPart | requests.ImagePart:
+    if isinstance(part, InputImage):
+        return requests.ImagePart(requests.ImageUrl(part.image_url))
+    return requests.TextPart(_text([part]))
+
+
+def _text(content: str | Sequence[ContentPart]) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.refusal if isinstance(part, SaidRefusal) else part.text for part in content)
+    texts: list[str] = []
+    for part in content:
+        match part:
+            case InputImage():
+                raise invalid("Images are read in messages of the user only.", "input", "unsupported_parameter")
+            case SaidRefusal(refusal=text) | InputText(text=text) | SaidText(text=text):
+                texts.append(text)
+    return "".join(texts)
 
 
 def _reasoning(item: InputReasoning) -> str:

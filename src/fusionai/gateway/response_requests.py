@@ -22,6 +22,14 @@ class InputText(Struct, frozen=True, tag_field="type", tag="input_text"):
     text: str
 
 
+class InputImage(Struct, frozen=True, tag_field="type", tag="input_image", forbid_unknown_fields=True):
+    """A picture. `image_url`: a data URL. `detail` has no effect: the model's own processor chooses the size."""
+
+    image_url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    file_id: None = None
+
+
 class SaidText(Struct, frozen=True, tag_field="type", tag="output_text"):
     """Text of an earlier answer."""
 
@@ -38,7 +46,7 @@ class InputMessage(Struct, frozen=True, tag_field="type", tag="message", forbid_
     """A message of the conversation. `type` may be left out."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | SaidText | SaidRefusal]
+    content: str | list[InputText | InputImage | SaidText | SaidRefusal]
     id: str | None = None
     status: ItemStatus | None = None
     phase: Literal["commentary", "final_answer"] | None = None
@@ -210,11 +218,11 @@ OTHER_FIELDS: Final = OtherFields(
         "conversation": "Use `previous_response_id`, or send the whole conversation as `input`.",
         "prompt": "Send the prompt's text as `instructions` and `input`.",
         "context_management": "Use `truncation`.",
-        "image": "Models here read and write text only.",
+        "image": "Models here write text only.",
         "tools[].type": "Only functions can be called, which the client runs; there are no hosted tools here.",
         "tool_choice.type": "Only functions can be called; there are no hosted tools here.",
         "input[].type": "Expected a message, a function call, its output, reasoning, or a reference to an item.",
-        "input[].content[].type": "Models here read text only: `input_text`, `output_text` or `refusal`.",
+        "input[].content[].type": "Models here read `input_text`, `input_image`, `output_text` and `refusal`.",
         "input[].output[].type": "Models here read text only: `input_text`.",
         "text.verbosity": "Models here have no such setting; ask for it in `instructions`.",
         "reasoning.summary": "The reasoning itself is returned; only `auto` is accepted.",

@@ -61,7 +61,7 @@ class ResponsesEndpoint:
         scope = request.state.holder.scope
         previous, fresh = self._turns(body, scope)
         try:
-            chat = await while_connected(request, self._fitting(body, _items(previous, fresh)))
+            chat = await while_connected(request, self._fitting(body, _items(previous, fresh), scope))
             heading = context.heading(request, chat, "resp_")
 
             def keep(response: ResponseObject) -> None:
@@ -89,13 +89,14 @@ class ResponsesEndpoint:
         body = await self._context.read(request, ResponsesRequest, OTHER_FIELDS)
         previous, fresh = self._turns(body, request.state.holder.scope)
         try:
-            chat = await while_connected(request, self._fitting(body, _items(previous, fresh)))
+            scope = request.state.holder.scope
+            chat = await while_connected(request, self._fitting(body, _items(previous, fresh), scope))
             self._context.adapter_of(chat.model)
-            prompt = await while_connected(request, self._chat.prompt(chat))
+            prompt = await while_connected(request, self._chat.prompt(chat, scope))
         except ApiError as problem:
             _rename_field(problem)
             raise
-        return json_response(InputTokenCount(len(prompt)))
+        return json_response(InputTokenCount(len(prompt.tokens)))
 
     async def response(self, request: Request) -> Response:
         """Return a stored response."""
@@ -121,28 +122,28 @@ class ResponsesEndpoint:
             for at, item in enumerate(given)
         ]
 
-    async def _fitting(self, body: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
+    async def _fitting(self, body: ResponsesRequest, items: Sequence[InputItem], scope: str) -> ChatRequest:
         """Return the chat for the conversation. With `truncation: auto`, the oldest turns are left out as far as prompt
         and answer would not fit into the context."""
         chat = chat_of(body, items)
-        if body.truncation != "auto" or await self._fits(chat):
+        if body.truncation != "auto" or await self._fits(chat, scope):
             return chat
         chats = [chat_of(body, rest) for rest in shortened(items)]
         low, high = 0, len(chats)
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if await self._fits(chats[middle]) else (middle + 1, high)
+            low, high = (low, middle) if await self._fits(chats[middle], scope) else (middle + 1, high)
         return chats[low] if low < len(chats) else chats[-1] if chats else chat
 
-    async def _fits(self, chat: ChatRequest) -> bool:
+    async def _fits(self, chat: ChatRequest, scope: str) -> bool:
         context_tokens = self._context.engine.context_tokens
         try:
-            prompt = await self._chat.prompt(chat)
+            prompt = await self._chat.prompt(chat, scope)
         except ApiError as problem:
             if problem.body.code != "context_length_exceeded":
                 raise
             return False
-        return len(prompt) + (chat.max_completion_tokens or context_tokens // _ANSWER_SHARE) <= context_tokens
+        return len(prompt.tokens) + (chat.max_completion_tokens or context_tokens // _ANSWER_SHARE) <= context_tokens
 
     def _draft(self, body: ResponsesRequest, heading: Heading) -> ResponseObject:
         """Return the response before anything is generated: the request's settings and what applies otherwise."""

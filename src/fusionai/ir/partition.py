@@ -27,7 +27,7 @@ import msgspec
 from fusionai.ir import gradients as routing
 from fusionai.ir.graph import cheap_nodes, needing_gradient, nodes_by_block, producers, reads, restrict
 from fusionai.ir.schema import Dim, Graph, Node, Ref
-from fusionai.ir.serving import FROM_SEGMENTS, HIDDEN, LOGITS
+from fusionai.ir.serving import AXIS_POSITIONS, FROM_SEGMENTS, HIDDEN, LAYER_ROWS, LOGITS
 from fusionai.ir.shapes import parse
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import tensor_bytes
@@ -332,8 +332,9 @@ def _shared(graphs: Sequence[Graph]) -> list[SharedParam]:
     return [SharedParam(key=key, stages=tuple(at)) for key, at in sorted(readers.items()) if len(at) > 1]
 
 
-PUBLIC_INPUTS: Final = FROM_SEGMENTS | {"position_ids", "attention_mask"}
-"""Inputs that layers may read: they say where a text begins and ends and which adapter it uses, but not its content."""
+PUBLIC_INPUTS: Final = FROM_SEGMENTS | {AXIS_POSITIONS, LAYER_ROWS, "position_ids", "attention_mask"}
+"""Inputs that layers may read: they say where a text begins and ends, where images are and which adapter it uses, but
+not its content. Features of images that layers add are no more than the hidden states that they are added to."""
 
 
 def ends(graph: Graph, *, first_layers: int = 0, last_layers: int = 0, training: bool = True) -> tuple[int, int]:

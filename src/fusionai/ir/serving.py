@@ -38,6 +38,14 @@ TOKEN_TYPES: Final = "token_type_ids"
 """Input [1, s] of classifiers that are given two texts: 0 in the first one, 1 in the second."""
 ADAPTERS: Final = "adapters"
 """Input [1, s, all ranks] of a graph with adapters: 1 in the columns of the position's adapter, 0 elsewhere."""
+IMAGE_ROWS: Final = "image_rows"
+"""Input [1, s, hidden size] of a graph that takes images: the embeddings of the positions at which a token is below
+0."""
+LAYER_ROWS: Final = "image_layer_rows"
+"""Input [1, s, layers * hidden size] of a graph that takes images and adds features of them to the results of its first
+layers; 0 at positions of text."""
+AXIS_POSITIONS: Final = "axis_positions"
+"""Input [1, s, 3] of a graph that takes images and has a position in time, height and width for each token."""
 FROM_SEGMENTS: Final = frozenset({POSITIONS, ADAPTERS})
 """Inputs that are computed from a pass's segments and never sent."""
 

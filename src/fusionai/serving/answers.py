@@ -23,6 +23,7 @@ from fusionai.coordination.serving.interface import ServingState
 from fusionai.primitives.errors import ExecutionError
 from fusionai.serving.faults import ServingFaultLog
 from fusionai.serving.generating import Generating, RowReader, Rows, TextToRead, Verdict
+from fusionai.serving.images import ImageFeed
 from fusionai.serving.interface import Generation, GenerationPaused, HopTiming
 from fusionai.serving.job import ServingJob
 from fusionai.serving.passes import Returned
@@ -64,6 +65,7 @@ class Answers:
         self._speculation = speculation
         self._now_s = now_s
         self._post = post
+        self.feed = ImageFeed(job.graph)
         self._generations: dict[int, Generating] = {}
         self._texts: dict[int, TextToRead] = {}
         self._sampled_now: Counter[int] = Counter()
@@ -78,6 +80,7 @@ class Answers:
         """Open a generation under the number of its session, which has been submitted."""
         if not self._generations:
             self._faults.asked()
+        self.feed.begin(number, generation.prompt, generation.images)
         generating = self._generations[number] = Generating(number, generation, self._abandoned)
         if self.state in ("recovering", "waiting"):
             generating.held(GenerationPaused(self.state, self.detail))
@@ -101,6 +104,7 @@ class Answers:
 
     def _forget(self, number: int) -> None:
         self._generations.pop(number, None)
+        self.feed.end(number)
         if self._speculation is not None:
             self._speculation.end(number)
 

@@ -35,7 +35,8 @@ from fusionai.execution.serving.verifier import TextVerifier
 from fusionai.execution.tensors import KEY_BYTES, SIZE
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import PeerId
-from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.primitives.tensors import HostTensor
+from fusionai.serving.images import ImageFeed, is_image
 from fusionai.serving.inspection import Neighbours, SketchReport, SketchTolerance, limits, opinion, sketches_of
 from fusionai.serving.job import ServedCut, ServingJob
 from fusionai.wire import messages as wire
@@ -95,6 +96,7 @@ class Checking:
         send: Callable[[PeerId, wire.Message], None],
         on_opinion: Callable[[Fence, Check, Opinion], None],
         start: Callable[[Coroutine[object, object, None]], object],
+        feed: ImageFeed,
     ) -> None:
         self._job = job
         self._host = host
@@ -102,6 +104,7 @@ class Checking:
         self._send = send
         self._on_opinion = on_opinion
         self._start = start
+        self._feed = feed
         self._open: dict[int, _Open] = {}
         self._earlier_reports: dict[tuple[int, int], dict[str, Sketches]] = {}
         """(stage, first task) -> sketches that stages reported for a text which the owner's machine now recomputes."""
@@ -298,9 +301,12 @@ class Checking:
             )
             self._send(PeerId(found.places[stage - 1]), order)
             return
+        if any(map(is_image, found.tokens)):
+            self._end_void(found, "the rows of its images are no longer here")
+            return
         for (part,) in packed([found.segment], self._job.options.pass_tokens):
-            tokens = np.array(found.tokens[part.start : part.start + part.length], np.int64)
-            tensors = {"input_ids": host_tensor("int64", (1, part.length), tokens.data)}
+            tokens = found.tokens[part.start : part.start + part.length]
+            tensors = self._feed.tensors([part], tokens)
             shown = wire.ShownRows(
                 fence=found.verifier_fence,
                 stage=FEED,

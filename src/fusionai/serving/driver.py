@@ -103,6 +103,7 @@ class ServingDriver:
             post=self.post,
             now_s=host.clock.now_s,
             drop=lambda peer, reason: self._connections.drop(peer, reason),
+            feed=answers.feed,
         )
         self._member = self._own_member(fence)
         self._connections = Connections(
@@ -115,6 +116,7 @@ class ServingDriver:
             send=self._connections.send_to,
             on_opinion=lambda fence, check, found: self.post(interface.TextChecked(check, found, fence=fence)),
             start=self._tasks.start,
+            feed=answers.feed,
         )
         self._round = ServingRound(
             job, host.seal, deployment, whole, fence, self._connections, self._tasks, secret_of=self._checking.secret_of

@@ -40,6 +40,7 @@ from fusionai.serving.answers import Answers
 from fusionai.serving.driver import ServingDriver
 from fusionai.serving.faults import ServingFaultLog
 from fusionai.serving.generating import Generating, LastRow, TextToRead
+from fusionai.serving.images import PlacedImage
 from fusionai.serving.interface import (
     GIFTS,
     EngineBusy,
@@ -175,7 +176,7 @@ class ServingEngine:
             adapter=adapter,
             edition=self._loaded[adapter],
         )
-        self._admit(spec)
+        self._admit(spec, generation.images)
         return self._answers.generate(number, generation)
 
     async def embed(
@@ -266,12 +267,13 @@ class ServingEngine:
             await asyncio.sleep(LOADING_S)
         self.adapters[name] = number
 
-    def _admit(self, spec: SessionSpec) -> None:
+    def _admit(self, spec: SessionSpec, images: Sequence[PlacedImage] = ()) -> None:
         if self._answers.state == "stopped":
             raise ExecutionError(f"the engine that serves {self._job.model} has stopped.")
         if not spec.prompt or spec.max_tokens < 0:
             raise ExecutionError(f"expected a prompt of at least one token, got {len(spec.prompt)}.")
-        wrong = next((token for token in spec.prompt if not 0 <= token < self.vocabulary), None)
+        rows = frozenset(token for image in images for token in image.tokens)
+        wrong = next((token for token in spec.prompt if not 0 <= token < self.vocabulary and token not in rows), None)
         if wrong is not None:
             raise ExecutionError(f"expected tokens from 0 to {self.vocabulary - 1}, got {wrong}.")
         positions = len(spec.prompt) + spec.max_tokens

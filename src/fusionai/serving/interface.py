@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from fusionai.ir.serving import Purpose
 from fusionai.primitives.errors import FusionError
+from fusionai.serving.images import PlacedImage
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "failed"]
 """`stop`: a stop token or the end of a constraint; `deadline`: `Generation.deadline_s` has passed; `failed`: an error,
@@ -104,6 +105,8 @@ class Generation:
     """Name of the adapter to apply; None: the base model."""
     prompt_logprobs: bool = False
     """Report log-probabilities of the prompt's tokens too (`echo` in completions)."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images whose rows are tokens of the prompt."""
 
 
 class TokenLogprob(Struct, frozen=True):

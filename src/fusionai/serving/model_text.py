@@ -14,6 +14,7 @@ from typing import Any, Final
 from fusionai.corpus.conversations import for_template
 from fusionai.corpus.templates import PLAIN_STOPS, ChatTemplate, chat_templates
 from fusionai.primitives.errors import ModelError, UsageError
+from fusionai.serving.images import ImageReader, PlacedImage, is_image, with_rows, with_texts
 from fusionai.serving.interface import Sampling
 from fusionai.serving.reasoning import (
     ReasoningForm,
@@ -47,6 +48,8 @@ class ModelText:
     sampling: Sampling
     sentences: SentenceFiles = NO_FILES
     """What the model's files for sentence-transformers say."""
+    images: ImageReader | None = None
+    """Reads images for the model; None if it reads text only."""
 
     @classmethod
     def load(cls, directory: Path) -> ModelText:
@@ -80,9 +83,10 @@ class ModelText:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         trusted: bool = False,
+        images: Sequence[PlacedImage] = (),
     ) -> tuple[int, ...]:
-        """The prompt for a conversation. If not `trusted`, names of special tokens in it are plain text. Raises
-        `ConversationError`."""
+        """The prompt for a conversation. If not `trusted`, names of special tokens in it are plain text. `images`: the
+        images of its messages, in order. Raises `ConversationError`, `UsageError`."""
         template = self.tool_template if tools else self.template
         special = () if trusted else [text for text, token in self.tokenizer.added.items() if self._is_special(token)]
         chat: Sequence[Mapping[str, Any]] = for_template(messages)
@@ -96,7 +100,7 @@ class ModelText:
             add_generation_prompt=add_generation_prompt,
             variables=variables,
         )
-        return tuple(self._encoded(pieces))
+        return with_rows(self._encoded(with_texts(pieces, images)), images)
 
     def text_tokens(self, text: str) -> tuple[int, ...]:
         """The prompt for a text to be continued."""
@@ -150,7 +154,8 @@ class ModelText:
         )
 
     def _end_of(self, prompt: Sequence[int]) -> str:
-        return self.tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], special=True).rstrip()
+        last = [token for token in prompt[-_PROMPT_END_TOKENS:] if not is_image(token)]
+        return self.tokenizer.decode(last, special=True).rstrip()
 
     def decoder(
         self,
@@ -184,7 +189,8 @@ class ModelText:
 
 def _templates(directory: Path, tokenizer: Tokenizer) -> tuple[ChatTemplate, ChatTemplate]:
     """Templates for conversations without and with tools."""
-    texts: dict[str, str] = {}
+    older = read_json(directory / "chat_template.json").get("chat_template")
+    texts = {"default": older} if isinstance(older, str) else {}
     for name, file in (
         ("default", directory / "chat_template.jinja"),
         ("tool_use", directory / "additional_chat_templates" / "tool_use.jinja"),

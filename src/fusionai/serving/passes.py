@@ -23,6 +23,7 @@ from fusionai.ir.partition import FEED
 from fusionai.ir.serving import LOGITS, TOKEN_TYPES
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
+from fusionai.serving.images import ImageFeed
 from fusionai.serving.job import ServingJob
 from fusionai.wire import messages as wire
 from fusionai.wire.frame import headers
@@ -53,7 +54,8 @@ class Returned:
 
 class Passes:
     """`to_stage` sends a message with tensors to a stage. `returned` takes each finished pass, `post` an event for the
-    machine. `drop` ends the connection to a member that sent an invalid result, with the reason."""
+    machine. `drop` ends the connection to a member that sent an invalid result, with the reason. `feed` makes
+    the inputs of the first stage."""
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class Passes:
         post: Callable[[DriverEvent], None],
         now_s: Callable[[], float],
         drop: Callable[[PeerId, str], None],
+        feed: ImageFeed,
     ) -> None:
         self.compute_s: dict[int, float] = {}
         """Moving mean of a stage's compute time per pass, by stage."""
@@ -75,6 +78,7 @@ class Passes:
         self._post = post
         self._now_s = now_s
         self._drop = drop
+        self._feed = feed
         self._sent: dict[int, tuple[PassPlan, float]] = {}
         """Passes in flight with the time they were sent, by number."""
         self._first_probe: np.ndarray | None = None
@@ -127,7 +131,7 @@ class Passes:
         types: Sequence[int] = (),
         rebuild: int = -1,
     ) -> None:
-        tensors = {"input_ids": host_tensor("int64", (1, len(tokens)), np.array(tokens, np.int64).data)}
+        tensors = self._feed.tensors(segments, tokens)
         if self._job.takes_types:
             kinds = np.array(types or (0,) * len(tokens), np.int64)
             tensors[TOKEN_TYPES] = host_tensor("int64", (1, len(tokens)), kinds.data)

@@ -14,16 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusionai.primitives.errors import ExecutionError
+from fusionai.serving.images import FIRST_TOKEN
 from fusionai.serving.interface import Sampling
 
 _ROOM = 64
 
 
 class TokenHistory:
-    """Distinct tokens of prompt and answer. Adding a token takes constant time, whatever the text's length."""
+    """Distinct tokens of prompt and answer, without rows of images. Adding a token takes constant time, whatever the
+    text's length."""
 
     def __init__(self, prompt: Sequence[int] = ()) -> None:
         distinct = np.unique(np.asarray(prompt, dtype=np.int64))
+        distinct = distinct[distinct < FIRST_TOKEN]
         self._slots = {int(token): slot for slot, token in enumerate(distinct)}
         self._ids = np.concatenate([distinct, np.zeros(_ROOM, dtype=np.int64)])
         self._counts = np.zeros(len(self._ids), dtype=np.int64)

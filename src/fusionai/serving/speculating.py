@@ -15,9 +15,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final, Literal, Protocol
 
 from fusionai.backends.serving.page_table import FEW_POSITIONS
+from fusionai.serving.images import is_image
 from fusionai.serving.interface import Sampling
 
 MOST: Final = 8
@@ -77,13 +79,18 @@ class NgramProposer:
             for session, count in wanted.items()
             if (text := self._texts.get(session)) is not None
         }
-        return {session: tokens for session, tokens in guesses.items() if tokens}
+        texts = {session: tuple(takewhile(_is_text, tokens)) for session, tokens in guesses.items()}
+        return {session: tokens for session, tokens in texts.items() if tokens}
 
     def end(self, session: int) -> None:
         self._texts.pop(session, None)
 
     def close(self) -> None:
         self._texts.clear()
+
+
+def _is_text(token: int) -> bool:
+    return not is_image(token)
 
 
 class _Text:

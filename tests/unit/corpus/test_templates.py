@@ -401,3 +401,20 @@ def test_a_template_may_lengthen_its_own_lists() -> None:
     for unsafe in ("{{ messages.append(1) }}", "{{ messages[0].update(x=1) }}", "{{ namespace(x=[]).x.clear() }}"):
         with pytest.raises(ConversationError, match="unsafe"):
             ChatTemplate(unsafe).render([{"role": "user", "content": "a"}])
+
+
+def test_a_template_that_goes_through_parts_gets_texts_as_parts() -> None:
+    """LLaVA's template writes the parts of a content. Of a plain text it would write nothing at all."""
+    parts = (
+        "{% for m in messages %}{{ m['role'] }}:{% for c in m['content'] | selectattr('type', 'equalto', 'image') %}"
+        "<image>{% endfor %}{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}{{ c['text'] }}"
+        "{% endfor %};{% endfor %}"
+    )
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": "you"},
+    ]
+    assert ChatTemplate(parts).render(messages) == "user:<image>hi;assistant:you;"
+    either = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+    either += "{{ c.type }}{% endfor %}{% endif %};{% endfor %}"
+    assert ChatTemplate(either).render(messages) == "imagetext;you;"

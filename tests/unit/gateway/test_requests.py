@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 
 import msgspec
 import pytest
@@ -74,9 +75,10 @@ def test_every_mistake_names_its_field(more: dict[str, object], param: str, code
     assert (problem.body.param, problem.body.code) == (param, code)
 
 
-def test_an_image_is_refused_by_its_type():
+def test_an_image_is_read_in_messages_of_the_user_only():
     part = {"type": "image_url", "image_url": {"url": "x"}}
-    assert "image_url" in refused({**SMALL, "messages": [{"role": "user", "content": [part]}]}).body.message
+    decode(json.dumps({**SMALL, "messages": [{"role": "user", "content": [part]}]}).encode(), ChatRequest)
+    assert "image_url" in refused({**SMALL, "messages": [{"role": "system", "content": [part]}]}).body.message
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():

@@ -117,6 +117,9 @@ def test_which_file_says_what(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").unlink()
     assert ModelText.load(tmp_path).stop_tokens == {9, end}
     assert ModelText.load(tmp_path).sampling == Sampling()
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
+    assert ModelText.load(tmp_path).template.source == "of a processor"
     (tmp_path / "chat_template.jinja").write_text("newer")
     assert ModelText.load(tmp_path).template.source == "newer"
     extra = tmp_path / "additional_chat_templates"

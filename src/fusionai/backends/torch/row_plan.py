@@ -32,7 +32,7 @@ from fusionai.backends.torch.row_draft import RowDraft, given
 from fusionai.backends.torch.row_experts import translation
 from fusionai.ir.graph import SYMINT, needed_nodes, reads
 from fusionai.ir.schema import DTypeArg, Graph, ListArg, Node, Ref
-from fusionai.ir.serving import BATCH, EXPERT_PRODUCT, POSITIONS, SEQUENCE
+from fusionai.ir.serving import AXIS_POSITIONS, BATCH, EXPERT_PRODUCT, POSITIONS, SEQUENCE
 
 _BINARY: Final = {"add": Op.ADD, "sub": Op.SUB, "mul": Op.MUL, "div": Op.DIV}
 _UNARY: Final = {
@@ -144,7 +144,9 @@ class _Planner(RowDraft):
     def _input(self, name: str) -> tuple[int, int]:
         spec = self.graph.values[name]
         whole = spec.dtype == "int64"
-        if not _has_rows(spec.shape) or not (spec.dtype == "float32" or (whole and name == POSITIONS)):
+        if not _has_rows(spec.shape) or not (
+            spec.dtype == "float32" or (whole and name in (POSITIONS, AXIS_POSITIONS))
+        ):
             raise Unplanned(f"input {name} is no row of floats")
         shape = self.sizes(name)
         self.memory.own(name, shape, whole=whole)
@@ -183,7 +185,7 @@ class _Planner(RowDraft):
             self._joined(node, stacked=name == "stack")
         elif node.op == "aten.repeat_interleave.self_int":
             self._repeated(node)
-        elif node.op == "aten.slice_scatter.default":
+        elif node.op in ("aten.slice_scatter.default", "aten.select_scatter.default"):
             self._inserted(node)
         else:
             raise Unplanned(node.op)
@@ -332,12 +334,15 @@ class _Planner(RowDraft):
             raise Unplanned(f"{node.op} of {begin}")
 
     def _inserted(self, node: Node) -> None:
-        """Write another value over a slice of a value."""
+        """Write another value over a slice of a value, or over one place along a dimension."""
         view, part, out = self.plain(node.args[0]), self.plain(node.args[1]), self.result(node)
         self.declared(out, view.shape, Op.COPY)
         at = self.number(given(node, 2, "dim", 0)) % len(view.shape)
         self.unsequenced(node.outputs[0], at)
         begin, end, step = (given(node, place, name) for place, name in ((3, "start"), (4, "end"), (5, "step")))
+        if node.op == "aten.select_scatter.default":
+            begin = self.number(given(node, 3, "index")) % view.shape[at]
+            end, part = begin + 1, part.with_dim(at)
         whole = out.moved(view.shape, dense_strides(view.shape))
         place = whole.sliced(
             at,

@@ -41,7 +41,8 @@ _EARLIER_KEYS = frozenset({"rope_theta", "rope_scaling"})
 
 
 _HEADS: Mapping[Architecture, tuple[str, ...]] = {
-    "causal_lm": ("AutoModelForCausalLM",),
+    "causal_lm": ("AutoModelForCausalLM", "AutoModelForImageTextToText"),
+    "image_text": ("AutoModelForImageTextToText",),
     "masked_lm": ("AutoModelForMaskedLM",),
     "seq2seq_lm": ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"),
     "classification": (
@@ -123,6 +124,15 @@ def resolve(source: ConfigSource | DirectorySource | GgufSource | HubSource) -> 
     return _from_directory(model_directory(source), source.architecture)
 
 
+def has_image_input(directory: Path) -> bool:
+    """Return whether the model in `directory` belongs to transformers' models of images and text, and has an encoder of
+    its own. Raises `ModelError`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    config = _from_directory(directory, "image_text").config
+    return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and hasattr(config, "vision_config")
+
+
 def model_directory(source: DirectorySource | GgufSource | HubSource) -> Path:
     """Return the directory of the model's files on this machine, downloading a hub model first. Raises `ModelError`."""
     match source:
@@ -161,7 +171,7 @@ def _from_fields(fields: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str
         return config_class(**{key: value for key, value in fields.items() if key != "model_type"}), tuple(notes)
     except Exception as error:
         raise ModelError(
-            f"the configuration of {model_type} is not valid: {_last_line(error)}.",
+            f"the configuration of {model_type} is not valid: {last_line(error)}.",
             hint="Correct this field of the configuration.",
         ) from error
 
@@ -200,7 +210,7 @@ def _from_directory(path: Path, architecture: Architecture) -> HuggingFaceModel:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ModelError(
-            f"the configuration in {path} can't be used: {_last_line(error)}.",
+            f"the configuration in {path} can't be used: {last_line(error)}.",
             hint="Correct its config.json, or fetch or save the model again.",
         ) from error
     weights = _weights(path)
@@ -241,7 +251,7 @@ def _weights(path: Path) -> tuple[Path, ...]:
     return tuple(path / name for name in names)
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     """Return the last line, which states the problem; the lines before name the check of transformers that found it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__).removeprefix("ValueError: ").rstrip(".")

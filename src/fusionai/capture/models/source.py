@@ -17,9 +17,9 @@ from fusionai.primitives.errors import ModelError
 if TYPE_CHECKING:
     from torch import nn
 
-Architecture = Literal["causal_lm", "masked_lm", "seq2seq_lm", "classification", "plain", "text_encoder"]
+Architecture = Literal["causal_lm", "image_text", "masked_lm", "seq2seq_lm", "classification", "plain", "text_encoder"]
 """Head that a Hugging Face configuration is built with; `plain` is the bare model (`AutoModel`), `text_encoder` the
-encoder of a model that also has a decoder."""
+encoder of a model that also has a decoder, `image_text` a causal language model with an encoder for images."""
 
 _CODE_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")

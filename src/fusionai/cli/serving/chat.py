@@ -6,6 +6,7 @@ conversation."""
 
 from __future__ import annotations
 
+import base64
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,8 @@ from fusionai.cli.serving.chat_client import (
     ChatClient,
     Message,
     Note,
+    PictureUrl,
+    QuestionPart,
     ServerStatus,
     ThinkingPiece,
 )
@@ -39,6 +42,7 @@ from fusionai.primitives.units import format_bytes, format_seconds
 URL: Final = "http://127.0.0.1:8000"
 HELP: Final = """\
 /peers   show which machines gave the last answer and how long each took; before the first answer, who holds what
+/image FILE   show the model a picture with the next question (JPEG, PNG, WebP or GIF)
 /new     forget the conversation
 /system TEXT   start a new conversation with this system message
 /quit    leave (also Ctrl-D); Ctrl-C cancels an answer"""
@@ -119,6 +123,8 @@ class ChatHistory:
     system: str | None
     messages: list[Message] = field(default_factory=list[Message])
     route: AnswerRoute | None = None
+    pictures: list[QuestionPart] = field(default_factory=list[QuestionPart])
+    """Pictures to send with the next question."""
 
     def run(self) -> None:
         """Read questions and print answers. Raises `TransportError` if the gateway can't be reached."""
@@ -148,6 +154,8 @@ class ChatHistory:
                 return False
             case "/peers":
                 self._peers()
+            case "/image":
+                self._show(Path(rest.strip()).expanduser())
             case "/new":
                 self._begin(self.system)
                 console.line("New conversation.")
@@ -161,8 +169,20 @@ class ChatHistory:
                 console.line(f"There is no command {word}.\n{HELP}")
         return True
 
+    def _show(self, file: Path) -> None:
+        try:
+            data = base64.b64encode(file.read_bytes()).decode()
+        except OSError as problem:
+            console.line(f"{file}: the picture can't be read: {problem.strerror or problem}.")
+            return
+        # Which format it is shows in the bytes, so the type named here does not matter.
+        self.pictures.append(QuestionPart("image_url", image_url=PictureUrl(f"data:image/png;base64,{data}")))
+        console.line(f"{file.name} goes with the next question.")
+
     def _ask(self, text: str) -> None:
-        asked = [*self.messages, Message("user", text)]
+        content = (*self.pictures, QuestionPart("text", text)) if self.pictures else text
+        self.pictures = []
+        asked = [*self.messages, Message("user", content)]
         written: list[str] = []
         began_s, first_s, thinks = time.monotonic(), None, False
         try:

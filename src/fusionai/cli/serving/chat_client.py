@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import http.client
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -30,9 +30,23 @@ class ApiRefusal(FusionError):
         self.code = code
 
 
+class PictureUrl(msgspec.Struct, frozen=True):
+    """`url`: a data URL."""
+
+    url: str
+
+
+class QuestionPart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A text or a picture in a message."""
+
+    type: Literal["text", "image_url"]
+    text: str = ""
+    image_url: PictureUrl | None = None
+
+
 class Message(msgspec.Struct, frozen=True):
     role: str
-    content: str
+    content: str | tuple[QuestionPart, ...]
 
 
 class AnswerHop(msgspec.Struct, frozen=True):

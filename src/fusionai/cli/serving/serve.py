@@ -49,7 +49,8 @@ _EXAMPLES: Final[Mapping[Purpose, tuple[str, Mapping[str, Any]]]] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiEndpoint:
     """Where the API listens and who may use it. `name`: the model's name for clients, None: its own name. `clear_text`:
-    other machines may connect without TLS. `strict`: requests with unknown fields are refused."""
+    other machines may connect without TLS. `strict`: requests with unknown fields are refused. `image_urls`: images are
+    fetched if requests name them by URLs."""
 
     host: str
     port: int
@@ -58,6 +59,7 @@ class ApiEndpoint:
     tls_key: Path | None
     clear_text: bool
     strict: bool
+    image_urls: bool
     name: str | None
 
 
@@ -91,6 +93,12 @@ _ENDPOINT_OPTIONS: Final = flags.options(
         is_flag=True,
         help="Refuse requests with unknown fields. Without this flag such fields are ignored, and the answer's header "
         "x-fusion-ignored names them.",
+    ),
+    click.option(
+        "--image-urls",
+        is_flag=True,
+        help="Fetch images that requests name by URLs, from the public internet. Without this flag, requests must "
+        "contain the images themselves.",
     ),
     click.option("--name", metavar="NAME", help="What clients call the model.  [default: its directory or hub id]"),
 )
@@ -231,7 +239,17 @@ async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | N
     console.line(f"privacy {request.privacy}: {sentence(request.privacy)}")
     ready = asyncio.Event()
     with closing(listener), ServingView() as view:
-        door = _Door(listener, url, endpoint.name, keys, tls, tracer, json_file, is_strict=endpoint.strict)
+        door = _Door(
+            listener,
+            url,
+            endpoint.name,
+            keys,
+            tls,
+            tracer,
+            json_file,
+            is_strict=endpoint.strict,
+            fetches_images=endpoint.image_urls,
+        )
         working = asyncio.create_task(_serve(request, door, stop, ready, view))
         asked = asyncio.create_task(stop.wait())
         try:
@@ -277,6 +295,7 @@ class _Door:
     tracer: Tracer
     json_file: Path | None
     is_strict: bool
+    fetches_images: bool
     written: dict[str, object] = field(default_factory=dict[str, object])
     """What `--json` has when the model is ready."""
 
@@ -345,6 +364,7 @@ async def _serve(
             model=door.name or served.model.files.name,
             keys=door.keys,
             is_strict=door.is_strict,
+            fetches_images=door.fetches_images,
             adapters=tuple(adapter.name for adapter in served.model.adapters),
             created_s=int(time.time()),
         )

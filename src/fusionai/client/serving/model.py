@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -26,7 +26,8 @@ from fusionai.capture.checking.check import require_causal
 from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.build import build
 from fusionai.capture.models.gguf import SPLIT
-from fusionai.capture.models.huggingface import model_directory
+from fusionai.capture.models.huggingface import has_image_input, model_directory
+from fusionai.capture.models.images import ImageEncoder, NoImages
 from fusionai.capture.models.source import DirectorySource, GgufSource, HubSource, parse_source
 from fusionai.capture.models.state import rounding
 from fusionai.capture.served import LONGEST_PASS, capture_served
@@ -41,6 +42,7 @@ from fusionai.ir.weights import SMALLEST
 from fusionai.primitives.errors import GraphError, ModelError, UsageError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 from fusionai.serving.draft import DraftProposer, load_draft
+from fusionai.serving.images import ImageMarks, ImageReader
 from fusionai.serving.job import weight_keys
 from fusionai.serving.model_text import ModelText
 from fusionai.serving.text import read_json
@@ -231,14 +233,19 @@ def _check_weights(directory: Path, text: str, *, is_hub: bool) -> None:
         raise ModelError(f"{text} lacks a weight file: {missing[0]}{more}.", hint=again)
 
 
-def open_model(files: ServedFiles, adapters: tuple[ServedAdapter, ...] = (), room: Sequence[int] = ()) -> ServedModel:
-    """Capture the model with `adapters`, and with empty places of the ranks `room` for others. Blocking. Raises
-    `ModelError` or `GraphError`, with the reason, if it can't be served."""
+def open_model(
+    files: ServedFiles,
+    adapters: tuple[ServedAdapter, ...] = (),
+    room: Sequence[int] = (),
+    *,
+    images: bool = True,
+) -> ServedModel:
+    """Capture the model with `adapters`, and with empty places of the ranks `room` for others; with `images`, if it
+    takes any, and load their encoder. Blocking. Raises `ModelError` or `GraphError`, with the reason, if it can't be
+    served."""
     texts = ModelText.load(files.directory)
-    source = DirectorySource(files.directory)
-    module = build(source, seed=0).module if room else None
-    slots = AdapterSlots.of([one.files for one in adapters], room, module) if adapters or room else None
-    captured = capture_served(source, slots)
+    captured, slots, reader = _captured(files, adapters, room, images=images)
+    texts = replace(texts, images=reader)
     graph = serving_graph(captured.graph)
     purpose = purpose_of(graph)
     whole = purpose == "generate" and not _has_caches(graph, captured)
@@ -265,6 +272,37 @@ def open_model(files: ServedFiles, adapters: tuple[ServedAdapter, ...] = (), roo
         adapters=adapters,
         slots=slots,
     )
+
+
+def _captured(
+    files: ServedFiles, adapters: tuple[ServedAdapter, ...], room: Sequence[int], *, images: bool
+) -> tuple[Captured, AdapterSlots | None, ImageReader | None]:
+    """Capture the model; with its encoder of images, if it has one that can be used."""
+    source = DirectorySource(files.directory)
+    reason: NoImages | None = None
+    if images and has_image_input(files.directory):
+        seeing = replace(source, architecture="image_text")
+        slots = _slots(seeing, adapters, room)
+        try:
+            captured = capture_served(seeing, slots, images=True)
+            if not _has_caches(serving_graph(captured.graph), captured):
+                raise NoImages(f"no cache can serve {files.name}.")
+            encoder = ImageEncoder(captured, files.directory)
+        except NoImages as error:
+            reason = error
+        else:
+            marks = ImageMarks(encoder.processor.placeholder, encoder.token)
+            return captured, slots, ImageReader(encoder.encode, marks)
+    slots = _slots(source, adapters, room)
+    captured = capture_served(source, slots)
+    if reason is not None:
+        captured = replace(captured, notes=(*captured.notes, f"Images are refused: {reason}"))
+    return captured, slots, None
+
+
+def _slots(source: DirectorySource, adapters: tuple[ServedAdapter, ...], room: Sequence[int]) -> AdapterSlots | None:
+    module = build(source, seed=0).module if room else None
+    return AdapterSlots.of([one.files for one in adapters], room, module) if adapters or room else None
 
 
 def _table_rows(graph: Graph) -> int | None:
@@ -359,7 +397,7 @@ class DraftModel:
 def open_draft(files: ServedFiles, model: ServedModel) -> ServedModel:
     """Capture the draft model. Blocking. Raises `ModelError` if its tokenizer differs from that of `model`, or if it
     has no KV cache, or states beside it."""
-    draft = open_model(files)
+    draft = open_model(files, images=False)
     if draft.whole or draft.states or draft.at_once:
         raise ModelError(
             f"the draft {files.name} can't drop a rejected guess from its caches, so guessing with it would be slower "

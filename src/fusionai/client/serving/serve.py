@@ -271,6 +271,9 @@ class _Start:
         model = await opening
         for text in (*(adapter.words for adapter in model.adapters), *model.captured.notes):
             self._on_event(Noted(text))
+        if model.texts.images is not None:
+            stack.callback(model.texts.images.close)
+            self._on_event(Noted(f"{model.files.name} reads images; this machine encodes them"))
         threads = request.threads or (None if request.local is None else local_threads(request.local))
         machine = await stack.enter_async_context(
             own_machine(request.device, threads, request.home, lambda text: self._on_event(Noted(text)))

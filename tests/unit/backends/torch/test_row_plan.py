@@ -217,7 +217,8 @@ def test_values_in_parts(step: int) -> None:
     wide = sketch("aten.slice_scatter.default", wide, sketch("aten.slice.Tensor", part, 3, 0, 0), 3, 0, 0)
     total = sketch("aten.sum.dim_IntList", wide, ListArg((2,)))
     one = sketch("aten.sum.dim_IntList", sketch("aten.slice.Tensor", wide, 2, 3, 4), ListArg((2,)), True)
-    assert_equal(sketch, wide, total, one)
+    placed = sketch("aten.select_scatter.default", wide, sketch("aten.select.int", "x", 2, 1), 2, -step)
+    assert_equal(sketch, wide, total, one, placed)
 
 
 def _with(*args: Arg | str, op: str, **kwargs: Any) -> Callable[[Sketch], str]:

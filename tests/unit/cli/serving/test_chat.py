@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -248,3 +249,20 @@ def test_nobody_there_and_wrong_use(tmp_path, capsys: pytest.CaptureFixture[str]
     assert main(["chat", "--url", "ftp://x"]) == 2
     assert main(["chat", "m", "--url", "http://x"]) == 2
     assert main(["chat", "--local", "2"]) == 2
+
+
+def test_a_picture_goes_with_the_next_question_only(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.lines = [chunk("A cat."), *ending()]
+    (tmp_path / "cat.png").write_bytes(b"a picture")
+    said = iter([f"/image {tmp_path / 'cat.png'}", "what is it?", "sure?", f"/image {tmp_path / 'dog.png'}", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    assert main(["chat", "--url", gateway.address]) == 0
+    first, second = (asked["messages"] for asked in gateway.asked)
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,YSBwaWN0dXJl"}}
+    assert first == [{"role": "user", "content": [picture, {"type": "text", "text": "what is it?"}]}]
+    assert second == [*first, {"role": "assistant", "content": "A cat."}, {"role": "user", "content": "sure?"}]
+    printed = capsys.readouterr().out
+    assert "cat.png goes with the next question." in printed
+    assert "dog.png: the picture can't be read: No such file" in printed
