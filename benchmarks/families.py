@@ -47,11 +47,12 @@ def main() -> int:
         took_s = time.perf_counter() - began_s
         print(f"{name}: {found.how} {found.reason} {found.ready_s:.1f} s to be ready  [{took_s:.0f} s]", flush=True)
         rows = [msgspec.to_builtins(known[name]) for name in names if name in known]
-        document = {"schema": "fusionai.families/1", "transformers": number, "rows": rows}
+        untried = [name for name in names if name not in known]
+        document = {"schema": "fusionai.families/1", "transformers": number, "untried": untried, "rows": rows}
         write_atomic(arguments.json, json.dumps(document, indent=1).encode() + b"\n")
     counts = Counter(family.how for family in known.values())
     print(", ".join(f"{count} {how}" for how, count in counts.most_common()))
-    return int(counts["missed"] > 0 or counts["refused"] * 20 > len(known))
+    return int(counts["missed"] + counts["unready"] > 0 or counts["refused"] * 20 > len(known))
 
 
 def _quiet() -> None:
@@ -75,7 +76,7 @@ def _guarded(name: str, limit_s: float, limit_gb: float) -> Family:
     reason = f"not ready after {limit_s:.0f} s" if process.is_alive() else "its process ended"
     process.kill()
     process.join()
-    return found or Family(name=name, architecture="", how="missed", reason=reason)
+    return found or Family(name=name, architecture="", how="unready", reason=reason)
 
 
 def _child(name: str, limit_gb: float, sender: Connection) -> None:

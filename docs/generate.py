@@ -7,7 +7,8 @@
 | `modules.md` | every package and module, and which imports which | `module_map.py` |
 | `recipes.md` | every key of a recipe | `corpus.tables`, `recipe_fields.toml` |
 | `analysis.md` | many small machines against a few big ones | `scheduling.analysis.cases` |
-| `models.md` | which models and operators run | `models.json`, written by `benchmarks/universality.py` |
+| `models.md` | which models and operators run | `models.json`, written by `benchmarks/universality.py`, and \
+`families.json`, written by `benchmarks/families.py` |
 | `planning.md` | how good plans are | `planning.json`, written by `benchmarks/planner_pools.py` |
 | `privacy.md` | what peers could reconstruct | the shipped audit |
 
@@ -372,7 +373,51 @@ def models_page() -> str:
         lines += ["", "`*`: tried on a new model of the same configuration, not on one read from files."]
     lines += ["", "## Which features are missing, and why?", ""]
     lines += [*_model_reasons(rows)] or ["Nothing."]
-    return "\n".join([*lines, "", *_coverage()]) + "\n"
+    return "\n".join([*lines, "", *_families(), "", *_coverage()]) + "\n"
+
+
+SERVED: Final = {
+    "cached": "from caches",
+    "computed anew": "computed anew",
+    "refused": "refused",
+    "missed": "**wrong**",
+    "unready": "not ready in time",
+    "broken": "not by transformers itself",
+}
+"""How `benchmarks/families.py` found a family -> the words of the page."""
+
+
+def _families() -> Iterator[str]:
+    """Yield what serves every causal family of transformers, and how many are refused."""
+    found = json.loads((DOCS / "families.json").read_text(encoding="utf-8"))
+    rows: list[dict[str, Any]] = found["rows"]
+    counts = {how: sum(row["how"] == how for row in rows) for how in SERVED}
+    slowest = max(rows, key=lambda row: row["ready_s"])
+    yield "## Which causal families of transformers are served?"
+    yield ""
+    yield (
+        f"Transformers {found['transformers']} knows causal language models under "
+        f"{len(rows) + len(found['untried'])} names, of which {len(rows)} were tried."
+    )
+    yield ""
+    yield from _table(("how it is served", "families"), ((SERVED[how], str(counts[how])) for how in SERVED))
+    if found["untried"]:
+        yield ""
+        yield f"Not tried yet: {', '.join(found['untried'])}."
+    yield ""
+    yield (
+        "`ready` is the processor time of one thread from the files to three stages with their weights, at most "
+        f"{slowest['ready_s']:.0f} s ({slowest['name']}). Families that transformers itself does not run are listed "
+        "with what it raises."
+    )
+    yield ""
+    shown = ((row["name"], SERVED[row["how"]], f"{row['ready_s']:.0f} s", _line(row["reason"])) for row in rows)
+    yield from _table(("family", "served", "ready", "reason"), shown)
+
+
+def _line(text: str) -> str:
+    """Return the text as it can stand in a table's cell."""
+    return " ".join(text.split()).replace("|", "\\|") or "-"
 
 
 def _files_cell(row: Mapping[str, Any]) -> str:

@@ -22,12 +22,13 @@ from harness.saved import Saved, saved
 from harness.staged_serving import served
 from harness.universality import answered
 
-How = Literal["cached", "computed anew", "refused", "missed", "broken"]
+How = Literal["cached", "computed anew", "refused", "missed", "unready", "broken"]
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """`how`: `cached` or `computed anew` (both with transformers' logits), `refused` by the product with a sentence,
-    `missed`: other logits or an error that is not the product's, `broken`: transformers itself can't run it."""
+    `missed`: other logits or an error that is not the product's, `unready`: it took too long or too much memory,
+    `broken`: transformers itself can't run it."""
 
     name: str
     architecture: str

@@ -64,6 +64,11 @@ _NEMOTRON |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate
 _NEMOTRON |= {"moe_shared_expert_intermediate_size": 24, "head_dim": 8}
 _NEMOTRON |= {"layers_block_type": ["mamba", "attention", "moe", "moe"], "topk_group": 1, "n_group": 1}
 
+_KIMI = {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 24, "num_shared_experts": 1}
+_KIMI |= {"linear_head_dim": 8, "linear_num_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+_KIMI |= {"layer_types": ["linear_attention", "full_attention"] * 2}
+_KIMI |= {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+
 _DECODERS: dict[str, dict[str, Any]] = {
     "gpt2": _GPT2,
     "llama": _TEXT,
@@ -129,6 +134,7 @@ _STATES: dict[str, dict[str, Any]] = {
     "jamba": _TEXT | {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
     "nemotron_h": _TEXT | _NEMOTRON,
     "minimax": _TEXT | _EXPERTS | {"head_dim": 8, "block_size": 8},
+    "kimi_linear": _TEXT | _KIMI | {"num_key_value_heads": 4, "kv_lora_rank": 16, "v_head_dim": 12},
 }
 _ENCODER = _BASE | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _ENCODERS: dict[str, dict[str, Any]] = {

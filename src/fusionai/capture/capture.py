@@ -423,7 +423,7 @@ def _longest_sequence(built: Built) -> int | None:
         child.num_embeddings - (0 if child.padding_idx is None else child.padding_idx + 1)
         for name, child in built.module.named_modules()
         if isinstance(child, nn.Embedding)
-        and name.rsplit(".", 1)[-1] in ("wpe", "position_embeddings", "embed_positions")
+        and name.rsplit(".", 1)[-1] in ("wpe", "position_embeddings", "embed_positions", "positions_embed")
     ]
     config = None if built.huggingface is None else built.huggingface.config.get_text_config()
     seen = (getattr(config, name, None) for name in SEEN_WHOLE)
