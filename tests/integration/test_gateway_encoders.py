@@ -64,7 +64,7 @@ async def asked(model: Path, directory: Path) -> AsyncIterator[Asked]:
         directory,
         [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)],
         peers=[OWNER, peer_id(0), peer_id(1), peer_id(2), OWNER],
-        options=ServeOptions(page_tokens=4, pages=200, sessions=9, pass_tokens=64, at_once=True),
+        options=ServeOptions(page_tokens=4, pages=200, sessions=9, pass_tokens=48, at_once=True),
         vocabulary=VOCABULARY,
         context_tokens=min(LONGEST, text.sentences.longest_tokens or LONGEST),
         purpose=purpose_of(serving_graph(captured.graph)),

@@ -36,7 +36,7 @@ from harness.small_encoders import (
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = ServeOptions(page_tokens=4, pages=200, sessions=9, pass_tokens=64, at_once=True)
+OPTIONS = ServeOptions(page_tokens=4, pages=200, sessions=9, pass_tokens=48, at_once=True)
 
 
 @asynccontextmanager
