@@ -19,19 +19,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fusionai.capture.models.images import EncodedImage, axis_positions
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import AXIS_POSITIONS, IMAGE_ROWS, LAYER_ROWS
 from fusionai.primitives.errors import ExecutionError, UsageError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import Segment
-
-if TYPE_CHECKING:
-    from fusionai.capture.models.images import EncodedImage
 
 FIRST_TOKEN: Final = 2**40
 """Smallest token that stands for a row of an image; larger than any vocabulary."""
@@ -195,24 +193,9 @@ class ImageFeed:
 
 def _axes(prompt: Sequence[int], images: Sequence[PlacedImage]) -> tuple[NDArray[np.int64], int]:
     """Return the positions of a prompt's tokens in time, height and width, and by how much those after it differ from
-    their numbers. An image's rows have places relative to its first position; text counts on from the image's end."""
-    ordered = sorted(images, key=lambda image: image.first)
-    starts = [image.first for image in ordered]
-    axes = np.empty((len(prompt), 3), np.int64)
-    begun = following = 0
-    for at, token in enumerate(prompt):
-        if not is_image(token):
-            axes[at] = following
-            following += 1
-            continue
-        image = ordered[int(np.searchsorted(starts, token, side="right")) - 1]
-        offset = token - image.first
-        if offset == 0:
-            begun = following
-        places = image.encoded.axes
-        axes[at] = begun + (offset if places is None else places[offset])
-        if offset == len(image.encoded.rows) - 1:
-            following = begun + image.encoded.advance
+    their numbers."""
+    rows = {token: (image.encoded, row) for image in images for row, token in enumerate(image.tokens)}
+    axes, following = axis_positions(rows.get(token) for token in prompt)
     return axes, following - len(prompt)
 
 

@@ -37,7 +37,8 @@ class NoImages(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """`pixels`: what the model's encoder takes, by argument. `text`: what stands for the picture in a prompt."""
+    """`pixels`: arguments of the model's forward, pixels and tokens of the text around the picture. `text`: what stands
+    for the picture in a prompt."""
 
     pixels: Mapping[str, Any]
     text: str
@@ -83,9 +84,11 @@ class ImageProcessor:
         """Return the text of a token of the model's vocabulary."""
         return str(self._processor.tokenizer.convert_ids_to_tokens(token))
 
-    def prepare(self, data: bytes) -> PreparedImage:
-        """Prepare one picture. Raises `UsageError` for bytes that are no picture, or too large a one."""
-        made = self._processor(images=[picture_of(data)], text=[self.placeholder], return_tensors="pt")
+    def prepare(self, data: bytes, before: str = "", after: str = "") -> PreparedImage:
+        """Prepare one picture, between two texts. Raises `UsageError` for bytes that are no picture, or too large a
+        one."""
+        text = f"{before}{self.placeholder}{after}"
+        made = self._processor(images=[picture_of(data)], text=[text], return_tensors="pt")
         return PreparedImage(dict(made), self._processor.written[0])
 
 

@@ -14,7 +14,7 @@ and keeps rows."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -27,13 +27,16 @@ from torch import nn
 
 from fusionai.backends.torch.host import to_torch
 from fusionai.capture.models.build import construct_empty
-from fusionai.capture.models.image_processor import ImageProcessor, NoImages, sample
+from fusionai.capture.models.image_check import difference
+from fusionai.capture.models.image_processor import ImageProcessor, NoImages, PreparedImage, sample
 from fusionai.capture.tracing import code_lines
 from fusionai.primitives.errors import ModelError
 
 if TYPE_CHECKING:
     from fusionai.capture.capture import Captured
 
+_AROUND: Final = ("one ", " two")
+"""Text before and after the sample."""
 AXES: Final = 3
 """Positions of a token if images have places in time, height and width."""
 _BEYOND_ROWS: Final = {
@@ -152,6 +155,25 @@ class EncodedImage:
     """[rows, layers * hidden size]: what the first layers add to their results; None if they add nothing."""
 
 
+def axis_positions(prompt: Iterable[tuple[EncodedImage, int] | None]) -> tuple[NDArray[np.int64], int]:
+    """Return [tokens, 3], the positions of a prompt's tokens in time, height and width, and the position after them.
+    `prompt`: for each token the image and the row that take its place, None for text. An image's rows have places
+    relative to its first position; text counts on from the image's end (Qwen2-VL, arXiv 2409.12191)."""
+    found: list[NDArray[np.int64] | int] = []
+    begun = following = 0
+    for taken in prompt:
+        if taken is None:
+            found.append(following)
+            following += 1
+            continue
+        image, row = taken
+        begun = following if row == 0 else begun
+        found.append(begun + (row if image.axes is None else image.axes[row]))
+        if row == len(image.rows) - 1:
+            following = begun + image.advance
+    return np.array([np.broadcast_to(place, AXES) for place in found], np.int64).reshape(-1, AXES), following
+
+
 class ImageEncoder:
     """The part of a model that turns pictures into rows, and the model's processor before it. `token`: the model's
     image token."""
@@ -175,14 +197,28 @@ class ImageEncoder:
             torch.utils.swap_tensors(made, value)
         self._model: Any = module
         try:
-            self.encode(sample())
+            reason = self._tried()
         except Exception as error:  # another processor or encoder than this module expects may fail in any way
             raise NoImages(f"its encoder can't take an image: {code_lines.reason(error)}.") from error
+        if reason is not None:
+            raise NoImages(f"{type(module).__name__} reads no images here: {reason}.")
+
+    def _tried(self) -> str | None:
+        """Encode a sample between two words. Returns how the model's own forward differs, None if it does not."""
+        prepared = self.processor.prepare(sample(), *_AROUND)
+        image = self._encoded(prepared)
+        ids = prepared.pixels["input_ids"][0]
+        is_row = ids == self.token
+        rows = iter(range(len(image.rows)))
+        axes, _ = axis_positions([(image, next(rows)) if taken else None for taken in is_row.tolist()])
+        return difference(self._model, prepared.pixels, image, is_row, axes if has_axes(self._model) else None)
 
     def encode(self, data: bytes) -> EncodedImage:
         """Encode a picture in a common format. Takes as long as the encoder needs. Raises `UsageError` for bytes that
         are no picture, `ModelError` if the processor does not fit the encoder."""
-        prepared = self.processor.prepare(data)
+        return self._encoded(self.processor.prepare(data))
+
+    def _encoded(self, prepared: PreparedImage) -> EncodedImage:
         known = inspect.signature(_inner(self._model).get_image_features).parameters
         given = {name: value for name, value in prepared.pixels.items() if name in known}
         try:

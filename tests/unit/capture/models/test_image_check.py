@@ -1,0 +1,83 @@
+"""What a model's own forward hands to its layers is compared with what the served graph will be handed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from fusionai.capture.capture import capture
+from fusionai.capture.models.image_check import difference
+from fusionai.capture.models.image_processor import NoImages, sample
+from fusionai.capture.models.images import EncodedImage, ImageEncoder, axis_positions
+from fusionai.capture.models.source import DirectorySource
+from harness.image_models import write_image_model
+
+pytestmark = pytest.mark.slow
+
+
+def encoder(directory: Path) -> ImageEncoder:
+    captured = capture(
+        DirectorySource(directory, "image_text"), batch=(1, 2), sequence=(1, 256), train=False, images=True
+    )
+    return ImageEncoder(captured, directory)
+
+
+def test_every_kind_of_difference_has_its_words(tmp_path: Path):
+    made = encoder(write_image_model("qwen3_vl", tmp_path))
+    prepared = made.processor.prepare(sample(), "one ", " two")
+    image = made._encoded(prepared)
+    is_row = prepared.pixels["input_ids"][0] == made.token
+    axes, _ = axis_positions(_tokens(image, is_row))
+    assert image.layer_rows is not None
+
+    def found(image: EncodedImage, axes: np.ndarray) -> str | None:
+        return difference(made._model, prepared.pixels, image, is_row, axes)
+
+    assert found(image, axes) is None
+    assert "other features" in str(found(replace(image, rows=image.rows * 1.01), axes))
+    assert "counts the positions" in str(found(image, axes + (np.arange(len(axes)) > 3)[:, None]))
+    assert "add features" in str(found(replace(image, layer_rows=image.layer_rows + 0.1), axes))
+    assert "add features" in str(found(replace(image, layer_rows=None), axes))
+    decoder: Any = made._model.get_decoder()
+    decoder.register_forward_pre_hook(
+        lambda _module, args, given: (args, {**given, "picture_sizes": torch.ones(1)}), with_kwargs=True
+    )
+    assert "also get picture_sizes" in str(found(image, axes))
+
+
+def test_a_model_in_which_rows_are_not_all_is_refused_when_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A model whose forward changes the features once more, as no list of names would show."""
+    directory = write_image_model("llava", tmp_path)
+    inner = transformers.LlavaModel
+    own = inner.forward
+
+    def forward(self: Any, *args: Any, **given: Any) -> Any:
+        features = self.get_image_features
+        self.get_image_features = lambda *some, **more: _halved(features(*some, **more))
+        try:
+            return own(self, *args, **given)
+        finally:
+            del self.get_image_features
+
+    encoder(directory)
+    monkeypatch.setattr(inner, "forward", forward)
+    with pytest.raises(NoImages, match="its layers get other features than those of its encoder"):
+        encoder(directory)
+
+
+def _halved(made: Any) -> Any:
+    made.pooler_output = [part / 2 for part in made.pooler_output]
+    return made
+
+
+def _tokens(image: EncodedImage, is_row: torch.Tensor) -> list[tuple[EncodedImage, int] | None]:
+    rows = iter(range(len(image.rows)))
+    return [(image, next(rows)) if taken else None for taken in is_row.tolist()]
