@@ -112,6 +112,7 @@ class CaptureOptions(TypedDict, total=False):
     adapter: Adapters | None
     whole: bool
     images: bool
+    own_attention: bool
 
 
 def capture(source: ModelSource, **options: Unpack[CaptureOptions]) -> Captured:
@@ -119,9 +120,9 @@ def capture(source: ModelSource, **options: Unpack[CaptureOptions]) -> Captured:
     by default up to 64 rows of 2048 tokens).
 
     With `adapter`, only the adapter's parameters are trainable. `images`: the graph also takes rows of
-    images. `whole`: trace every repeated layer instead of copying one, which takes longer and gives the same graph.
-    Raises `ModelError` if the model can't be built, traced or expressed in the IR; the error names the operation, its
-    place and a remedy.
+    images. `own_attention`: keep transformers' own attention, which no cache can serve. `whole`: trace every repeated
+    layer instead of copying one, which takes longer and gives the same graph. Raises `ModelError` if the model can't be
+    built, traced or expressed in the IR; the error names the operation, its place and a remedy.
     """
     made = draft(source, **options)
     if made.unsupported:
@@ -149,6 +150,7 @@ def draft(
     adapter: Adapters | None = None,
     whole: bool = False,
     images: bool = False,
+    own_attention: bool = False,
 ) -> Draft:
     """Capture like `capture`, but collect unsupported operations instead of raising, and do not validate the graph."""
     for name, (low, high) in (("batch", batch), ("sequence", sequence)):
@@ -156,7 +158,7 @@ def draft(
             raise ModelError(
                 f"the range of {name} sizes, {low} to {high}, is not valid.", hint="Give 1 <= smallest <= largest."
             )
-    built = build(source, seed, adapter)
+    built = build(source, seed, adapter, own_attention=own_attention)
     specs, names = _inputs(built, task, example_inputs)
     if images:
         specs, names = _with_images(built.module, specs, names)

@@ -17,6 +17,7 @@ import torch
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.build import Adapters
 from fusionai.capture.models.huggingface import resolve
+from fusionai.capture.models.image_processor import NoImages
 from fusionai.capture.models.source import (
     Architecture,
     CodeSource,
@@ -50,6 +51,10 @@ def capture_served(source: ModelSource, adapter: Adapters | None = None, *, imag
             return _causal(source, LONGEST_PASS, adapter, images=images)
         except LongestApart as error:
             return _causal(source, error.length - 1, adapter, images=images)
+        except NoImages:
+            raise
+        except ModelError as error:
+            return _with_own_attention(source, adapter, error)
     if adapter is not None:
         raise ModelError(
             "adapters are served with causal language models only, and this model is an encoder of texts.",
@@ -68,6 +73,20 @@ def capture_served(source: ModelSource, adapter: Adapters | None = None, *, imag
 
 def _causal(source: ModelSource, longest: int, adapter: Adapters | None, *, images: bool) -> Captured:
     return capture(source, batch=(1, 2), sequence=(1, longest), train=False, adapter=adapter, images=images).as_filed()
+
+
+def _with_own_attention(source: ModelSource, adapter: Adapters | None, reason: ModelError) -> Captured:
+    """Capture a model that can't have the semantic attention, which `reason` says. It is computed anew for every token.
+    Raises `reason` if that fails too."""
+    if isinstance(source, CodeSource | FactorySource):
+        raise reason
+    try:
+        captured = capture(
+            source, batch=(1, 2), sequence=(1, LONGEST_PASS), train=False, adapter=adapter, own_attention=True
+        ).as_filed()
+    except ModelError:
+        raise reason from None
+    return replace(captured, notes=(*captured.notes, f"No cache can serve it: {reason.message}"))
 
 
 def serving_architecture(source: ModelSource) -> Architecture:

@@ -169,6 +169,7 @@ def require_causal(captured: Captured) -> None:
             batch=(1, 2),
             sequence=(1, TOKENS),
             train=False,
+            own_attention=source.own_attention,
         )
     except FusionError as error:
         raise ModelError(f"no small copy of {name} to test whether it is causal: {error.message}") from error

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -80,8 +80,9 @@ class Built:
         return {self.key(name): value for name, value in (module or self.module).named_buffers()}
 
 
-def build(source: ModelSource, seed: int, adapter: Adapters | None = None) -> Built:
-    """Build the module of `source` with `adapter` in it. Raises `ModelError`."""
+def build(source: ModelSource, seed: int, adapter: Adapters | None = None, *, own_attention: bool = False) -> Built:
+    """Build the module of `source` with `adapter` in it. `own_attention`: with transformers' own attention instead of
+    the semantic one. Raises `ModelError`."""
     name = describe(source)
     huggingface: HuggingFaceModel | None = None
     match source:
@@ -90,7 +91,7 @@ def build(source: ModelSource, seed: int, adapter: Adapters | None = None) -> Bu
         case FactorySource(factory=factory):
             construct = factory
         case _:
-            huggingface = resolve(source)
+            huggingface = replace(resolve(source), own_attention=own_attention)
             construct = huggingface.construct
     if adapter is not None:
         construct = _with_adapter(construct, adapter)

@@ -59,13 +59,15 @@ _HEADS: Mapping[Architecture, tuple[str, ...]] = {
 @dataclass(frozen=True, slots=True)
 class HuggingFaceModel:
     """A configuration and its weights. `weights`: safetensors files of a pretrained model, empty for a new one.
-    `quantisation`: how they are quantised, as config.json says; None: they are not."""
+    `quantisation`: how they are quantised, as config.json says; None: they are not. `own_attention`: keep the attention
+    that transformers chooses, also where the semantic one could replace it."""
 
     config: PreTrainedConfig
     architecture: Architecture
     weights: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
     quantisation: Mapping[str, Any] | None = None
+    own_attention: bool = False
 
     def construct(self) -> nn.Module:
         """Construct the module in float32, with the semantic attention if its class allows replacing attention."""
@@ -78,7 +80,8 @@ class HuggingFaceModel:
         # The default form of mixtures of experts sorts tokens by the data and calls an operator that only transformers
         # has. `batched_mm` gathers each token's expert weights: slower, but plain operations, which `tracing.layers`
         # replaces by grouped products.
-        return self._from_config(ATTENTION if replaceable else self._own_way(), experts_implementation="batched_mm")
+        semantic = replaceable and not self.own_attention
+        return self._from_config(ATTENTION if semantic else self._own_way(), experts_implementation="batched_mm")
 
     def construct_plain(self) -> nn.Module:
         """Construct the module in float32 as transformers itself would run it."""

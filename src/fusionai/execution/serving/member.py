@@ -260,7 +260,7 @@ class ServingMember(RoundMember):
 
     def _at_hand(self, load: wire.Load) -> ServingStage | None:
         stage = self._stages.get(load.stage)
-        return stage if stage is not None and stage.identity == identity_of(load) else None
+        return stage if stage is not None and _may_stay(stage, load) and stage.identity == identity_of(load) else None
 
     def _is_of_here(self, load: wire.Load) -> bool:
         """Return whether this load belongs to the present round; refuse it otherwise. Raises `ExecutionError` for a
@@ -282,7 +282,7 @@ class ServingMember(RoundMember):
             return present, {}
         identity = identity_of(load)
         stage = self._stages.pop(load.stage, None)
-        changed = None if stage is None else stage.changed_weights(identity, load.weights)
+        changed = None if stage is None or not _may_stay(stage, load) else stage.changed_weights(identity, load.weights)
         if stage is None or changed is None:
             stage = None
             return_freed_memory()
@@ -482,3 +482,9 @@ class ServingMember(RoundMember):
         await self._end_tasks()
         self._weights.close()
         self._keep_only(frozenset())
+
+
+def _may_stay(stage: ServingStage, load: wire.Load) -> bool:
+    """Return whether a loaded stage can serve a load. A standby has no caches, because checks recompute texts in them.
+    A stage that has run here has some, so it is loaded anew where it stands by."""
+    return not (load.standby and stage.allocated)

@@ -33,9 +33,11 @@ class Stage:
 
     def __init__(self, load: Load) -> None:
         self.identity = identity_of(load)
+        self.allocated = False
 
     async def begin(self, *, fresh: bool) -> tuple[tuple[int, int], ...]:
         del fresh
+        self.allocated = True
         return ()
 
     def mark(self, secret: bytes, *, gives: bool) -> None: ...
@@ -176,6 +178,31 @@ def test_a_stage_that_loads_when_the_next_round_begins_is_at_hand_in_it(monkeypa
         await bench.load(2, 1, standby=False)
         assert await bench.let(1) == [1]
         assert bench.made == [1]
+
+    run(story, monkeypatch)
+
+
+def test_a_stage_that_ran_here_is_loaded_anew_where_it_stands_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would keep its caches and answer every check with "stage 1 runs here". Where it stays what it was,
+    nothing is loaded again."""
+
+    async def story(bench: Bench) -> None:
+        await bench.enlist(1, runs=(1,))
+        await bench.load(1, 1, standby=False)
+        assert await bench.let(1) == [1]
+        await bench.enlist(2, runs=(1,))
+        await bench.load(2, 1, standby=False)
+        assert await bench.loaded() == [1, 1]
+        assert bench.made == [1]
+        for attempt in (3, 4):
+            await bench.enlist(attempt, standbys=(1,))
+            await bench.load(attempt, 1, standby=True)
+            await bench.let(1)
+            assert bench.made == [1, 1]
+        await bench.enlist(5, runs=(1,))
+        await bench.load(5, 1, standby=False)
+        assert await bench.loaded() == [1] * 5
+        assert bench.made == [1, 1], "it takes over with the weights that it has"
 
     run(story, monkeypatch)
 
