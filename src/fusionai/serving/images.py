@@ -19,17 +19,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fusionai.capture.models.images import EncodedImage, axis_positions
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import AXIS_POSITIONS, IMAGE_ROWS, LAYER_ROWS
 from fusionai.primitives.errors import ExecutionError, UsageError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import Segment
+
+if TYPE_CHECKING:
+    from fusionai.capture.models.images import EncodedImage
 
 FIRST_TOKEN: Final = 2**40
 """Smallest token that stands for a row of an image; larger than any vocabulary."""
@@ -194,6 +196,8 @@ class ImageFeed:
 def _axes(prompt: Sequence[int], images: Sequence[PlacedImage]) -> tuple[NDArray[np.int64], int]:
     """Return the positions of a prompt's tokens in time, height and width, and by how much those after it differ from
     their numbers."""
+    from fusionai.capture.models.images import axis_positions  # loads a framework, which --help must not
+
     rows = {token: (image.encoded, row) for image in images for row, token in enumerate(image.tokens)}
     axes, following = axis_positions(rows.get(token) for token in prompt)
     return axes, following - len(prompt)
