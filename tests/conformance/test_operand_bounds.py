@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 
 from fusionai.ir.operators import OPERATORS
 from harness import operand_fuzz
 from harness.guarded_process import run_cases, unavailable
+from harness.operator_cases import Case
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -56,13 +58,19 @@ FOUND = [
 """Cases that once ended the process, or with an error of another kind."""
 
 
+def _is_newer(case: Case) -> bool:
+    """Whether a starting point was added since: the numbers above count without it."""
+    decay = case.kwargs.get("decay")
+    return case.op == "fusion.linear_attention" and isinstance(decay, np.ndarray) and decay.ndim == 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "number", "outcome"), FOUND)
 def test_what_was_found_stays_mended(backend: str, number: int, outcome: str) -> None:
     needs(backend)
     opened = operand_fuzz.opened(backend)
     missing = set(opened.unsupported(sorted(OPERATORS)))
-    case = operand_fuzz.case_number(number, 77, lambda one: one.op not in missing)
+    case = operand_fuzz.case_number(number, 77, lambda one: one.op not in missing and not _is_newer(one))
     assert operand_fuzz.attempt(opened, case, trains=backend != "onnxruntime") == outcome
 
 
