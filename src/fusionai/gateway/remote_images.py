@@ -10,8 +10,10 @@ from __future__ import annotations
 import ipaddress
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Final
 from urllib.parse import SplitResult, urljoin, urlsplit
@@ -71,12 +73,16 @@ def _checked(url: str) -> SplitResult:
 
 
 class _Connection(HTTPConnection):
-    """A connection to an address that has been checked. Usable as a context manager, which closes it."""
+    """A connection to an address that has been checked. As a context manager it is closed at the end, and cut off after
+    `timeout_s`: a server that sends a byte now and then must not hold the thread, whatever part of the answer it is in.
+    """
 
     def __init__(self, host: str, port: int, address: tuple[str, int], *, tls: bool, timeout_s: float) -> None:
         super().__init__(host, port, timeout=timeout_s)
         self._address = address
         self._tls = tls
+        self._end = threading.Timer(timeout_s, self._cut_off)
+        self._end.daemon = True
 
     def connect(self) -> None:
         """Connect to the checked address instead of resolving the name again."""
@@ -84,10 +90,16 @@ class _Connection(HTTPConnection):
         if self._tls:
             self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
 
+    def _cut_off(self) -> None:
+        with suppress(OSError, AttributeError):  # it may be closed already, or not connected yet
+            self.sock.shutdown(socket.SHUT_RDWR)
+
     def __enter__(self) -> _Connection:
+        self._end.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end.cancel()
         self.close()
 
 
@@ -112,6 +124,7 @@ def _body(answer: HTTPResponse, url: str, most_bytes: int, until_s: float) -> by
         if len(body) > most_bytes:
             raise UsageError(f"{url[:200]} has more than {most_bytes} bytes.", hint="Send a smaller picture.")
         _left_s(until_s)
+    _left_s(until_s)  # cut off in the middle, it looks like an end
     return bytes(body)
 
 

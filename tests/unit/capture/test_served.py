@@ -28,5 +28,5 @@ def test_a_model_that_reads_its_mask_keeps_its_own_attention_and_is_computed_ane
 def test_the_first_reason_is_said_if_its_own_attention_does_not_help():
     source = family_source("llama")
     broken = ConfigSource({**source.config, "num_attention_heads": 5})
-    with pytest.raises(ModelError, match="not valid|multiple|divisible"):
+    with pytest.raises(ModelError, match=r"not valid|multiple|divisible"):
         capture_served(broken)

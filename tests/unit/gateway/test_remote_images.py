@@ -32,12 +32,21 @@ def test_only_the_public_internet_is_dialled(address: str, public: bool):
 
 @pytest.fixture
 def server() -> Iterator[str]:
+    stopped = threading.Event()
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/cat.png?size=1":
                 self.send_response(200)
                 self.end_headers()
                 self.wfile.write(b"a cat")
+            elif self.path == "/slow":
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+                while not stopped.wait(0.01):
+                    try:
+                        self.wfile.write(b"a")
+                    except OSError:
+                        return
             elif self.path.startswith("/to/"):
                 self.send_response(302)
                 self.send_header("Location", self.path.removeprefix("/to/"))
@@ -52,9 +61,17 @@ def server() -> Iterator[str]:
     thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield f"http://127.0.0.1:{served.server_address[1]}"
+    stopped.set()
     served.shutdown()
     thread.join()
     served.server_close()
+
+
+def test_a_server_that_sends_a_byte_now_and_then_is_cut_off(server: str, monkeypatch: pytest.MonkeyPatch):
+    """Within the head of its answer, where no piece of a body shows how long it takes."""
+    monkeypatch.setattr(remote_images, "FETCH_S", 0.2)
+    with pytest.raises(UsageError):
+        fetched(f"{server}/slow", 100, anyone)
 
 
 def anyone(_address: str) -> bool:

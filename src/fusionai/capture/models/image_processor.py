@@ -85,10 +85,18 @@ class ImageProcessor:
         return str(self._processor.tokenizer.convert_ids_to_tokens(token))
 
     def prepare(self, data: bytes, before: str = "", after: str = "") -> PreparedImage:
-        """Prepare one picture, between two texts. Raises `UsageError` for bytes that are no picture, or too large a
-        one."""
+        """Prepare one picture, between two texts. Raises `UsageError` for bytes that are no picture, or one that
+        is too large, or that the model's processor can't take."""
         text = f"{before}{self.placeholder}{after}"
-        made = self._processor(images=[picture_of(data)], text=[text], return_tensors="pt")
+        picture = picture_of(data)
+        try:
+            made = self._processor(images=[picture], text=[text], return_tensors="pt")
+        except (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError) as error:
+            raise UsageError(
+                f"the model's processor can't take a picture of {picture.width} x {picture.height} pixels: "
+                f"{last_line(error)}.",
+                hint="Send it in another size or shape.",
+            ) from error
         return PreparedImage(dict(made), self._processor.written[0])
 
 

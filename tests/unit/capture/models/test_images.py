@@ -81,6 +81,14 @@ def test_a_graph_with_images_has_their_inputs_and_an_encoder_beside_it(tmp_path:
     assert torch.equal(torch.from_numpy(made.rows), torch.cat(list(own.pooler_output)))
 
 
+def test_a_picture_that_the_processor_can_not_take_is_refused_with_its_size(tmp_path: Path):
+    """Qwen's processor refuses sides of which one is 200 times as long as the other."""
+    directory = write_image_model("qwen2_5_vl", tmp_path)
+    processor = ImageProcessor.load(directory, transformers.AutoConfig.from_pretrained(directory))
+    with pytest.raises(UsageError, match="can't take a picture of 900 x 2 pixels"):
+        processor.prepare(picture(900, 2, 0))
+
+
 @pytest.mark.slow
 def test_a_processor_that_does_not_fit_the_weights_is_refused_when_the_model_is_opened(tmp_path: Path):
     """The files say four times as many rows as the encoder makes."""
