@@ -146,6 +146,22 @@ def _internvl(ids: Ids) -> Any:
     )
 
 
+def _gemma3(ids: Ids) -> Any:
+    """Its layers have windows, all but one, and a picture has more rows than a window."""
+    texts = TEXT | {
+        "sliding_window": 12, "query_pre_attn_scalar": 8, "pad_token_id": ids["<image_soft>"] - 1,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    }  # fmt: skip
+    return transformers.Gemma3Config(
+        vision_config=transformers.SiglipVisionConfig(**EYES | {"image_size": 64}),
+        text_config=transformers.Gemma3TextConfig(**texts),
+        mm_tokens_per_image=16,
+        image_token_index=ids["<image_soft>"],
+        boi_token_index=ids["<start_of_image>"],
+        eoi_token_index=ids["<end_of_image>"],
+    )
+
+
 _IDEFICS_MARKS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 FAMILIES: dict[str, Family] = {
     "llava": Family(
@@ -186,6 +202,13 @@ FAMILIES: dict[str, Family] = {
         (*_IDEFICS_MARKS, *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4))),
         "<image>", "Idefics3Processor", {"image_seq_len": 4},
         lambda: transformers.Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32}),
+    ),
+    "gemma3": Family(
+        _gemma3, ("<image_soft>", "<start_of_image>", "<end_of_image>"), "<start_of_image>", "Gemma3Processor",
+        {"image_seq_length": 16},
+        lambda: transformers.Gemma3ImageProcessorPil(size={"height": 64, "width": 64}),
+        lists=True,
+        named={"image_token": "<image_soft>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
     ),
     "internvl": Family(
         _internvl, ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"), "<IMG_CONTEXT>", "InternVLProcessor",

@@ -20,6 +20,7 @@ from fusionai.serving import job as progress
 from fusionai.serving.images import PlacedImage, is_image
 from fusionai.serving.interface import Emitted, Finished, Generation, Sampling
 from fusionai.wire.messages import ServeOptions
+from harness.backend_kinds import Kinds
 from harness.image_models import FAMILIES, opened, picture, write_image_model
 from harness.patience import CEILING_S
 from harness.pool import peer_id
@@ -36,8 +37,9 @@ CHAT = [{"role": "user", "content": CONTENT}]
 ANSWER = 16
 OPTIONS = ServeOptions(page_tokens=8, pages=120, sessions=6, pass_tokens=64)
 LONG = pytest.mark.long
-SHORT = ("llava_onevision", "qwen3_vl")
-"""Tried always: the plainest case, and the one with positions of three axes and features for several layers."""
+SHORT = ("llava_onevision", "qwen3_vl", "gemma3")
+"""Tried always: the plainest case, the one with positions of three axes and features for several layers, and the one in
+which positions of a picture see each other, in layers with and without windows."""
 
 
 def _reference(directory: Path, model: ServedModel) -> tuple[list[int], list[int], list[float]]:
@@ -90,8 +92,15 @@ def _ranges(model: ServedModel) -> list[tuple[int, int]]:
     return list(itertools.pairwise(borders))
 
 
-@pytest.mark.parametrize("family", [name if name in SHORT else pytest.param(name, marks=LONG) for name in FAMILIES])
-def test_answers_about_pictures_are_transformers_also_after_a_kill(family: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((name, "torch") if name in SHORT else pytest.param(name, "torch", marks=LONG) for name in FAMILIES),
+        pytest.param("gemma3", "onnxruntime", marks=LONG),
+        pytest.param("gemma3", "jax", marks=LONG),
+    ],
+)
+def test_answers_about_pictures_are_transformers_also_after_a_kill(family: str, kind: str, tmp_path: Path):
     """Two pictures in one prompt, which comes in pieces. The same conversation is sent twice: the second time its
     beginning, pictures included, comes from the cache, and the second stage is lost while the answer is under way."""
     directory = write_image_model(family, tmp_path / "model")
@@ -104,6 +113,7 @@ def test_answers_about_pictures_are_transformers_also_after_a_kill(family: str, 
         async with served(
             model.captured, tmp_path, _ranges(model), standbys=[Standby(stage=2, peer=peer_id(3))], spares=1,
             options=OPTIONS, vocabulary=model.vocabulary, chunk_tokens=32, context_tokens=400, speculate=2,
+            backends=Kinds((kind,) * 4),
         ) as job:  # fmt: skip
             await _until(lambda: any(isinstance(one, progress.WeightsLoaded) and one.standby for one in job.told))
             first = await _answer(job, model, tokens, images)

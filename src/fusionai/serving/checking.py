@@ -137,7 +137,7 @@ class Checking:
             session=text.number,
             tokens=text.tokens,
             origin=text.origin,
-            segment=Segment(text.number, 0, len(text.tokens), 0, text.pages, text.adapter),
+            segment=Segment(text.number, 0, len(text.tokens), 0, text.pages, text.adapter, together=text.together),
             fence=fence,
             verifier_fence=command.fence,
             places=dict(places),
@@ -166,6 +166,7 @@ class Checking:
             session=text.number,
             length=found.length,
             adapter=text.adapter,
+            together=text.together,
             keys=(first, second),
             reply=fence,
         )

@@ -40,7 +40,7 @@ from fusionai.serving.answers import Answers
 from fusionai.serving.driver import ServingDriver
 from fusionai.serving.faults import ServingFaultLog
 from fusionai.serving.generating import Generating, LastRow, TextToRead
-from fusionai.serving.images import PlacedImage
+from fusionai.serving.images import PlacedImage, seen_together
 from fusionai.serving.interface import (
     GIFTS,
     EngineBusy,
@@ -175,6 +175,7 @@ class ServingEngine:
             all_rows=generation.prompt_logprobs,
             adapter=adapter,
             edition=self._loaded[adapter],
+            together=seen_together(generation.prompt, generation.images),
         )
         self._admit(spec, generation.images)
         return self._answers.generate(number, generation)

@@ -46,10 +46,11 @@ INPUT_IDS: Final = "input_ids"
 @dataclass(frozen=True, slots=True)
 class ImageMarks:
     """`placeholder`: what the model's chat template writes where an image belongs. `token`: the model's image token,
-    whose place in a prompt a row takes."""
+    whose place in a prompt a row takes. `together`: rows that follow each other see each other."""
 
     placeholder: str
     token: int
+    together: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +70,16 @@ class PlacedImage:
 def is_image(token: int) -> bool:
     """Return whether a token stands for a row of an image."""
     return token >= FIRST_TOKEN
+
+
+def seen_together(prompt: Sequence[int], images: Sequence[PlacedImage]) -> tuple[tuple[int, int], ...]:
+    """Return the ranges (start, end) of a prompt whose positions see each other: rows without text between them."""
+    if not any(image.marks.together for image in images):
+        return ()
+    places = [position for position, token in enumerate(prompt) if is_image(token)]
+    starts = [one for before, one in itertools.pairwise((-2, *places)) if one != before + 1]
+    ends = [one + 1 for one, behind in itertools.pairwise((*places, len(prompt) + 1)) if behind != one + 1]
+    return tuple(zip(starts, ends, strict=True))
 
 
 class ImageReader:

@@ -10,8 +10,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION: Final = 7
-OLDEST_PROTOCOL_VERSION: Final = 7
+PROTOCOL_VERSION: Final = 8
+OLDEST_PROTOCOL_VERSION: Final = 8
 
 Name = Annotated[str, Meta(max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]

@@ -26,6 +26,11 @@ MAX_PAGES: Final = 1_048_576
 MAX_ADAPTERS: Final = 1024
 MAX_TEXT: Final = 65_536
 """Most positions of a segment, and of a text that is checked."""
+MAX_SPANS: Final = 1024
+"""Most images of a segment whose positions see each other."""
+Spans = Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MAX_SPANS)]
+"""(start, end) of ranges of positions, ascending and apart. The positions of a range see each other: each sees all keys
+before the end, where others see the keys up to themselves."""
 
 
 class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -67,6 +72,8 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     """The session begins at `start` as a copy of this one, which the stage has up to there; 0: it is none."""
     kept_as: Count = 0
     """What the stage has of the session after the segment is also kept as this session; 0: it is not."""
+    together: Spans = ()
+    """Ranges within the segment whose positions see each other."""
 
 
 class StageDelay(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -230,6 +237,8 @@ class ReadAgain(WireMessage, frozen=True, kw_only=True, tag="read_again"):
     session: Count
     length: Annotated[int, Meta(ge=1, le=MAX_TEXT)]
     adapter: Annotated[int, Meta(ge=0, le=MAX_ADAPTERS)] = 0
+    together: Spans = ()
+    """Ranges of the text whose positions see each other."""
     keys: tuple[Secret, Secret]
     """The stage's own key for this text, and the key of the stage that received its rows."""
     reply: Fence

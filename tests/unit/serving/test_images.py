@@ -19,6 +19,7 @@ from fusionai.serving.images import (
     ImageReader,
     PlacedImage,
     is_image,
+    seen_together,
     with_rows,
     with_texts,
 )
@@ -195,3 +196,13 @@ def test_penalties_and_guesses_leave_rows_of_images_out():
     guessing = NgramProposer()
     guessing.begin(1, [1, 2, 3, FIRST_TOKEN, 4, 1, 2], Sampling())
     assert guessing.propose({1: 4}) == {1: (3,)}
+
+
+def test_rows_without_text_between_them_see_each_other_if_the_model_says_so():
+    marks = ImageMarks("<image>", 7, together=True)
+    one, two = (PlacedImage(FIRST_TOKEN + first, encoded(3), marks) for first in (0, 3))
+    prompt = with_rows((7, 7, 7, 5, 7, 7, 7), (one, two))
+    assert seen_together(prompt, (one, two)) == ((0, 3), (4, 7))
+    assert seen_together((5, *one.tokens, *two.tokens, 5), (one, two)) == ((1, 7),)
+    assert seen_together((5, 5), (one,)) == ()
+    assert seen_together(prompt, (placed(0, encoded(3)), placed(3, encoded(3)))) == ()

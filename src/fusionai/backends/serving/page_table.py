@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from fusionai.ir.cost import vector_bytes
 from fusionai.ir.schema import Graph, Node, Ref
 from fusionai.ir.states import STATES_PER_SESSION
@@ -44,7 +47,8 @@ class RowSpan:
     """One segment's part of a pass: rows [first, first + length) of the pack are positions [start, end) of a session.
     `pages`: the page table up to `end`. `state`, `next_state`: the slots of the states before and after these
     positions; `state` is -1 at the beginning of a text. `source`: the place (ring and states) that is copied to `ring`
-    before, -1 for none. `kept_as`: the session under which it is also kept after, 0 for none."""
+    before, -1 for none. `kept_as`: the session under which it is also kept after, 0 for none. `together`: ranges
+    (start, end) of its positions that see each other."""
 
     session: int
     first: int
@@ -56,6 +60,7 @@ class RowSpan:
     next_state: int = -1
     source: int = -1
     kept_as: int = 0
+    together: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> int:
@@ -104,6 +109,7 @@ class SessionTable:
                 following,
                 source,
                 segment.kept_as,
+                segment.together,
             )
             if segment.kept_as:
                 self._place_of(segment.kept_as)
@@ -177,6 +183,7 @@ class SessionTable:
             twice = next(number for number in named if named.count(number) > 1)
             raise ExecutionError(f"session {twice} has two segments in one pass.")
         for segment in segments:
+            _check_together(segment)
             number = segment.session
             session = self._sessions.get(number, CachedSession())
             if segment.source:
@@ -270,6 +277,18 @@ class SessionTable:
             yield span.pages[entry], max(0, span.start - entry * size), min(size, span.end - entry * size)
 
 
+def _check_together(segment: Segment) -> None:
+    """Raise `ExecutionError` unless the ranges that see each other are in the segment, ascending and apart."""
+    done = segment.start
+    for start, end in segment.together:
+        if not done <= start < end <= segment.start + segment.length:
+            raise ExecutionError(
+                f"positions {start} to {end} of session {segment.session} can't see each other: its segment has "
+                f"{segment.start} to {segment.start + segment.length}, and ranges ascend and are apart."
+            )
+        done = end
+
+
 CACHE_NAMES: Final[Mapping[CacheFormat, str]] = {
     "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "uint8"
 }  # fmt: skip
@@ -340,9 +359,17 @@ def first_key(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
+def keys_until(span: RowSpan) -> npt.NDArray[np.int64]:
+    """Return, for each position of a span, the position before which it sees keys."""
+    until = np.arange(span.start + 1, span.end + 1)
+    for start, end in span.together:
+        until[start - span.start : end - span.start] = end
+    return until
+
+
 def one_by_one(span: RowSpan) -> bool:
-    """Return whether a span's positions are computed as if each came alone."""
-    return span.start > 0 and span.length <= FEW_POSITIONS
+    """Return whether a span's positions are computed as if each came alone, which those that see later ones can't."""
+    return span.start > 0 and span.length <= FEW_POSITIONS and not span.together
 
 
 def _sizes(graph: Graph, node: Node, position: int) -> tuple[int, int]:

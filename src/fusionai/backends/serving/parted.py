@@ -25,7 +25,15 @@ from fusionai.backends.binding import check_indices, shape_of, with_rows
 from fusionai.backends.semantics import Scores, visible_keys
 from fusionai.backends.serving.base import CheckedPass, PlacedCache, ServingProgram, array_of
 from fusionai.backends.serving.host_states import HostStates
-from fusionai.backends.serving.page_table import LEVELS, LayerShape, RowSpan, first_key, one_by_one, stored_width
+from fusionai.backends.serving.page_table import (
+    LEVELS,
+    LayerShape,
+    RowSpan,
+    first_key,
+    keys_until,
+    one_by_one,
+    stored_width,
+)
 from fusionai.ir.cost import INT8_SCALE_BYTES
 from fusionai.ir.graph import consumers, needed_nodes, reads
 from fusionai.ir.schema import Arg, Graph, Node, Ref
@@ -51,7 +59,11 @@ def cached_attention(spans: Sequence[RowSpan], cache: HostCache, q: Array, k: Ar
         offset = first_key(span.start, cache.window)
         if not one_by_one(span):
             at, of = np.arange(span.start, span.end)[:, None], np.arange(offset, span.end)
-            mask = visible_keys(at, of, causal=True, window=cache.window)
+            if span.together:
+                mask = of < keys_until(span)[:, None]
+                mask &= True if cache.window is None else of > at - cache.window
+            else:
+                mask = visible_keys(at, of, causal=True, window=cache.window)
             out[begin:end] = _attend(q[begin:end], keys, values, mask, scores)
             continue
         for row in range(span.length):

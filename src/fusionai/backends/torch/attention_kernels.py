@@ -332,9 +332,33 @@ def _lay_out(
 
 
 @njit(nogil=True)
-def _sweep(
-    task: Any, scale: Any, softcap: Any, table: Any, sinks: Any, scratch: Any, base: Any, head: Any, lane0: Any
+def _seen_until(task: Any, until: Any, position: Any) -> Any:
+    """Return the position before which a query sees keys."""
+    start, stop = task[_START], task[_STOP]
+    return until[position - start] if len(until) > 0 and start <= position < stop else position + 1
+
+
+@njit(nogil=True)
+def _hide(
+    task: Any, until: Any, scratch: Any, scores: Any, begin: Any, end: Any, block: Any, first: Any, groups: Any
 ) -> Any:
+    """Hide the keys `begin` to `end` of a block from the queries that do not see them, in a text of which some
+    positions see later ones. `first`: the lane of the first query, counted from the tile's."""
+    tile = task[_START] // _TILE * _TILE
+    for index in range(WIDE):
+        position = tile + (first + index) // groups
+        after = _seen_until(task, until, position) - block
+        oldest = position - task[_WINDOW] - block if task[_WINDOW] > 0 else -block - 1
+        for key in range(begin, end):
+            if key >= after or key <= oldest:
+                scratch[scores + key * WIDE + index] = _HIDDEN
+
+
+@njit(nogil=True)
+def _sweep(
+    task: Any, scale: Any, softcap: Any, table: Any, until: Any, sinks: Any, scratch: Any, base: Any, head: Any,
+    lane0: Any,
+) -> Any:  # fmt: skip
     """Compute the lanes of a key head from `lane0` on, at most `SWEEP` of them."""
     groups, key_width, value_width = task[_HEADS] // task[_SHARED], task[_KEY_WIDTH], task[_VALUE_WIDTH]
     start, stop, window = task[_START], task[_STOP], task[_WINDOW]
@@ -365,15 +389,16 @@ def _sweep(
             out = lane // WIDE * WIDE * key_width + lane % WIDE
             for index in range(key_width):
                 scratch[out + index * WIDE] = scratch[scores + index] * scale
-    latest = tile + (lane0 + lanes - 1) // groups
+    last = tile + (lane0 + lanes - 1) // groups
+    latest = _seen_until(task, until, last) - 1
     seen = max(tile + lane0 // groups - window + 1, 0) if window > 0 else 0
     for block in range(seen // KEYS * KEYS, latest + 1, KEYS):
         _lay_out(task, table, head, block, seen, latest + 1, scratch, base, keys, values, padded)
         for chunk in range(chunks):
             lane = lane0 + chunk * WIDE
-            low, high = tile + lane // groups - block, min(tile + (lane + WIDE - 1) // groups, latest) - block
+            low, high = tile + lane // groups - block, min(tile + (lane + WIDE - 1) // groups, last) - block
             begin = max(low - window + 1, 0) // _ROWS * _ROWS if window > 0 else 0
-            end = min(KEYS, high + 1)
+            end = min(KEYS, _seen_until(task, until, high + block) - block)
             at, weights = chunk * WIDE, base + 4 * (scores + begin * WIDE)
             for key in range(begin, end, _ROWS):
                 _score(
@@ -385,7 +410,9 @@ def _sweep(
             if softcap > 0:
                 scratch[kept + at] = softcap  # unused until the weights are computed
                 _limit(weights, 0, base + 4 * (kept + at), 0, 0, 0, end - begin)
-            if end - 1 > low or (window > 0 and begin <= high - window):
+            if len(until) > 0:
+                _hide(task, until, scratch, scores, begin, end, block, lane, groups)
+            elif end - 1 > low or (window > 0 and begin <= high - window):
                 for index in range(WIDE):
                     scratch[kept + at + index] = np.float32(tile + (lane + index) // groups - block)
                 oldest = np.float32(window if window > 0 else latest + 2)
@@ -417,20 +444,25 @@ def _sweep(
 
 
 def _made(stamp: int) -> Any:
-    @njit("void(int64[::1], float32, float32, int64[::1], float32[::1], float32[::1], int64)", nogil=True, cache=True)
-    def attend(task: Any, scale: Any, softcap: Any, table: Any, sinks: Any, scratch: Any, scratch_address: Any) -> None:
+    kinds = "void(int64[::1], float32, float32, int64[::1], int64[::1], float32[::1], float32[::1], int64)"
+
+    @njit(kinds, nogil=True, cache=True)
+    def attend(
+        task: Any, scale: Any, softcap: Any, table: Any, until: Any, sinks: Any, scratch: Any, scratch_address: Any
+    ) -> None:
         if stamp < 0:
             return
         lanes = (task[_STOP] - task[_START] // _TILE * _TILE) * (task[_HEADS] // task[_SHARED])
         sweeps = (lanes + task[_SWEEP] - 1) // task[_SWEEP]
         for item in range(task[_FIRST], task[_END]):
             head, lane = item // sweeps, item % sweeps * task[_SWEEP]
-            _sweep(task, scale, softcap, table, sinks, scratch, scratch_address, head, lane)
+            _sweep(task, scale, softcap, table, until, sinks, scratch, scratch_address, head, lane)
 
     return attend
 
 
 attend = _made(vec.stamp_of(__file__, row_code.__file__, about=f"{_VECTORS} {_ROWS}"))
 """Kernel of one span's attention. `task`: numbers as `Place` lists them. `scale`: factor of the scores, which `softcap`
-limits unless it is 0. `table`: the session's pages. `sinks`: one number per head, or empty. `scratch`: `scratch_floats`
-floats; `scratch_address`: their address."""
+limits unless it is 0. `table`: the session's pages. `until`: for each position of the span the position before which it
+sees keys, ascending and at most `STOP`; empty if each sees those up to itself. `sinks`: one number per head, or empty.
+`scratch`: `scratch_floats` floats; `scratch_address`: their address."""

@@ -20,6 +20,7 @@ tensors.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -37,6 +38,7 @@ from fusionai.backends.serving.page_table import (
     LayerShape,
     RowSpan,
     first_key,
+    keys_until,
     one_by_one,
     stored_width,
 )
@@ -246,6 +248,7 @@ def compiled_attention(span: RowSpan, cache: LayerCache, q: Tensor, scores: Scor
     task[[places.WINDOW, places.CAPACITY, places.RING]] = cache.window or 0, cache.capacity, span.ring
     task[places.PAGE_TOKENS] = cache.page_tokens
     table = np.array(span.pages, dtype=np.int64)
+    until = keys_until(span) if span.together else np.zeros(0, np.int64)
     added = np.zeros(0, np.float32) if sinks is None else sinks.detach().to(torch.float32).contiguous().numpy()
     task[places.SWEEP] = sweep = _sweep()
     floats = _scratch_floats(made, shape, rows)
@@ -255,7 +258,7 @@ def compiled_attention(span: RowSpan, cache: LayerCache, q: Tensor, scores: Scor
         own[[places.FIRST, places.END]] = first, end
         room = np.empty(floats, dtype=np.float32)
         scratch = room[-room.ctypes.data % (4 * _LINE_FLOATS) // 4 :]
-        made.attend(own, scale, softcap or 0.0, table, added, scratch, scratch.ctypes.data)
+        made.attend(own, scale, softcap or 0.0, table, until, added, scratch, scratch.ctypes.data)
 
     in_threads(share, made.items(span.start, span.end, heads, shape.heads, sweep))
     return out
@@ -338,10 +341,13 @@ BLOCK_KEYS: Final = 512
 
 
 def tiles(span: RowSpan) -> Iterator[tuple[int, int]]:
-    """Yield the first position and the end of each tile of the span."""
+    """Yield the first position and the end of each tile of the span. Tiles also end where a range of positions that see
+    each other begins or ends."""
     start = span.start
+    borders = (*itertools.chain.from_iterable(span.together), span.end)
     while start < span.end:
-        end = min(span.end, (start // TILE_POSITIONS + 1) * TILE_POSITIONS)
+        multiple = (start // TILE_POSITIONS + 1) * TILE_POSITIONS
+        end = min(multiple, next(border for border in borders if border > start))
         yield start, end
         start = end
 
@@ -352,20 +358,40 @@ def tiled_attention(
     """Return [1, Hq, rows, Dv] for q [1, Hq, rows, D] of the span and keys, values [1, Hkv, positions, D or Dv] from
     the first visible position on, all float32."""
     offset = first_key(span.start, window)
+    until = keys_until(span)
     parts: list[Tensor] = []
     for start, end in tiles(span):
-        first = first_key(start, window)
-        seen = cut(keys, first - offset, end - offset), cut(values, first - offset, end - offset)
+        first, last = first_key(start, window), int(until[end - 1 - span.start])
+        seen = cut(keys, first - offset, last - offset), cut(values, first - offset, last - offset)
         tile = q[0, :, start - span.start : end - span.start]
-        parts.append(_tile(tile, start, first, window, *seen, scores))
+        parts.append(_tile(tile, TileView(start, first, window, int(until[start - span.start])), *seen, scores))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))[None]
 
 
-def _tile(
-    q: Tensor, start: int, first: int, window: int | None, keys: Tensor, values: Tensor, scores: Scores
-) -> Tensor:
-    """Return [Hq, rows, Dv] for q [Hq, rows, D] at positions from `start` on, and keys and values from position `first`
-    on."""
+@dataclass(frozen=True, slots=True)
+class TileView:
+    """Which keys the queries of a tile see, the first of which is at position `start`: those up to their own position,
+    and all before `until`, within the window. `first`: position of the first key."""
+
+    start: int
+    first: int
+    window: int | None
+    until: int
+
+    def hidden(self, rows: int, begin: int, end: int, device: torch.device) -> Tensor | None:
+        """Return bool [rows, keys] for the keys at positions `begin` to `end`, True where hidden; None if every row
+        sees every key."""
+        start, window = self.start, self.window
+        if end <= self.until and (window is None or begin > start + rows - 1 - window):
+            return None
+        queries = torch.arange(start, start + rows, device=device)[:, None]
+        at = torch.arange(begin, end, device=device)[None, :]
+        hidden = (at > queries) & (at >= self.until)
+        return hidden if window is None else hidden | (at <= queries - window)
+
+
+def _tile(q: Tensor, view: TileView, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
+    """Return [Hq, rows, Dv] for q [Hq, rows, D], and keys and values from position `view.first` on."""
     scale, softcap, sinks = scores
     heads, rows, width = q.shape
     shared, positions = keys.shape[1], keys.shape[2]
@@ -386,7 +412,7 @@ def _tile(
         weights = torch.bmm(grouped, keys[0, :, begin:end].transpose(1, 2))
         if softcap is not None:
             weights.div_(softcap).tanh_().mul_(softcap)
-        hidden = _hidden(start, rows, first + begin, first + end, window, q.device)
+        hidden = view.hidden(rows, view.first + begin, view.first + end, q.device)
         if hidden is not None:
             weights.view(shared, groups, rows, end - begin).masked_fill_(hidden, lowest)
         larger = torch.maximum(largest, weights.amax(dim=2, keepdim=True))
@@ -398,13 +424,3 @@ def _tile(
         mixed = torch.baddbmm(mixed.mul_(kept), weights, values[0, :, begin:end])
         largest = larger
     return mixed.div_(total).reshape(heads, rows, -1)
-
-
-def _hidden(start: int, rows: int, begin: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return bool [rows, keys] for keys `begin` to `end`, True where hidden; None if every row sees every key."""
-    if end - 1 <= start and (window is None or begin > start + rows - 1 - window):
-        return None
-    queries = torch.arange(start, start + rows, device=device)[:, None]
-    at = torch.arange(begin, end, device=device)[None, :]
-    hidden = at > queries
-    return hidden if window is None else hidden | (at <= queries - window)

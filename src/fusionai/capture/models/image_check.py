@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -30,20 +31,39 @@ class _Reached(Exception):
         self.given = given
 
 
-def difference(
+@dataclass(frozen=True, slots=True)
+class ImageComparison:
+    """`difference`: how the inputs of the model's layers differ from a graph's, in words; None if they don't.
+    `together`: rows of images see each other."""
+
+    difference: str | None
+    together: bool = False
+
+
+def compared(
     model: Any, inputs: Mapping[str, Any], image: EncodedImage, is_row: torch.Tensor, axes: np.ndarray | None
-) -> str | None:
-    """Return in words how the layers' inputs differ from a graph's; None if they don't. `inputs`: of the model's own
-    forward, by its processor. `is_row`: [tokens], whether a row of `image` takes a token's place. `axes`: [tokens, 3],
-    their positions; None for a model with one position per token."""
+) -> ImageComparison:
+    """Compare the inputs of the model's layers with a graph's. `inputs`: of the model's own forward, by its processor.
+    `is_row`: [tokens], whether a row of `image` takes a token's place. `axes`: [tokens, 3], their positions; None for a
+    model with one position per token."""
     given = _handed_to_layers(model, inputs, image.rows.shape[1])
+    together = _sees_together(given.get("attention_mask"), is_row, _window(model))
+    if together is None:
+        return ImageComparison("its attention treats positions of images in a way of their own")
+    return ImageComparison(_difference(given, inputs, image, is_row, axes), together)
+
+
+def _difference(
+    given: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    image: EncodedImage,
+    is_row: torch.Tensor,
+    axes: np.ndarray | None,
+) -> str | None:
     wanted = _made_up(inputs["input_ids"], image.rows.shape[1])
     wanted[0, is_row] = torch.from_numpy(image.rows)
     if not _equal(given.get("inputs_embeds"), wanted):
         return "its layers get other features than those of its encoder, or at other places"
-    mask = given.get("attention_mask")
-    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
-        return "its attention treats positions of images in a way of their own"
     if axes is not None and not _equal(given.get("position_ids"), torch.from_numpy(axes.T[:, None])):
         return "it counts the positions of images in another way"
     parts = given.get("deepstack_visual_embeds") or []
@@ -72,6 +92,39 @@ def _handed_to_layers(model: Any, inputs: Mapping[str, Any], width: int) -> Mapp
     finally:
         hook.remove()
     return {}
+
+
+def _window(model: Any) -> int | None:
+    return getattr(model.config.get_text_config(), "sliding_window", None)
+
+
+def _sees_together(given: Any, is_row: torch.Tensor, window: int | None) -> bool | None:
+    """Return whether the masks that layers get let rows of an image see each other; None if they differ from that and
+    from attention to earlier positions. Without masks, or with one of padding, layers make such attention
+    themselves."""
+    if given is None or (isinstance(given, torch.Tensor) and given.ndim == 2):
+        return False
+    masks = given if isinstance(given, Mapping) else {"": given}
+    positions = torch.arange(len(is_row))
+    back = positions[:, None] - positions
+    begun = is_row & ~torch.cat([torch.zeros(1, dtype=torch.bool), is_row[:-1]])
+    group = torch.where(is_row, begun.cumsum(0), 0)
+    mutual = (group[:, None] == group) & is_row
+    found: set[bool | None] = set()
+    for kind, mask in masks.items():
+        near = back < window if kind == "sliding_attention" and window else torch.ones_like(mutual)
+        plain, mixed = (back >= 0) & near, ((back >= 0) | mutual) & near
+        seen = plain if mask is None else _seen(mask)
+        alike = [seen is not None and torch.equal(seen, one) for one in (plain, mixed)]
+        found.add(False if alike[0] else True if alike[1] else None)
+    return found.pop() if len(found) == 1 else None
+
+
+def _seen(mask: Any) -> torch.Tensor | None:
+    """Return a mask [1, 1, tokens, tokens] as bool [tokens, tokens], True where a key is seen; None for any other."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or mask.shape[:2] != (1, 1):
+        return None
+    return (mask if mask.dtype == torch.bool else mask >= 0)[0, 0]
 
 
 def _made_up(ids: torch.Tensor, width: int) -> torch.Tensor:

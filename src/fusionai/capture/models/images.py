@@ -27,7 +27,7 @@ from torch import nn
 
 from fusionai.backends.torch.host import to_torch
 from fusionai.capture.models.build import construct_empty
-from fusionai.capture.models.image_check import difference
+from fusionai.capture.models.image_check import ImageComparison, compared
 from fusionai.capture.models.image_processor import ImageProcessor, NoImages, PreparedImage, sample
 from fusionai.capture.tracing import code_lines
 from fusionai.primitives.errors import ModelError
@@ -40,7 +40,6 @@ _AROUND: Final = ("one ", " two")
 AXES: Final = 3
 """Positions of a token if images have places in time, height and width."""
 _BEYOND_ROWS: Final = {
-    "token_type_ids": "positions of an image see each other",
     "cross_attention_mask": "layers read images by attention of their own",
     "aspect_ratio_ids": "layers read images by attention of their own",
 }
@@ -91,11 +90,11 @@ def obstacle(module: nn.Module) -> str | None:
     model: Any = module
     config = model.config
     arguments = {*inspect.signature(model.forward).parameters, *inspect.signature(_inner(model).forward).parameters}
-    if not hasattr(model, "get_image_features") or "pixel_values" not in arguments:
-        return "transformers has no features of images for it"
     for name, reason in _BEYOND_ROWS.items():
         if name in arguments:
             return reason
+    if not hasattr(model, "get_image_features") or "pixel_values" not in arguments:
+        return "transformers has no features of images for it"
     texts = config.get_text_config()
     if _deepstack(config) and not hasattr(model.get_decoder(), "_deepstack_process"):
         return "features of images are added in several places"
@@ -176,7 +175,7 @@ def axis_positions(prompt: Iterable[tuple[EncodedImage, int] | None]) -> tuple[N
 
 class ImageEncoder:
     """The part of a model that turns pictures into rows, and the model's processor before it. `token`: the model's
-    image token."""
+    image token. `together`: rows without text between them see each other in the model's layers."""
 
     def __init__(self, captured: Captured, directory: Path) -> None:
         """Load the processor, and the encoder's weights: those that the graph does not use, and try both with a small
@@ -197,21 +196,22 @@ class ImageEncoder:
             torch.utils.swap_tensors(made, value)
         self._model: Any = module
         try:
-            reason = self._tried()
+            found = self._tried()
         except Exception as error:  # another processor or encoder than this module expects may fail in any way
             raise NoImages(f"its encoder can't take an image: {code_lines.reason(error)}.") from error
-        if reason is not None:
-            raise NoImages(f"{type(module).__name__} reads no images here: {reason}.")
+        if found.difference is not None:
+            raise NoImages(f"{type(module).__name__} reads no images here: {found.difference}.")
+        self.together = found.together
 
-    def _tried(self) -> str | None:
-        """Encode a sample between two words. Returns how the model's own forward differs, None if it does not."""
+    def _tried(self) -> ImageComparison:
+        """Encode a sample between two words, and compare what the model's own forward makes of it."""
         prepared = self.processor.prepare(sample(), *_AROUND)
         image = self._encoded(prepared)
         ids = prepared.pixels["input_ids"][0]
         is_row = ids == self.token
         rows = iter(range(len(image.rows)))
         axes, _ = axis_positions([(image, next(rows)) if taken else None for taken in is_row.tolist()])
-        return difference(self._model, prepared.pixels, image, is_row, axes if has_axes(self._model) else None)
+        return compared(self._model, prepared.pixels, image, is_row, axes if has_axes(self._model) else None)
 
     def encode(self, data: bytes) -> EncodedImage:
         """Encode a picture in a common format. Takes as long as the encoder needs. Raises `UsageError` for bytes that

@@ -291,7 +291,7 @@ def _captured(
         except NoImages as error:
             reason = error
         else:
-            marks = ImageMarks(encoder.processor.placeholder, encoder.token)
+            marks = ImageMarks(encoder.processor.placeholder, encoder.token, encoder.together)
             return captured, slots, ImageReader(encoder.encode, marks)
     slots = _slots(source, adapters, room)
     captured = capture_served(source, slots)

@@ -32,6 +32,7 @@ from typing import Final
 from fusionai.coordination.serving.beginnings import Beginnings
 from fusionai.coordination.serving.pages import Match, Pages
 from fusionai.coordination.serving.sessions import Session, SessionSpec, Text
+from fusionai.coordination.serving.together import FEW, between, fits
 from fusionai.primitives.errors import FusionError
 from fusionai.wire.serving import MAX_SESSIONS
 
@@ -246,6 +247,12 @@ class Admission:
                 f"{pages * self.limits.page_tokens}.",
                 hint="Send a shorter prompt or ask for fewer tokens.",
             )
+        if not fits(spec.together, self.limits.pass_tokens):
+            raise TooLong(
+                f"an image takes {max(end - start for start, end in spec.together)} positions, which see each other "
+                f"and come in one pass; a pass has {self.limits.pass_tokens}, and {2 * FEW} are for text around it.",
+                hint="Send the image in a smaller size.",
+            )
         if not self._queue.has_room(spec.scope, max(0, self.limits.sessions - self.running)):
             raise QueueFull(f"{self.queued} requests wait already.", self._retry_after_s(now_s))
         self._sessions[spec.number] = Session(spec, list(spec.prompt), next(self._turns))
@@ -312,6 +319,7 @@ class Admission:
             origin=session.origin,
             pages=pages,
             adapter=session.spec.adapter,
+            together=between(session.spec.together, 0, session.computed),
             passes=session.passes,
             over_at=self.computed_positions,
         )
@@ -360,9 +368,9 @@ class Admission:
             if number is None:
                 return
             session = self._sessions[number]
-            spec = session.spec
+            spec, together = session.spec, session.spec.together
             unread = spec.all_rows and session.delivered < len(spec.prompt)
-            match = Match((), 0) if unread else self.pages.match(spec.prefix_scope, session.tokens)
+            match = Match((), 0) if unread else self.pages.match(spec.prefix_scope, session.tokens, together)
             known, source = match.tokens, 0
             if self.limits.copies:
                 match, source = self.beginnings.longest(match, self.limits.page_tokens)
@@ -381,7 +389,7 @@ class Admission:
             session.computed = session.origin = match.tokens
             session.source = source
             if self.limits.copies and self.limits.prefix:
-                session.marks = self.beginnings.marks(known, match.tokens, len(session.tokens))
+                session.marks = self.beginnings.marks(known, match.tokens, len(session.tokens), together)
             session.pages_sent = 0
             if session.matched is None:
                 session.matched = match.tokens

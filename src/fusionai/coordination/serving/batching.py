@@ -20,6 +20,7 @@ from fusionai.coordination.serving.admission import Admission
 from fusionai.coordination.serving.pages import Key
 from fusionai.coordination.serving.sessions import Flight, PassPlan, Session, SessionShare, packed
 from fusionai.coordination.serving.stage_times import PassWork, PieceSizes, StageTimes
+from fusionai.coordination.serving.together import between, piece_end
 from fusionai.wire.serving import Segment
 
 
@@ -97,7 +98,7 @@ class Batcher(Admission):
         self.forget([part.kept_as])
 
     def _key(self, session: Session, end: int) -> Key:
-        return self.pages.key(session.spec.prefix_scope, session.tokens[:end])
+        return self.pages.key(session.spec.prefix_scope, session.tokens[:end], session.spec.together)
 
     def failed(self, number: int, now_s: float) -> tuple[int, ...]:
         """Handle a pass that could not be computed. Each of its sessions tries again in a pass of its own. Sessions
@@ -139,7 +140,7 @@ class Batcher(Admission):
         session.passes += 1
         session.proposals = ()
         session.turn = next(self._turns)
-        self.pages.confirm(spec.number, session.tokens[: session.computed])
+        self.pages.confirm(spec.number, session.tokens[: session.computed], spec.together)
         if finished or (not reads_on and session.emitted >= spec.max_tokens):
             self._end(spec.number, now_s)
 
@@ -196,8 +197,9 @@ class Batcher(Admission):
                 continue
             seen.update(table)
             if start < computed:
-                adapter = self._sessions[number].spec.adapter
-                segments.append(Segment(number, start, computed - start, 0, table, adapter))
+                spec = self._sessions[number].spec
+                together = between(spec.together, start, computed)
+                segments.append(Segment(number, start, computed - start, 0, table, spec.adapter, together=together))
         return tuple(segments)
 
     def tokens_of(self, segment: Segment) -> tuple[int, ...]:
@@ -283,7 +285,7 @@ class Batcher(Admission):
             return parts
         room = self.limits.pass_tokens - sum(1 + len(part.proposals) for part in parts)
         if parts:
-            room = min(room, self.limits.chunk_tokens)
+            room = min(room, max(chunk, self.limits.chunk_tokens))
         if reading:
             # Where pieces are short because they take long, passes are no longer than one.
             allowed = self.pieces.allowed(reading[0].sent, others_wait=others_wait)
@@ -305,7 +307,11 @@ class Batcher(Admission):
 
     def _piece_end(self, session: Session, *, others_wait: bool) -> int:
         end = self.pieces.end(session.sent, len(session.tokens), others_wait=others_wait)
-        return min(end, next((mark for mark in session.marks if mark > session.sent), end))
+        end = min(end, next((mark for mark in session.marks if mark > session.sent), end))
+        if not (ranges := session.spec.together):
+            return end
+        unit, most = self.limits.tile, self.limits.pass_tokens
+        return piece_end(ranges, session.sent, end, len(session.tokens), unit=unit, most=most)
 
     def _copy_at(self, session: Session, end: int) -> int:
         """Return the number of the copy that stages take of the session at `end`; 0 if none is wanted there, or all

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fusionai.coordination.serving.pages import Key, Match
+from fusionai.coordination.serving.together import Ranges, known_before
 
 FIRST_NUMBER: Final = 2**61
 """Stages know copies by numbers from here on, and sessions by lower ones."""
@@ -53,14 +54,15 @@ class Beginnings:
             number = self._kept.get(match.keys[count - 1])
             if number is not None:
                 self._kept.move_to_end(match.keys[count - 1])
-                return Match(match.pages[:count], count * page_tokens, match.keys[:count]), number
+                return match.up_to(count * page_tokens, page_tokens), number
         return Match((), 0), 0
 
-    def marks(self, known: int, begun: int, total: int) -> tuple[int, ...]:
+    def marks(self, known: int, begun: int, total: int, together: Ranges = ()) -> tuple[int, ...]:
         """Return the positions at which copies of a text of `total` tokens are worth taking, ascending. `known`: tokens
-        whose pages were found, `begun`: those with which it begins as a copy."""
-        end = max(0, total - self.tokens_behind) // self.unit * self.unit
-        branch = min(known // self.unit * self.unit, end)
+        whose pages were found, `begun`: those with which it begins as a copy, `together`: ranges of positions that see
+        each other."""
+        end = known_before(together, max(0, total - self.tokens_behind), self.unit)
+        branch = min(known_before(together, known, self.unit), end)
         found: list[int] = []
         for mark in (branch, end):
             if mark - (found[-1] if found else begun) >= self.least_tokens:

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from fusionai.coordination.serving.together import Ranges, known_before, seen_until
 from fusionai.primitives.errors import FusionError
 
 Key = bytes
@@ -35,6 +36,11 @@ class Match:
     pages: tuple[int, ...]
     tokens: int
     keys: tuple[Key, ...] = field(default=(), compare=False)
+
+    def up_to(self, tokens: int, page_tokens: int) -> Match:
+        """Return the beginning of the match that has this many tokens, whole pages."""
+        count = tokens // page_tokens
+        return self if tokens == self.tokens else Match(self.pages[:count], tokens, self.keys[:count])
 
 
 @dataclass(slots=True)
@@ -82,31 +88,37 @@ class Pages:
         """Number of pages that hold this many positions."""
         return -(-tokens // self.page_tokens)
 
-    def match(self, scope: str, tokens: Sequence[int]) -> Match:
+    def match(self, scope: str, tokens: Sequence[int], together: Ranges = ()) -> Match:
         """Return the longest known prefix of `tokens` in this scope, in whole pages. Always shorter than `tokens`,
-        because the last token's logits are needed."""
+        because the last token's logits are needed. `together`: ranges of positions that see each other."""
         pages: list[int] = []
         keys: list[Key] = []
         if self.prefix:
-            for key in self._keys(scope, tokens[:-1]):
+            for key in self._keys(scope, tokens, together, len(tokens) - 1):
                 page = self._index.get(key)
                 if page is None:
                     break
                 pages.append(page)
                 keys.append(key)
-        return Match(tuple(pages), len(pages) * self.page_tokens, tuple(keys))
+        match = Match(tuple(pages), len(pages) * self.page_tokens, tuple(keys))
+        return match.up_to(known_before(together, match.tokens, self.page_tokens), self.page_tokens)
 
-    def key(self, scope: str, tokens: Sequence[int]) -> Key:
+    def key(self, scope: str, tokens: Sequence[int], together: Ranges = ()) -> Key:
         """Return the key under which the last page of these tokens, which fill whole pages, is known."""
-        *_, last = self._keys(scope, tokens)
+        *_, last = self._keys(scope, tokens, together, len(tokens))
         return last
 
-    def _keys(self, scope: str, tokens: Sequence[int]) -> Iterator[Key]:
-        """Yield the key of each full page of a text that begins with `tokens`."""
+    def _keys(self, scope: str, tokens: Sequence[int], together: Ranges, end: int) -> Iterator[Key]:
+        """Yield the key of each full page of the first `end` tokens of a text."""
         key = _root(scope)
-        for start in range(0, len(tokens) - self.page_tokens + 1, self.page_tokens):
-            key = _chained(key, tokens[start : start + self.page_tokens])
+        for start in range(0, end - self.page_tokens + 1, self.page_tokens):
+            key = self._next_key(key, tokens, together, start)
             yield key
+
+    def _next_key(self, parent: Key, tokens: Sequence[int], together: Ranges, start: int) -> Key:
+        """Return the key of the page that begins at `start`. It stands for all that the page's positions see, which may
+        be more than the page has."""
+        return _chained(parent, tokens[start : seen_until(together, start + self.page_tokens)])
 
     def lacks(self, match: Match, tokens: int) -> int:
         """Return how many pages are missing for a session of `tokens` positions that begins with `match`; 0 if it
@@ -144,7 +156,7 @@ class Pages:
             table.pages.append(page)
         return True
 
-    def confirm(self, session: int, tokens: Sequence[int]) -> None:
+    def confirm(self, session: int, tokens: Sequence[int], together: Ranges = ()) -> None:
         """Index the session's full pages: all stages have computed its first positions, which hold these tokens."""
         if not self.prefix:
             return
@@ -153,8 +165,7 @@ class Pages:
         full = min(len(tokens) // self.page_tokens, len(table.pages))
         for entry in range(len(keys), full):
             parent = keys[-1] if keys else _root(table.scope)
-            start = entry * self.page_tokens
-            key = _chained(parent, tokens[start : start + self.page_tokens])
+            key = self._next_key(parent, tokens, together, entry * self.page_tokens)
             keys.append(key)
             page = table.pages[entry]
             if key not in self._index:

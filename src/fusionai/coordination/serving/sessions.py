@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fusionai.coordination.serving.together import between
 from fusionai.wire.serving import Segment
 
 Output = Literal["logits", "hidden"]
@@ -35,6 +36,8 @@ class SessionSpec:
     """Number of the adapter, 0 for none."""
     edition: int = 0
     """How often another adapter had got this number before."""
+    together: tuple[tuple[int, int], ...] = ()
+    """Ranges of the prompt whose positions see each other (`coordination.serving.together`)."""
 
     @property
     def prefix_scope(self) -> str:
@@ -53,6 +56,7 @@ class Text:
     """First position that was computed for this session."""
     pages: tuple[int, ...]
     adapter: int
+    together: tuple[tuple[int, int], ...]
     passes: int
     """Number of passes that crossed each stage."""
     over_at: int
@@ -231,6 +235,7 @@ def packed(
                 session.spec.adapter,
                 session.source if part.start == session.origin else 0,
                 part.kept_as,
+                between(session.spec.together, part.start, part.end),
             )
         )
         session.pages_sent = len(pages)

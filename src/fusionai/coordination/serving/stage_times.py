@@ -18,10 +18,9 @@ from math import inf
 from typing import Final
 
 from fusionai.coordination.serving.interface import ServingRoles
+from fusionai.coordination.serving.together import FEW
 from fusionai.wire.serving import Segment
 
-FEW: Final = 16
-"""Number of positions up to which a pass takes about as long as with one."""
 MEAN_GAIN: Final = 0.25
 DEVIATION_GAIN: Final = 0.25
 DEVIATIONS: Final = 4.0

@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fusionai.coordination.serving.together import between, pieces
 from fusionai.ir.partition import FEED, Partition
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import FROM_SEGMENTS
@@ -252,9 +253,9 @@ def packed(segments: Iterable[Segment], limit: int) -> list[tuple[Segment, ...]]
 
 def _pieces(segment: Segment, limit: int) -> list[Segment]:
     """Cut a segment into pieces of at most `limit` positions. The first piece carries the pages."""
-    pieces: list[Segment] = []
-    for done in range(0, segment.length, limit):
-        length = min(limit, segment.length - done)
-        first, pages = (segment.first_page + len(segment.pages), ()) if done else (segment.first_page, segment.pages)
-        pieces.append(Segment(segment.session, segment.start + done, length, first, pages, segment.adapter))
-    return pieces
+    found: list[Segment] = []
+    for start, end in pieces(segment.together, segment.start, segment.start + segment.length, limit):
+        first, pages = (segment.first_page + len(segment.pages), ()) if found else (segment.first_page, segment.pages)
+        together = between(segment.together, start, end)
+        found.append(Segment(segment.session, start, end - start, first, pages, segment.adapter, together=together))
+    return found

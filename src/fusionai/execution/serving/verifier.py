@@ -18,6 +18,7 @@ import numpy as np
 
 from fusionai.backends.serving.base import ServingProgram
 from fusionai.backends.tolerance import numbers
+from fusionai.coordination.serving.together import between
 from fusionai.execution.host import ComputeThread
 from fusionai.execution.serving.boundary import ServingBoundary
 from fusionai.execution.serving.sketches import Projection, Sketches
@@ -126,7 +127,13 @@ class TextVerifier:
         order = self.order
         self._program.allocate()
         segment = Segment(
-            order.session, start, length, len(self._pages) if start else 0, () if start else self._pages, order.adapter
+            order.session,
+            start,
+            length,
+            len(self._pages) if start else 0,
+            () if start else self._pages,
+            order.adapter,
+            together=between(order.together, start, start + length),
         )
         inputs = {name: tensors[name] for name in self._inputs}
         made = self._program.run((segment,), inputs, wanted=self._made) if self._made else {}

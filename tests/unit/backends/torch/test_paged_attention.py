@@ -14,6 +14,7 @@ from fusionai.backends.torch.paged_attention import (
     tiled_attention,
     tiles,
 )
+from fusionai.coordination.serving.together import between, cut_before
 
 pytestmark = pytest.mark.slow
 
@@ -30,8 +31,20 @@ K, V = (rows[0].transpose(0, 1).contiguous().transpose(0, 1)[None] for rows in (
 SINKS = drawn(GROUPS * SHARED)
 
 
-def piece(start: int, end: int, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
-    span = RowSpan(1, 0, start, end - start, (), -1)
+Ranges = tuple[tuple[int, int], ...]
+TOGETHER: Ranges = ((0, 3), (40, 47), (60, 170), (171, 172), (BLOCK_KEYS - 9, BLOCK_KEYS + 40), (LONG - 2, LONG))
+"""Within a tile, over several, over a block of keys, beside each other, and at both ends."""
+
+
+def piece(
+    start: int,
+    end: int,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    together: Ranges = (),
+) -> torch.Tensor:
+    span = RowSpan(1, 0, start, end - start, (), -1, together=between(together, start, end))
     first = first_key(start, window)
     return tiled_attention(
         span,
@@ -43,13 +56,17 @@ def piece(start: int, end: int, window: int | None, softcap: float | None, sinks
     )
 
 
-def plainly(window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+def plainly(
+    window: int | None, softcap: float | None, sinks: torch.Tensor | None, together: Ranges = ()
+) -> torch.Tensor:
     q, k, v = Q.double(), K.double().repeat_interleave(GROUPS, 1), V.double().repeat_interleave(GROUPS, 1)
     weights = q @ k.transpose(2, 3) * 0.25
     if softcap is not None:
         weights = torch.tanh(weights / softcap) * softcap
     at = torch.arange(LONG)
     seen = at[None, :] <= at[:, None]
+    for first, end in together:
+        seen[first:end, first:end] = True
     if window is not None:
         seen &= at[None, :] > at[:, None] - window
     weights = weights.masked_fill(~seen, -torch.inf)
@@ -69,6 +86,20 @@ def test_it_is_attention_and_pieces_change_no_bit(
     for length in (1, 2, 7):
         ends = [*range(length * TILE_POSITIONS, LONG, length * TILE_POSITIONS), LONG]
         parts = [piece(start, end, window, softcap, sinks) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        assert torch.equal(torch.cat(parts, dim=2), whole)
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, BLOCK_KEYS])
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (2.0, SINKS)])
+def test_positions_that_see_each_other_do_and_pieces_change_no_bit(
+    window: int | None, softcap: float | None, sinks: torch.Tensor | None
+) -> None:
+    whole = piece(0, LONG, window, softcap, sinks, TOGETHER)
+    assert (whole.double() - plainly(window, softcap, sinks, TOGETHER)).abs().max() < 2e-6
+    for ends in ((3, LONG), (32, 40, 60, 170, LONG), (47, 64 * 4, LONG - 2, LONG)):
+        starts = [0, *ends[:-1]]
+        ends = tuple(cut_before(TOGETHER, end) for end in ends)
+        parts = [piece(*one, window, softcap, sinks, TOGETHER) for one in zip(starts, ends, strict=True)]
         assert torch.equal(torch.cat(parts, dim=2), whole)
 
 

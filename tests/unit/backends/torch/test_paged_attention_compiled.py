@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from fusionai.backends.torch.paged_attention import (
     levels_and_scales,
     numbers_of_levels,
 )
+from fusionai.coordination.serving.together import between, cut_before
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.serving import CacheFormat, ServeOptions
 from harness.levels import LEVELS, run_as
@@ -53,7 +55,9 @@ class Text:
         *,
         window: int | None = None,
         form: CacheFormat = "fp32",
+        together: tuple[tuple[int, int], ...] = (),
     ) -> None:
+        self.together = together
         self.q, self.k = drawn(1, groups * shared, LONG, width), drawn(1, shared, LONG, width)
         self.v = drawn(1, shared, LONG, value_width)
         options = ServeOptions(
@@ -75,7 +79,8 @@ class Text:
         self.k, self.v = self.k.to(kept), self.v.to(kept)
 
     def span(self, start: int, end: int) -> RowSpan:
-        return RowSpan(1, 0, start, end - start, self.pages[: -(-end // PAGE_TOKENS)], 1)
+        together = between(self.together, start, end)
+        return RowSpan(1, 0, start, end - start, self.pages[: -(-end // PAGE_TOKENS)], 1, together=together)
 
     def piece(
         self, start: int, end: int, *, softcap: float | None = None, sinks: torch.Tensor | None = None
@@ -92,6 +97,8 @@ class Text:
             weights = torch.tanh(weights / softcap) * softcap
         at = torch.arange(LONG)
         seen = at[None, :] <= at[:, None]
+        for first, end in self.together:
+            seen[first:end, first:end] = True
         if self.shape.window is not None:
             seen &= at[None, :] > at[:, None] - self.shape.window
         weights = weights.masked_fill(~seen, -torch.inf)
@@ -112,6 +119,33 @@ def test_it_is_attention_and_pieces_change_no_bit(window: int | None, softcap: f
         starts = [0, *ends[:-1]]
         parts = [text.piece(start, end, softcap=softcap, sinks=given) for start, end in zip(starts, ends, strict=True)]
         assert torch.equal(torch.cat(parts).view(torch.int32), whole.view(torch.int32))
+
+
+TOGETHER = ((0, 3), (40, 47), (60, 170), (171, 172), (KEYS - 9, 2 * KEYS + 40), (LONG - 2, LONG))
+"""Within a tile, over several, over blocks of keys, beside each other, and at both ends."""
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks", "groups"),
+    [
+        (None, None, False, 3), (1, None, False, 3), (40, 2.0, True, 3), (KEYS, None, False, 1),
+        (KEYS + 70, None, False, 3), (None, 2.0, True, 1), (40, None, False, WIDE + 1),
+    ],
+)  # fmt: skip
+def test_positions_that_see_each_other_do_and_pieces_change_no_bit(
+    window: int | None, softcap: float | None, sinks: bool, groups: int
+) -> None:
+    text = Text(groups, window=window, together=TOGETHER)
+    given = drawn(2 * groups) if sinks else None
+    whole = text.piece(0, LONG, softcap=softcap, sinks=given)
+    assert (whole.double() - text.plainly(softcap, given)).abs().max() < 3e-6
+    for length in (1, 30, 100) if groups < WIDE else (30,):
+        places = sorted({cut_before(TOGETHER, end) for end in (*range(0, LONG, length), LONG)})
+        parts = [text.piece(*one, softcap=softcap, sinks=given) for one in itertools.pairwise(places)]
+        assert torch.equal(torch.cat(parts).view(torch.int32), whole.view(torch.int32))
+    causal = Text(groups, window=window).piece(0, LONG, softcap=softcap, sinks=given)
+    alone = [row for row in range(LONG) if not any(first <= row < end for first, end in TOGETHER)]
+    assert torch.equal(causal[alone].view(torch.int32), whole[alone].view(torch.int32))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -12,7 +12,8 @@ import torch
 import transformers
 
 from fusionai.capture.capture import capture
-from fusionai.capture.models.image_check import difference
+from fusionai.capture.models import image_check
+from fusionai.capture.models.image_check import compared
 from fusionai.capture.models.image_processor import NoImages, sample
 from fusionai.capture.models.images import EncodedImage, ImageEncoder, axis_positions
 from fusionai.capture.models.source import DirectorySource
@@ -37,7 +38,7 @@ def test_every_kind_of_difference_has_its_words(tmp_path: Path):
     assert image.layer_rows is not None
 
     def found(image: EncodedImage, axes: np.ndarray) -> str | None:
-        return difference(made._model, prepared.pixels, image, is_row, axes)
+        return compared(made._model, prepared.pixels, image, is_row, axes).difference
 
     assert found(image, axes) is None
     assert "other features" in str(found(replace(image, rows=image.rows * 1.01), axes))
@@ -71,6 +72,35 @@ def test_a_model_in_which_rows_are_not_all_is_refused_when_it_is_opened(
     monkeypatch.setattr(inner, "forward", forward)
     with pytest.raises(NoImages, match="its layers get other features than those of its encoder"):
         encoder(directory)
+
+
+def test_which_positions_see_each_other_is_read_from_the_masks():
+    """Two runs of rows among six tokens, in attention to all and with a window of 2."""
+    is_row = torch.tensor([False, True, True, False, True, True])
+    back = torch.arange(6)[:, None] - torch.arange(6)
+    mutual = torch.zeros(6, 6, dtype=torch.bool)
+    mutual[1:3, 1:3] = mutual[4:, 4:] = True
+    plain, mixed = back >= 0, (back >= 0) | mutual
+
+    def seen(*masks: torch.Tensor | None, window: int | None = 2) -> bool | None:
+        kinds = ("full_attention", "sliding_attention")
+        given = {kind: mask if mask is None else mask[None, None] for kind, mask in zip(kinds, masks, strict=False)}
+        return image_check._sees_together(given, is_row, window)
+
+    assert seen(plain, plain & (back < 2)) is False
+    assert seen(mixed, mixed & (back < 2)) is True
+    assert seen(torch.where(mixed, 0.0, torch.finfo(torch.float32).min)) is True
+    assert seen(None, mixed & (back < 2)) is None, "images are another thing to some layers"
+    assert seen(mixed, mixed) is None, "the window is not that of the model"
+    assert seen(mixed | mixed.T) is None
+    everything = torch.ones_like(plain)
+    assert image_check._sees_together(everything, is_row, None) is False, "a mask of padding alone"
+    assert image_check._sees_together(everything[None, None], is_row, None) is None
+
+
+@pytest.mark.parametrize(("family", "together"), [("gemma3", True), ("llava", False)])
+def test_an_encoder_says_whether_rows_see_each_other(family: str, together: bool, tmp_path: Path):
+    assert encoder(write_image_model(family, tmp_path)).together is together
 
 
 def _halved(made: Any) -> Any:

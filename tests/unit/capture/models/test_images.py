@@ -50,11 +50,12 @@ def test_what_is_no_picture_or_too_large_a_one_is_refused(monkeypatch: pytest.Mo
 
 
 def test_models_in_which_an_image_is_more_than_rows_say_why():
-    texts = transformers.Gemma3TextConfig(**TEXT, query_pre_attn_scalar=8)
-    eyes = transformers.SiglipVisionConfig(**EYES)
-    gemma = transformers.Gemma3Config(vision_config=eyes, text_config=texts, mm_tokens_per_image=4)
+    texts = transformers.MllamaTextConfig(
+        **TEXT, cross_attention_layers=[1], bos_token_id=0, eos_token_id=1, pad_token_id=2
+    )
+    mllama = transformers.MllamaConfig(vision_config=transformers.MllamaVisionConfig(**EYES), text_config=texts)
     with torch.device("meta"):
-        assert obstacle(transformers.Gemma3ForConditionalGeneration(gemma)) == ("positions of an image see each other")
+        assert "attention of their own" in str(obstacle(transformers.MllamaForConditionalGeneration(mllama)))
         assert obstacle(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))) is not None
 
 

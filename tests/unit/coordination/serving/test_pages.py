@@ -129,3 +129,14 @@ def test_misuse_is_said() -> None:
     with pytest.raises(ValueError, match="got 4 of 0"):
         Pages(4, 0)
     assert Pages(1, 1).room == 1
+
+
+def test_a_page_is_that_of_a_text_whose_positions_saw_the_same() -> None:
+    """Images 5, 6 and 7, 8 side by side see each other; a text with the first alone takes none of their pages."""
+    pages, both, one = Pages(16, 2), (1, 2, 5, 6, 7, 8, 3, 3, 3), (1, 2, 5, 6, 3, 3, 3)
+    pages.admit(1, "", NOTHING)
+    assert pages.extend(1, len(both))
+    pages.confirm(1, both, ((2, 6),))
+    assert pages.match("", both, ((2, 6),)).tokens == 8
+    assert pages.match("", one, ((2, 4),)).tokens == 2
+    assert pages.match("", both[:6], ((2, 6),)).tokens == 2, "no text begins within what sees itself"
