@@ -12,6 +12,8 @@ other, and what counts is the median of each round's ratio.
 - hops: seven peers behind a proxy that delays every way by 25 ms, eight ways per token; eight streams against one.
 - speculation: a model trained here (`--text`, else this Python's library) over the same ways, plain and with guesses
   of a smaller one and of what the text repeats; prompts from text that was held out; the same tokens, or it fails.
+- heads: a model trained here with a head for multi-token prediction, over two peers behind such a proxy; plain, with
+  guesses of the head, and of what the text repeats.
 - llama.cpp: one stream on three loopback stages against llama.cpp with the same weights in fp32 on two RPC servers.
   `--llama-cpp VENV` says where it is built; without, the part is left out and said to be.
 
@@ -41,12 +43,13 @@ from fusionai.ir.cost import serving_costs
 from fusionai.primitives.units import format_seconds
 from fusionai.storage.atomic import write_atomic
 from serving_far import hops_part
+from serving_heads import heads_part, trained_with_head
 from serving_models import LLAMA_134M, SMALL, make_model, trained_pair
 from serving_rivals import llama_cpp_rivals, transformers_rival
 from serving_speculation import speculation_part
 from serving_streams import CONTEXT, Figures, Say, one_stream, prompt, request, shown, streams
 
-PARTS: Final = ("stream", "sessions", "hops", "speculation", "llama.cpp")
+PARTS: Final = ("stream", "sessions", "hops", "speculation", "heads", "llama.cpp")
 WEIGHTS: Final = ("fp32", "bf16", "int8")
 STAGES: Final = 3
 STREAMS: Final = 8
@@ -197,6 +200,9 @@ async def measured(arguments: argparse.Namespace, folder: Path, book: Book, say:
             case "speculation":
                 pair = trained_pair(arguments.work or folder, arguments.text, arguments.train_steps, say)
                 await speculation_part(pair, folder, rounds, tokens, figures, say)
+            case "heads":
+                made = trained_with_head(arguments.work or folder, arguments.text, arguments.train_steps, say)
+                await heads_part(made, folder, rounds, tokens, figures, say)
             case "llama.cpp" if arguments.llama_cpp is None:
                 book.put(part, {"left_out": "--llama-cpp does not say where it is built"})
             case _:

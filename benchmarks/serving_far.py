@@ -1,7 +1,7 @@
-"""A pool whose machines are far away: seven peers on this one, each behind a proxy that delays every way.
+"""A pool whose machines are far away: peers on this one, each behind a proxy that delays every way.
 
-A token crosses eight ways: from the job owner through seven peers and back. Part `hops` of `serving.py`. Neighbours:
-`serving_speculation` guesses over the same ways.
+With seven of them a token crosses eight ways: from the job owner through the peers and back. Part `hops` of
+`serving.py`. Neighbours: `serving_speculation` and `serving_heads` guess over such ways.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ STREAMS: Final = 8
 
 
 @asynccontextmanager
-async def far_pool(directory: Path, name: str) -> AsyncIterator[LocalPool]:
+async def far_pool(directory: Path, name: str, count: int = HOP_PEERS) -> AsyncIterator[LocalPool]:
     sys.path.insert(0, str(HARNESS))
     from harness.fault_proxy import FaultProxy, free_port
 
     with ExitStack() as proxies:
         peers: list[LocalPeer] = []
-        for number in range(HOP_PEERS):
+        for number in range(count):
             proxy = proxies.enter_context(FaultProxy())
             proxy.aim(port := free_port())
             proxy.delay(HOP_S)

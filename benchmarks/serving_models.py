@@ -74,13 +74,13 @@ def make_model_of(kind: str, directory: Path, sizes: dict[str, Any]) -> Path:
         kind, **sizes, tie_word_embeddings=False, eos_token_id=0, bos_token_id=0, pad_token_id=0
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    _put(train_tokenizer(iter([Path(__file__).read_text(encoding="utf-8")]), 300), directory)
+    put_tokenizer(train_tokenizer(iter([Path(__file__).readtext_of(encoding="utf-8")]), 300), directory)
     return directory
 
 
 def trained_pair(work: Path, text: Path | None, steps: int, say: Any) -> Trained:
     """A model and a smaller one that guesses for it, trained on the same text: `text`, else the library of Python."""
-    content = _text(text)
+    content = text_of(text)
     asked = {
         "model": TRAINED,
         "draft": DRAFT,
@@ -113,15 +113,15 @@ def trained_pair(work: Path, text: Path | None, steps: int, say: Any) -> Trained
                 teacher=teacher,
                 say=lambda line, name=name: say(name + line),
             )
-            _put(tokenizer, folder / name)
-        facts_path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    return Trained(folder / "model", folder / "draft", tuple(held_out), json.loads(facts_path.read_text("utf-8")))
+            put_tokenizer(tokenizer, folder / name)
+        facts_path.writetext_of(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    return Trained(folder / "model", folder / "draft", tuple(held_out), json.loads(facts_path.readtext_of("utf-8")))
 
 
-def _text(path: Path | None) -> str:
+def text_of(path: Path | None) -> str:
     if path is not None:
-        return path.read_text(encoding="utf-8")
-    return "\n".join(file.read_text(encoding="utf-8") for file in select_library(CORPUS_BYTES).files)
+        return path.readtext_of(encoding="utf-8")
+    return "\n".join(file.readtext_of(encoding="utf-8") for file in select_library(CORPUS_BYTES).files)
 
 
 def _train(
@@ -183,6 +183,6 @@ def _train(
     }
 
 
-def _put(tokenizer: CorpusTokenizer, directory: Path) -> None:
+def put_tokenizer(tokenizer: CorpusTokenizer, directory: Path) -> None:
     for file, content in tokenizer.files.items():
         (directory / file).write_bytes(content)

@@ -70,26 +70,35 @@ async def speculation_part(pair: Trained, home: Path, rounds: int, tokens: int, 
 
 async def _rounds(served: Served, way: str, prompts: Sequence[tuple[int, ...]], tokens: int, figures: Figures) -> None:
     for number, asked in enumerate(prompts):
-        without = await one_stream(served, asked, tokens, Anything(served.model.vocabulary))
-        before = served.engine.status.extra
-        stream = await one_stream(served, asked, tokens)
-        of = _guessed(before, served.engine.status.extra, stream)
-        if stream.tokens != without.tokens:
-            figures.facts["same_tokens"] = False
+        await guessed_round(served, way, number, asked, tokens, figures, delays_s=DELAYS_S)
+        if number:
             figures.end_round(number)
-            raise SystemExit(f"guesses changed the tokens of round {number}: {without.tokens}, {stream.tokens}")
-        if number == 0:
-            continue  # what passes and guesses take is not known yet
-        plain = without.tokens_per_s
-        observed, predicted = stream.tokens_per_s / plain, of.tokens_per_s / plain
-        figures.note(f"{way}_plain_token_time_to_delays", 1 / plain / DELAYS_S)
-        figures.note(f"{way}_to_plain", observed)
-        figures.note(f"{way}_acceptance", of.rate)
-        figures.note(f"{way}_guesses_per_pass", of.sent)
-        figures.note(f"{way}_tokens_per_pass", of.tokens_per_pass)
-        figures.note(f"{way}_predicted_to_plain", predicted)
-        figures.note(f"{way}_predicted_to_observed", predicted / observed)
+
+
+async def guessed_round(
+    served: Served, way: str, number: int, asked: tuple[int, ...], tokens: int, figures: Figures, *, delays_s: float
+) -> None:
+    """One answer without guesses, then the same with them. Round 0 is not noted: what passes and guesses take is not
+    known yet. `delays_s`: of all ways that a token crosses."""
+    without = await one_stream(served, asked, tokens, Anything(served.model.vocabulary))
+    before = served.engine.status.extra
+    stream = await one_stream(served, asked, tokens)
+    of = _guessed(before, served.engine.status.extra, stream)
+    if stream.tokens != without.tokens:
+        figures.facts["same_tokens"] = False
         figures.end_round(number)
+        raise SystemExit(f"guesses changed the tokens of round {number}: {without.tokens}, {stream.tokens}")
+    if number == 0:
+        return
+    plain = without.tokens_per_s
+    observed, predicted = stream.tokens_per_s / plain, of.tokens_per_s / plain
+    figures.note(f"{way}_plain_token_time_to_delays", 1 / plain / delays_s)
+    figures.note(f"{way}_to_plain", observed)
+    figures.note(f"{way}_acceptance", of.rate)
+    figures.note(f"{way}_guesses_per_pass", of.sent)
+    figures.note(f"{way}_tokens_per_pass", of.tokens_per_pass)
+    figures.note(f"{way}_predicted_to_plain", predicted)
+    figures.note(f"{way}_predicted_to_observed", predicted / observed)
 
 
 def _guessed(before: dict[str, float], after: dict[str, float], stream: Stream) -> Guessed:

@@ -11,7 +11,8 @@ import pytest
 from fusionai.capture.capture import Captured
 from fusionai.execution.host import ComputeThread
 from fusionai.ir.serving import serving_graph
-from fusionai.serving.draft import DraftProposer, load_draft
+from fusionai.serving.draft import DraftProposer
+from fusionai.serving.drafting import LoadedDraft, load_program
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.serving.speculating import Guesses, Proposer, Speculate
 from fusionai.wire import messages as wire
@@ -136,14 +137,10 @@ SMALLER = {**SMALL_LLAMA, "num_hidden_layers": 1}
 
 def drafted(directory: Path, captured: Captured, compute: ComputeThread, pages: int = 64) -> DraftProposer:
     options = ServeOptions(page_tokens=4, pages=pages, sessions=8, pass_tokens=16, retain=False)
-    draft = load_draft(
-        backend(),
-        serving_graph(captured.graph),
-        model_weights(captured, directory / "draft"),
-        options,
-        vocabulary=VOCABULARY,
-        context_tokens=128,
-    )
+    weights = model_weights(captured, directory / "draft")
+    read = ((spec.key, weights.read(spec)) for spec in weights.specs)
+    program = load_program(backend(), serving_graph(captured.graph), read, options)
+    draft = LoadedDraft(program=program, options=options, vocabulary=VOCABULARY, context_tokens=128)
     return DraftProposer(draft, compute)
 
 

@@ -21,7 +21,7 @@ from fusionai.ir.operators import OPERATORS
 from fusionai.ir.positions import POSITIONS, by_positions
 from fusionai.ir.schema import Graph, ListArg, Node, Ref, ValueSpec
 from fusionai.ir.shapes import evaluate, symbols_of
-from fusionai.ir.states import CONVOLUTION, may_carry, state_shapes
+from fusionai.ir.states import CONVOLUTION, carries, may_carry, state_shapes
 from fusionai.primitives.errors import GraphError
 
 Purpose = Literal["generate", "embed", "score"]
@@ -46,6 +46,10 @@ LAYER_ROWS: Final = "image_layer_rows"
 layers; 0 at positions of text."""
 AXIS_POSITIONS: Final = "axis_positions"
 """Input [1, s, 3] of a graph that takes images and has a position in time, height and width for each token."""
+FEATURES: Final = "features"
+"""Output of a graph whose layers' states a head reads (`ir.features`): [1, s, layers * hidden size]."""
+STATES: Final = "states"
+"""Input [1, s, size] of a head that guesses tokens: the served model's states at the positions before `input_ids`."""
 FROM_SEGMENTS: Final = frozenset({POSITIONS, ADAPTERS})
 """Inputs that are computed from a pass's segments and never sent."""
 
@@ -64,11 +68,12 @@ def serving_graph(graph: Graph) -> Graph:
     """Return `graph` without loss, labels and dropout, in the form of what it gives (`purpose_of`).
 
     A causal language model has the outputs `logits` and `hidden`; `hidden` is the operand of the head's product, [1, s,
-    hidden size]. An encoder has the output `hidden` alone, a classifier of whole texts `logits` [1, labels] alone. Node
-    ids and blocks stay; nodes that are added have new ids. Raises `GraphError` if there is no such output, or if random
-    numbers are drawn, because a token would then depend on the tokens computed together with it."""
+    hidden size]. `features` stay an output (`ir.features`). An encoder has the output `hidden` alone, a classifier of
+    whole texts `logits` [1, labels] alone. Node ids and blocks stay; nodes that are added have new ids. Raises
+    `GraphError` if there is no such output, or if random numbers are drawn, because a token would then depend on the
+    tokens computed together with it."""
     if LOGITS in graph.outputs:
-        plain = _plain(graph, LOGITS)
+        plain = _plain(graph, LOGITS, *({FEATURES} & graph.outputs.keys()))
         if row_dimension(plain, plain.outputs[LOGITS]) is None:
             return _with_own_tables(plain)
         plain = _without_identities(by_positions(plain))
@@ -84,6 +89,23 @@ def serving_graph(graph: Graph) -> Graph:
     return _with_tail(_with_own_tables(msgspec.structs.replace(plain, outputs={HIDDEN: plain.outputs[made]})))
 
 
+def head_graph(graph: Graph) -> Graph:
+    """Return the captured graph of a head that guesses tokens, in the form in which it is served: with the outputs
+    `logits` and `hidden`, its own states. Raises `GraphError` if it can't be served from a cache."""
+    plain = _plain(graph, LOGITS, HIDDEN)
+    plain = _without_identities(by_positions(plain))
+    require_servable(plain, attention_nodes=sum(node.op == ATTENTION for node in plain.nodes), attention_layers=1)
+    if carries(plain):
+        raise GraphError(f"{graph.name} carries states, which can't drop a rejected guess.")
+    return plain
+
+
+def state_graph(graph: Graph) -> Graph:
+    """Return the captured graph of what makes states `hidden` of states, row by row, in the form in which it is
+    served."""
+    return _plain(graph, HIDDEN)
+
+
 def purpose_of(graph: Graph) -> Purpose:
     """Return what `graph` (from `serving_graph`) is for."""
     if HIDDEN not in graph.outputs:
@@ -96,8 +118,8 @@ def works_by_rows(graph: Graph) -> bool:
     return all(node.op == COPY for node in graph.nodes)
 
 
-def _plain(graph: Graph, output: str) -> Graph:
-    plain = _by_rows(_without_identities(prune(graph, [output])))
+def _plain(graph: Graph, *outputs: str) -> Graph:
+    plain = _by_rows(_without_identities(prune(graph, list(outputs))))
     drawing = next((node for node in plain.nodes if node.op == RANDOM), None)
     if drawing is not None:
         raise GraphError(

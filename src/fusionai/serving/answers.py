@@ -162,7 +162,7 @@ class Answers:
             counted = self._machine.returned(result.fence, number, tokens, finished, now_s)
             hops = self._hops(result) if verdicts else ()
             emitted = 0
-            self._watch(result, counted)
+            self._watch(result, counted, verdicts)
             going_on: list[int] = []
             for session in counted:
                 generating, verdict = self._generations.get(session), verdicts.get(session)
@@ -196,24 +196,30 @@ class Answers:
             self._forget(number)
             self._batcher.cancel(number)  # the batcher does not know of the end if a constraint caused it
             return False
-        if self._speculation is not None and _may_be_guessed(generating):
+        if self._speculation is not None and may_be_guessed(generating.generation):
             self._speculation.emitted(number, verdict.tokens)
             return True
         return False
 
     # ------------------------------------------------------------------------------------------------- guesses
 
-    def _watch(self, result: Returned, counted: Collection[int]) -> None:
-        """Record the pass's duration, and begin to follow generations whose prompt is being read. Runs before the
-        pass's tokens are emitted."""
+    def _watch(self, result: Returned, counted: Collection[int], verdicts: Mapping[int, Verdict]) -> None:
+        """Record the pass's duration, begin to follow generations whose prompt is being read, and hand on the states of
+        positions whose token is not a wrong guess. Runs before the pass's tokens are emitted."""
         if self._speculation is None:
             return
         generations = [one for number in counted if (one := self._generations.get(number)) is not None]
         if generations and all(one.prompt_read for one in generations):
             self._speculation.passed(len(result.plan.tokens), result.elapsed_s)
         for one in generations:
-            if _may_be_guessed(one):
+            if may_be_guessed(one.generation):
                 self._speculation.begin(one.number, one.generation.prompt, one.generation.sampling)
+                share = result.states_of(one.number)
+                if share is not None:
+                    start, rows = share
+                    verdict = verdicts.get(one.number)
+                    wrong = 0 if verdict is None else verdict.proposed - max(0, len(verdict.tokens) - 1)
+                    self._speculation.read(one.number, start, rows[: len(rows) - wrong])
 
     def _guess(self, numbers: Sequence[int], rows: int) -> None:
         """Request guesses for these generations. Until the answer comes they are in no pass."""
@@ -295,10 +301,10 @@ class Answers:
         return sum(count for _, count in self._recent) / SPEED_S
 
 
-def _may_be_guessed(generating: Generating) -> bool:
+def may_be_guessed(generation: Generation) -> bool:
     """Return whether guesses are allowed for the generation. A constraint rules them out: which tokens it allows
     depends on all tokens before."""
-    return generating.generation.constraint is None and generating.generation.max_tokens > 1
+    return generation.constraint is None and generation.max_tokens > 1
 
 
 Share = tuple[Rows, int, tuple[int, ...]]

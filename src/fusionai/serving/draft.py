@@ -10,97 +10,27 @@ Neighbours: it implements `speculating.Proposer`, whose module asks for guesses,
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fusionai.backends.interface import Backend
-from fusionai.backends.serving.base import ServingProgram
-from fusionai.coordination.serving.pages import Match, Pages
-from fusionai.execution.host import ComputeThread, Timed
-from fusionai.ir.schema import Graph
+from fusionai.execution.host import ComputeThread
 from fusionai.ir.serving import LOGITS
 from fusionai.primitives.errors import FusionError
-from fusionai.primitives.tensors import host_tensor
+from fusionai.serving.drafting import ComputedProposer, DraftPages, LoadedDraft, token_ids
 from fusionai.serving.interface import Sampling
 from fusionai.serving.sampling import TokenHistory, choose
-from fusionai.serving.speculating import Guesses
-from fusionai.storage.weight_manifest import ModelWeights
-from fusionai.wire.messages import Segment, ServeOptions
-
-log = logging.getLogger(__name__)
+from fusionai.wire.messages import Segment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedDraft:
-    """A loaded draft model; its graph is whole and without loss. `vocabulary`: tokens that both it and the served model
-    know; `context_tokens`: its longest text."""
-
-    program: ServingProgram
-    options: ServeOptions
-    vocabulary: int
-    context_tokens: int
-
-
-def load_draft(
-    backend: Backend,
-    graph: Graph,
-    weights: ModelWeights,
-    options: ServeOptions,
-    *,
-    vocabulary: int,
-    context_tokens: int,
-) -> LoadedDraft:
-    """Load a draft model. Blocks; call it on the thread where the draft will run. Raises `ExecutionError`,
-    `StorageError`."""
-    program = backend.serve(graph, options=options)
-    program.import_weights((spec.key, weights.read(spec)) for spec in weights.specs)
-    program.allocate()
-    return LoadedDraft(program=program, options=options, vocabulary=vocabulary, context_tokens=context_tokens)
-
-
-class DraftProposer:
-    """Implements `Proposer`. `compute`: the thread where `draft` was loaded; only that thread uses the draft."""
+class DraftProposer(ComputedProposer):
+    """Implements `Proposer`. `compute`: the thread where `draft` was loaded; only that thread uses the draft. The draft
+    reads a prompt while the pool reads it."""
 
     def __init__(self, draft: LoadedDraft, compute: ComputeThread) -> None:
-        self._compute = compute
-        self._texts = _Texts(draft)
-
-    def begin(self, session: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """See `Proposer`. The draft reads the prompt while the pool reads it."""
-        self._later(lambda: self._texts.begin(session, prompt, sampling))
-
-    def extend(self, session: int, tokens: Sequence[int]) -> None:
-        self._later(lambda: self._texts.extend(session, tokens))
-
-    def propose(self, wanted: Mapping[int, int]) -> asyncio.Future[Guesses]:
-        """See `Proposer`. The future fails if the model can't be computed."""
-        making = self._compute.run(lambda: self._texts.guesses(wanted))
-
-        async def made() -> Guesses:
-            guesses, _ = await making
-            return guesses
-
-        return asyncio.ensure_future(made())
-
-    def end(self, session: int) -> None:
-        self._later(lambda: self._texts.end(session))
-
-    def close(self) -> None:
-        """See `Proposer`. The compute thread stays open; its owner closes it."""
-        self._later(self._texts.close)
-
-    def _later(self, work: Callable[[], None]) -> None:
-        self._compute.run(work).add_done_callback(_log_failure)
-
-
-def _log_failure(done: asyncio.Future[tuple[None, Timed]]) -> None:
-    if not done.cancelled() and (problem := done.exception()) is not None:
-        log.error("the draft model failed", exc_info=problem)
+        super().__init__(_Texts(draft), compute)
 
 
 @dataclass(slots=True)
@@ -112,10 +42,6 @@ class _Text:
     sampling: Sampling
     computed: int = 0
     ahead: tuple[int, ...] = ()
-    known_pages: int = 0
-    """Number of pages that the program knows of."""
-    is_open: bool = False
-    """True if the text has pages."""
 
 
 class _Texts:
@@ -123,7 +49,7 @@ class _Texts:
 
     def __init__(self, draft: LoadedDraft) -> None:
         self._draft = draft
-        self._pages = Pages(draft.options.pages, draft.options.page_tokens, prefix=False)
+        self._pages = DraftPages(draft)
         self._texts: dict[int, _Text] = {}
 
     def begin(self, session: int, prompt: Sequence[int], sampling: Sampling) -> None:
@@ -163,7 +89,7 @@ class _Texts:
                 if len(guessed) < left[session]:
                     feeding[session] = guessed[-1]
             segments = [
-                self._segment(session, len(self._texts[session].tokens) + len(made[session]) - 1, 1)
+                self._pages.segment(session, len(self._texts[session].tokens) + len(made[session]) - 1, 1)
                 for session in feeding
             ]
             tokens, sessions = list(feeding.values()), list(feeding)
@@ -173,10 +99,8 @@ class _Texts:
         return {session: tuple(guessed) for session, guessed in made.items()}
 
     def end(self, session: int) -> None:
-        text = self._texts.pop(session, None)
-        if text is not None and text.is_open:
-            self._pages.release(session)
-            self._draft.program.forget([session])
+        self._texts.pop(session, None)
+        self._pages.release(session)
 
     def close(self) -> None:
         for session in list(self._texts):
@@ -187,17 +111,9 @@ class _Texts:
         text, draft = self._texts.get(session), self._draft
         if text is None:
             return False
-        positions = len(text.tokens) + count
-        if positions > draft.context_tokens or any(token >= draft.vocabulary for token in text.tokens[text.computed :]):
+        if any(token >= draft.vocabulary for token in text.tokens[text.computed :]):
             return False
-        if not text.is_open:
-            nothing = Match((), 0)
-            most = min(draft.options.sessions, draft.options.pass_tokens)
-            if sum(one.is_open for one in self._texts.values()) >= most or self._pages.lacks(nothing, positions):
-                return False
-            self._pages.admit(session, "", nothing)
-            text.is_open = True
-        return self._pages.extend(session, positions)
+        return self._pages.reserve(session, len(text.tokens) + count)
 
     def _read(self, sessions: Sequence[int]) -> dict[int, np.ndarray]:
         """Compute the positions of these texts that are not computed. Return the logits after each text's last
@@ -215,7 +131,7 @@ class _Texts:
                 if length == 0:
                     break
                 room -= length
-                segments.append(self._segment(session, text.computed, length))
+                segments.append(self._pages.segment(session, text.computed, length))
                 tokens += text.tokens[text.computed : text.computed + length]
                 if text.computed + length == len(text.tokens):
                     wanted.append(len(tokens) - 1)
@@ -226,17 +142,12 @@ class _Texts:
             waiting = [session for session in waiting if session not in rows]
         return rows
 
-    def _segment(self, session: int, start: int, length: int) -> Segment:
-        text, table = self._texts[session], self._pages.table(session)
-        first, text.known_pages = text.known_pages, len(table)
-        return Segment(session, start, length, first, table[first:])
-
     def _run(
         self, segments: Sequence[Segment], tokens: Sequence[int], wanted: Sequence[int], sessions: Sequence[int]
     ) -> dict[int, np.ndarray]:
         """Run one pass. Return the logits after the packed positions `wanted`, which belong to `sessions` in this
         order."""
-        ids = host_tensor("int64", (1, len(tokens)), np.array(tokens, np.int64).data)
-        made = self._draft.program.run(segments, {"input_ids": ids}, wanted=[LOGITS], rows=wanted)[LOGITS]
+        inputs = {"input_ids": token_ids(tokens)}
+        made = self._draft.program.run(segments, inputs, wanted=[LOGITS], rows=wanted)[LOGITS]
         rows = np.frombuffer(made.data, np.float32).reshape(made.shape[1:])[:, : self._draft.vocabulary]
         return dict(zip(sessions, rows, strict=True))

@@ -36,7 +36,7 @@ from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Plan
 from fusionai.serving import job as progress
-from fusionai.serving.answers import Answers
+from fusionai.serving.answers import Answers, may_be_guessed
 from fusionai.serving.driver import ServingDriver
 from fusionai.serving.faults import ServingFaultLog
 from fusionai.serving.generating import Generating, LastRow, TextToRead
@@ -166,6 +166,7 @@ class ServingEngine:
         number = next(self._numbers)
         deadline_s = generation.deadline_s
         adapter = self._adapter(generation.adapter)
+        reads_states = self._speculation is not None and self._speculation.reads_states
         spec = SessionSpec(
             number=number,
             scope=generation.scope,
@@ -173,6 +174,7 @@ class ServingEngine:
             max_tokens=generation.max_tokens,
             deadline_s=None if deadline_s is None else self._host.clock.now_s() + deadline_s,
             all_rows=generation.prompt_logprobs,
+            states=reads_states and may_be_guessed(generation),
             adapter=adapter,
             edition=self._loaded[adapter],
             together=seen_together(generation.prompt, generation.images),

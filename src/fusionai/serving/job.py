@@ -33,6 +33,7 @@ from fusionai.serving.pooling import MEAN, Pooling
 from fusionai.serving.speculating import Speculate
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.wire.messages import ServeOptions, WeightSpec
+from fusionai.wire.serving import StateOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,10 @@ class ServingJob:
     """How vectors of texts are made."""
     speculate: Speculate = "off"
     """Number of guesses in a pass."""
+    states: StateOutput = "hidden"
+    """Output that a head reads to guess tokens, if one does."""
+    state_size: int = 0
+    """Numbers per position of that output; 0: not known."""
     secret: bytes = b""
     """32 bytes that no peer learns; spot checks are drawn and sketches keyed from them. Empty: no spot checks."""
     chunk_tokens: int = 256

@@ -43,13 +43,30 @@ logit, by the format of weights."""
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A finished pass. `rows`: [wanted rows, vocabulary or hidden size], None if no rows were wanted."""
+    """A finished pass. `rows`: [wanted rows, vocabulary or hidden size], None if no rows were wanted. `states`: [rows
+    whose states were wanted, size], None if none were."""
 
     fence: Fence
     plan: PassPlan
     rows: np.ndarray | None
     hops: tuple[StageDelay, ...]
     elapsed_s: float
+    states: np.ndarray | None = None
+
+    def states_of(self, session: int) -> tuple[int, np.ndarray] | None:
+        """Return the position of a session's first row in the pass and the states of all its rows; None if they were
+        not wanted."""
+        if self.states is None:
+            return None
+        wanted, first = frozenset(self.plan.state_rows), 0
+        taken = 0
+        for segment in self.plan.segments:
+            if first in wanted:
+                if segment.session == session:
+                    return segment.start, self.states[taken : taken + segment.length]
+                taken += segment.length
+            first += segment.length
+        return None
 
 
 class Passes:
@@ -105,6 +122,7 @@ class Passes:
                 plan.wanted,
                 forget=plan.forget,
                 output=plan.output,
+                state_rows=plan.state_rows,
                 types=plan.types,
             )
 
@@ -128,6 +146,7 @@ class Passes:
         *,
         forget: tuple[int, ...] = (),
         output: Output | None = None,
+        state_rows: tuple[int, ...] = (),
         types: Sequence[int] = (),
         rebuild: int = -1,
     ) -> None:
@@ -143,6 +162,8 @@ class Passes:
             segments=segments,
             wanted=wanted,
             output=output or self._job.output,
+            state_rows=state_rows,
+            states=self._job.states,
             forget=forget,
             rebuild=rebuild,
             tensors=headers(tensors),
@@ -163,30 +184,41 @@ class Passes:
             self.compute_s[hop.stage] = mean_s + 0.05 * (hop.compute_s - mean_s)
             machine.measured(message.fence, message.number, hop.stage, hop.compute_s)
         sent = self._sent.pop(message.number, None)
+        wanted: dict[str, int] = {}
         if message.number in machine.rounds.probes:
-            count, output = 1, self._job.output
+            wanted[self._job.output] = 1
         elif sent is not None:
-            count, output = len(sent[0].wanted), sent[0].output
+            wanted = {self._job.states: len(sent[0].state_rows), sent[0].output: len(sent[0].wanted)}
         else:
             return
-        rows: np.ndarray | None = None
-        if count:
+        found: dict[str, np.ndarray] = {}
+        for output, count in wanted.items():
+            if not count:
+                continue
             places = machine.roles.places
             tensor = tensors.get(output) if message.stage == len(places) - 1 else None
-            if tensor is not None and len(tensor.shape) == 3 and tensor.shape[:2] == (1, count):
-                logits = self._job.purpose == "generate" and output == LOGITS
-                fits = not logits or (tensor.dtype == "float32" and tensor.shape[2] >= self._job.vocabulary)
-                if fits and tensor.dtype in FLOAT_DTYPES:
-                    rows = as_array(tensor).astype(np.float32, copy=False).reshape(count, -1)
-            if rows is None:
+            if tensor is None or (rows := self._rows(tensor, output, count)) is None:
                 got = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
                 peer = PeerId(places.get(message.stage, self._job.owner))
                 self._drop(peer, f"expected {count} rows of {output}, got {got}")
                 return
+            found[output] = rows
         if sent is not None:
-            self._returned(Returned(message.fence, sent[0], rows, message.hops, now_s - sent[1]))
-        elif rows is not None:
-            self._post(self._probed(message.number, rows))
+            plan, sent_s = sent
+            states = found.get(self._job.states) if plan.state_rows else None
+            self._returned(Returned(message.fence, plan, found.get(plan.output), message.hops, now_s - sent_s, states))
+        elif found:
+            self._post(self._probed(message.number, found[self._job.output]))
+
+    def _rows(self, tensor: HostTensor, output: str, count: int) -> np.ndarray | None:
+        """Return the rows of an output [count, size]; None if the tensor is none of such."""
+        if len(tensor.shape) != 3 or tensor.shape[:2] != (1, count) or tensor.dtype not in FLOAT_DTYPES:
+            return None
+        if self._job.purpose == "generate" and output == LOGITS:
+            fits = tensor.dtype == "float32" and tensor.shape[2] >= self._job.vocabulary
+        else:
+            fits = output != self._job.states or self._job.state_size in (0, tensor.shape[2])
+        return as_array(tensor).astype(np.float32, copy=False).reshape(count, -1) if fits else None
 
     def _probed(self, number: int, rows: np.ndarray) -> ProbeReturned:
         digest = hashlib.sha256(rows.tobytes()).hexdigest()

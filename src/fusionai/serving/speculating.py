@@ -16,7 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fusionai.backends.serving.page_table import FEW_POSITIONS
 from fusionai.serving.images import is_image
@@ -56,6 +59,16 @@ class Proposer(Protocol):
     def end(self, session: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class StateReader(Proposer, Protocol):
+    """A proposer that guesses from states of the served model (`wire.serving.StateOutput`)."""
+
+    def read(self, session: int, start: int, states: NDArray[np.float32]) -> None:
+        """Take the states [positions, size] of a session's positions from `start` on. Called before `extend` appends
+        the token after the last of them. After a recovery, positions may come again."""
+        ...
 
 
 class NgramProposer:
@@ -248,6 +261,16 @@ class Speculation:
     def passed(self, rows: int, elapsed_s: float) -> None:
         """Record a pass that read no prompt."""
         self._times.observe(rows, elapsed_s)
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether guesses are made from the model's states, which must then be computed at all positions."""
+        return isinstance(self._proposer, StateReader)
+
+    def read(self, number: int, start: int, states: NDArray[np.float32]) -> None:
+        """Hand the states of a followed generation's positions from `start` on to the proposer, if it reads any."""
+        if isinstance(self._proposer, StateReader) and not self._broken:
+            self._proposer.read(number, start, states)
 
     def emitted(self, number: int, tokens: Sequence[int]) -> None:
         """Record the tokens that a followed generation emitted."""

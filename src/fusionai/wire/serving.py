@@ -21,6 +21,9 @@ WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "packed"]
 group. `packed`: as a quantised file holds them; numbers and results are those of `fp32`, which is the format of
 matrices that no file holds packed."""
 CacheFormat = Literal["fp32", "bf16", "fp16", "int8"]
+StateOutput = Literal["hidden", "features"]
+"""Output from which a head of the job owner guesses tokens: the hidden states before the model's own head, or those of
+three layers side by side."""
 MAX_SESSIONS: Final = 4096
 MAX_PAGES: Final = 1_048_576
 MAX_ADAPTERS: Final = 1024
@@ -147,6 +150,10 @@ class Pass(WireMessage, frozen=True, kw_only=True, tag="pass"):
     wanted: Annotated[tuple[Count, ...], Meta(max_length=65_536)] = ()
     """Rows (positions along the packed sequence) whose outputs the driver wants, ascending."""
     output: Literal["logits", "hidden"] = "logits"
+    state_rows: Annotated[tuple[Count, ...], Meta(max_length=65_536)] = ()
+    """Rows whose `states` the driver wants besides, ascending."""
+    states: StateOutput = "hidden"
+    """Output that has the states."""
     forget: Annotated[tuple[Count, ...], Meta(max_length=MAX_SESSIONS)] = ()
     """Sessions that have ended. Their caches are dropped before this pass is computed."""
     hops: Annotated[tuple[StageDelay, ...], Meta(max_length=4096)] = ()
@@ -155,7 +162,8 @@ class Pass(WireMessage, frozen=True, kw_only=True, tag="pass"):
 
 
 class PassResult(WireMessage, frozen=True, kw_only=True, tag="pass_result"):
-    """Last stage -> driver: the output of the wanted rows, shape [1, rows, vocabulary or hidden size]."""
+    """Last stage -> driver: the output of the wanted rows, shape [1, rows, vocabulary or hidden size], and the states
+    of the rows of which they were wanted, by the names of the outputs."""
 
     fence: Fence
     number: Count

@@ -56,15 +56,22 @@ _Parts = tuple[tuple[int, int, int], ...]
 """Extents as (index of the source tensor, first element, number of elements)."""
 
 
-def loading(model: nn.Module, wanted: Mapping[str, torch.Tensor], found: Mapping[str, Shape]) -> dict[str, Source]:
+def loading(
+    model: nn.Module,
+    wanted: Mapping[str, torch.Tensor],
+    found: Mapping[str, Shape],
+    transforms: Sequence[Any] | None = None,
+) -> dict[str, Source]:
     """Return how to make each of the `wanted` parameters (by state-dict names) from tensors with the names and shapes
-    of `found`, as `from_pretrained` would. Parameters that no tensor makes are left out. Raises `ModelError` if a
-    conversion fails because a part is missing or has another shape."""
+    of `found`, as `from_pretrained` would; `transforms`: transformers' conversions, by default those of `model`.
+    Parameters that no tensor makes are left out. Raises `ModelError` if a conversion fails because a part is missing or
+    has another shape."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     prefix = str(getattr(model, "base_model_prefix", ""))
-    transforms = get_model_conversion_mapping(cast(Any, model))
+    if transforms is None:
+        transforms = get_model_conversion_mapping(cast(Any, model))
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
     state: Any = wanted

@@ -9,12 +9,12 @@ memory. The groups do not depend on the request, so values depend only on (seed,
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -61,7 +61,7 @@ class Checkpoint:
         """Return one key's values in the dtype of `like`. Raises `ModelError`."""
         if key in self.entries:
             path, name = self.entries[key]
-            return _read(path, name, key, like)
+            return read_tensor(path, name, key, like)
         if key in self.packed:
             return _numbers(self.packed[key], key).reshape(like.shape).to(like.dtype)
         if key in self.computed:
@@ -72,7 +72,7 @@ class Checkpoint:
         """Return a tensor of an unquantised checkpoint in the dtype of `like`."""
         matrix = self.matrices.get(name)
         if matrix is None:
-            return _read(self.files[name], name, key, like)
+            return read_tensor(self.files[name], name, key, like)
         return _numbers(matrix, key).reshape(matrix.packings[0].shape).to(like.dtype)
 
     def _joined(self, assembly: Assembly, key: str, like: torch.Tensor) -> torch.Tensor:
@@ -177,20 +177,26 @@ def index_checkpoint(
     built: Built,
     aliases: Mapping[str, tuple[str, ...]],
     elsewhere: Mapping[str, tuple[Path, str]],
+    *,
+    shared: Container[str] = (),
+    conversions: Sequence[Any] | None = None,
+    holds: Callable[[str], bool] = lambda _name: True,
 ) -> Checkpoint:
     """Match the names in safetensors files with the module's keys, as transformers does when it loads them. Reads only
     the files' headers.
 
-    `elsewhere`: tensors in other files. Parameters of an adapter may be missing, and those that transformers
-    initialises anew (computed positions); they are initialised like those of a new model. Raises `ModelError` that
-    names the parameter if one is missing or has another shape.
+    `elsewhere`: tensors in other files. `shared`: parameters that are read with another model. `conversions`:
+    transformers' conversions, by default those of the module. `holds`: which tensors may belong to it. Parameters of an
+    adapter may be missing, and those that transformers initialises anew (computed positions); they are initialised like
+    those of a new model. Raises `ModelError` that names the parameter if one is missing or has another shape.
     """
     found, shapes = _headers(files)
     quantised = _quantised(built, files)
     shapes = {name: shape for name, shape in shapes.items() if name not in quantised.parts}
     shapes |= {name: matrix.packings[0].shape for name, matrix in quantised.matrices.items()}
     wanted = {built.key(name): tensor for name, tensor in built.module.state_dict(keep_vars=True).items()}
-    sources = loading(built.module, wanted, shapes)
+    shapes = {name: shape for name, shape in shapes.items() if holds(name)}
+    sources = loading(built.module, wanted, shapes, conversions)
     entries = dict(elsewhere)
     assembled: dict[str, Assembly] = {}
     computed: dict[str, Computed] = {}
@@ -198,7 +204,7 @@ def index_checkpoint(
     missing: dict[str, Shape] = {}
     for own, tensor in {**dict(built.module.named_buffers()), **dict(built.module.named_parameters())}.items():
         key = built.key(own)
-        if key in entries or built.is_adapter(key):
+        if key in entries or key in shared or built.is_adapter(key):
             continue
         names = [built.key(name) for name in (own, *aliases.get(own, ()))]
         source = next((sources[name] for name in names if name in sources), None)
@@ -259,6 +265,12 @@ def _numbers(matrix: PackedMatrix, key: str) -> torch.Tensor:
         raise ModelError(f"the weight {key} can't be read: {error.message}", hint=error.hint) from error
 
 
+def tensor_shapes(files: Sequence[Path]) -> dict[str, tuple[Path, Shape]]:
+    """Return the file and the shape of each tensor in safetensors files, by name. Raises `ModelError`."""
+    places, shapes = _headers(files)
+    return {name: (path, shapes[name]) for name, path in places.items()}
+
+
 def _headers(files: Sequence[Path]) -> tuple[dict[str, Path], dict[str, Shape]]:
     """Return the file and the shape of each tensor."""
     from safetensors import SafetensorError, safe_open
@@ -302,7 +314,8 @@ def _listed(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
-def _read(path: Path, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
+def read_tensor(path: Path, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a file in the dtype of `like`. `key`: its name in messages. Raises `ModelError`."""
     from safetensors import SafetensorError, safe_open
 
     try:

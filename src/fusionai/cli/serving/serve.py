@@ -129,8 +129,8 @@ _ENDPOINT_OPTIONS: Final = flags.options(
 @click.option(
     "--draft",
     metavar="SMALL",
-    help="Guess tokens with this small model, which must have the same tokenizer.  [default: guess from repetitions "
-    "in the text]",
+    help="Guess tokens with this small model, which must have the same tokenizer, or with the EAGLE-3 head of MODEL in "
+    "this directory.  [default: the MTP head in MODEL's own files, else repetitions in the text]",
 )
 @click.option(
     "--adapter",

@@ -1,1 +1,1 @@
-"""Serving jobs from the owner's side: the model, its files, adapters and drafts, the run."""
+"""Serving jobs from the owner's side: the model, its files, adapters, what guesses tokens, the run."""

@@ -23,6 +23,7 @@ from fusionai.serving.job import ServingJob
 from fusionai.serving.speculating import Speculate
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.wire.messages import ServeOptions
+from fusionai.wire.serving import StateOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,8 @@ class ServeRequest:
     spares: int | None = None
     speculate: Speculate = "off"
     draft: str | None = None
-    """Small model with the same tokenizer that guesses tokens; None: guess from repetitions in the text."""
+    """Small model with the same tokenizer, or EAGLE-3 head of the model, that guesses tokens; None: guess with the head
+    in the model's own files, else from repetitions in the text."""
     confidential: bool = False
     """Refuse privacy levels other than `trusted`."""
     adapters: tuple[tuple[str, Path], ...] = ()
@@ -78,9 +80,11 @@ def serving_job(
     *,
     tiled: bool = False,
     balanced_at: float = inf,
+    states: tuple[StateOutput, int] = ("hidden", 0),
 ) -> ServingJob:
     """Return the job for the engine. `tiled`: pieces of prompts may have any length in tiles without changing bits, at
-    all stages. `balanced_at`: see `ServingJob.balance_tokens`."""
+    all stages. `balanced_at`: see `ServingJob.balance_tokens`. `states`: what a head reads (`ServingJob.states`), and
+    its size."""
     sizes = plan.serving
     if sizes is None:
         raise PlanError("expected a plan for serving, got one without serving sizes.")
@@ -111,5 +115,7 @@ def serving_job(
         balance_tokens=balanced_at,
         in_flight=max(sizes.passes_in_flight, len(plan.stages)),
         speculate=request.speculate,
+        states=states[0],
+        state_size=states[1],
         secret=secrets.token_bytes(32) if request.checks else b"",
     )

@@ -1,30 +1,30 @@
 """Opens a model for serving: finds its files, captures its graph, hashes its weights.
 
-Also finds adapters to serve with the model, and opens a draft model for speculative decoding.
+Also finds adapters to serve with the model.
 
 MODEL is a directory in Hugging Face layout, a GGUF file, a hub id, or the output of `fusion train`: a job's directory
 (its newest checkpoint is used) or one of its checkpoints. Weights are read only to hash them.
 
 `capture` makes the graph, `ir.serving` checks whether it can be served, `storage.weight_manifest` hashes,
-`serving.model_text` reads the tokenizer; `client.serving.serve` calls this.
+`serving.model_text` reads the tokenizer; `client.serving.guessing` opens what guesses tokens; `client.serving.serve`
+calls this.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from fusionai.backends.interface import Backend
 from fusionai.capture.capture import Captured
 from fusionai.capture.checking.check import require_causal
+from fusionai.capture.heads import featured
 from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.build import build
+from fusionai.capture.models.eagle import EagleFiles
 from fusionai.capture.models.gguf import SPLIT
 from fusionai.capture.models.huggingface import has_image_input, model_directory
 from fusionai.capture.models.images import ImageEncoder, NoImages
@@ -32,7 +32,6 @@ from fusionai.capture.models.source import DirectorySource, GgufSource, HubSourc
 from fusionai.capture.models.state import rounding
 from fusionai.capture.served import LONGEST_PASS, capture_served
 from fusionai.capture.tracing.attention import SEEN_WHOLE
-from fusionai.execution.host import ComputeThread
 from fusionai.ir.cost import EMBEDDING, WeightFormat
 from fusionai.ir.packed import packed_bytes
 from fusionai.ir.schema import Graph, Ref
@@ -40,8 +39,6 @@ from fusionai.ir.serving import LOGITS, SEQUENCE, Purpose, purpose_of, require_s
 from fusionai.ir.states import carries
 from fusionai.ir.weights import SMALLEST
 from fusionai.primitives.errors import GraphError, ModelError, UsageError
-from fusionai.primitives.tensors import ITEMSIZE_BYTES
-from fusionai.serving.draft import DraftProposer, load_draft
 from fusionai.serving.images import ImageMarks, ImageReader
 from fusionai.serving.job import weight_keys
 from fusionai.serving.model_text import ModelText
@@ -50,7 +47,6 @@ from fusionai.storage.adapter_files import CONFIG_FILE, AdapterFiles, read_adapt
 from fusionai.storage.reader import open_latest
 from fusionai.storage.weight_manifest import ModelWeights, manifest
 from fusionai.storage.weight_store import WeightStore
-from fusionai.wire.messages import ServeOptions
 from fusionai.wire.serving import MAX_ADAPTERS
 
 CHECKPOINTS: Final = "checkpoints"
@@ -239,12 +235,15 @@ def open_model(
     room: Sequence[int] = (),
     *,
     images: bool = True,
+    head: EagleFiles | None = None,
 ) -> ServedModel:
     """Capture the model with `adapters`, and with empty places of the ranks `room` for others; with `images`, if it
-    takes any, and load their encoder. Blocking. Raises `ModelError` or `GraphError`, with the reason, if it can't be
-    served."""
+    takes any, and load their encoder; with the features that `head` reads. Blocking. Raises `ModelError` or
+    `GraphError`, with the reason, if it can't be served."""
     texts = ModelText.load(files.directory)
     captured, slots, reader = _captured(files, adapters, room, images=images)
+    if head is not None:
+        captured = featured(head, captured)
     texts = replace(texts, images=reader)
     graph = serving_graph(captured.graph)
     purpose = purpose_of(graph)
@@ -379,59 +378,3 @@ def _positions(config: Mapping[str, Any]) -> int | None:
             if isinstance(size, int) and size > 0:
                 return min(size, *seen) if seen else size
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class DraftModel:
-    """A captured draft model with the manifest of its weights, not loaded yet."""
-
-    model: ServedModel
-    weights: ModelWeights
-
-    @property
-    def weight_bytes(self) -> int:
-        """Approximate memory that it needs on this machine."""
-        return sum(prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype] for spec in self.model.graph.params.values())
-
-
-def open_draft(files: ServedFiles, model: ServedModel) -> ServedModel:
-    """Capture the draft model. Blocking. Raises `ModelError` if its tokenizer differs from that of `model`, or if it
-    has no KV cache, or states beside it."""
-    draft = open_model(files, images=False)
-    if draft.whole or draft.states or draft.at_once:
-        raise ModelError(
-            f"the draft {files.name} can't drop a rejected guess from its caches, so guessing with it would be slower "
-            "than not guessing.",
-            hint="Use a smaller model of another family with the same tokenizer, or leave --draft out.",
-        )
-    if not draft.texts.tokenizer.is_like(model.texts.tokenizer):
-        raise ModelError(
-            f"the draft {files.name} has a different tokenizer than {model.files.name}, so its guesses are useless.",
-            hint="Use a smaller model of the same family, or leave --draft out.",
-        )
-    return draft
-
-
-async def draft_proposer(
-    draft: DraftModel, backend: Backend, options: ServeOptions, vocabulary: int, stack: AsyncExitStack
-) -> DraftProposer:
-    """Load the draft model and return its proposer. `stack` closes its thread. `options`: those of the served model,
-    whose numbers of pages and sessions the draft model shares. Raises `ExecutionError`, `StorageError`."""
-    model = draft.model
-    compute = ComputeThread()
-    stack.callback(compute.close)
-    longest = model.graph.symbols.get(SEQUENCE, (1, options.pass_tokens))[1]
-    own = ServeOptions(
-        weights=options.weights,
-        cache=options.cache,
-        page_tokens=options.page_tokens,
-        pages=options.pages,
-        sessions=options.sessions,
-        pass_tokens=min(options.pass_tokens, longest),
-        retain=False,
-    )
-    load = partial(load_draft, backend, model.graph, draft.weights, own)
-    context_tokens = model.positions or options.pages * options.page_tokens
-    smaller = min(model.vocabulary, vocabulary)
-    loaded, _ = await compute.run(lambda: load(vocabulary=smaller, context_tokens=context_tokens))
-    return DraftProposer(loaded, compute)

@@ -23,6 +23,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from fusionai.capture.models.eagle import EagleFiles
 from fusionai.client.pool.beginning import first_deployment, nobody
 from fusionai.client.pool.job_process import Met, Noted, OwnerProcess, OwnMachine, beside, own_machine, owner_profile
 from fusionai.client.pool.local_pool import LocalPool, local_threads, own_memory_bytes, serving_pool
@@ -31,17 +32,24 @@ from fusionai.client.pool.reporting import ServedNote, end_leftovers, report_sta
 from fusionai.client.pool.session import PoolMember, PoolSession, near_links, owner_membership
 from fusionai.client.pool.watch import PoolWatch, watch_trust
 from fusionai.client.serving.adapters import RunningAdapters
+from fusionai.client.serving.guessing import (
+    DraftModel,
+    Guesser,
+    HeadModel,
+    find_draft,
+    guesser_sentence,
+    load_guesser,
+    open_draft,
+    open_head,
+)
 from fusionai.client.serving.job import ServeRequest, kept_blocks, serving_job
 from fusionai.client.serving.model import (
-    DraftModel,
     ServedFiles,
     ServedModel,
-    draft_proposer,
     find_adapters,
     find_model,
     hash_weights,
     job_name,
-    open_draft,
     open_model,
     rounding_words,
 )
@@ -56,7 +64,7 @@ from fusionai.client.serving.planning import (
 from fusionai.execution.connections import Deployment
 from fusionai.ir.cost import balance_tokens
 from fusionai.ir.serving import SEQUENCE
-from fusionai.primitives.errors import UsageError
+from fusionai.primitives.errors import GraphError, ModelError, UsageError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.primitives.process import in_background, set_aside_what_stays
@@ -69,6 +77,7 @@ from fusionai.serving.engine import ServingEngine
 from fusionai.serving.job import ServingJob
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.storage.weight_store import WeightStore
+from fusionai.wire.serving import StateOutput
 
 T = TypeVar("T")
 
@@ -198,7 +207,8 @@ class _Loaded:
     model: ServedModel
     weights: ModelWeights
     machine: OwnMachine
-    draft: DraftModel | None
+    guesser: Guesser | None
+    """What guesses tokens; None: repetitions in the text, or nothing does."""
 
 
 class _Start:
@@ -222,16 +232,17 @@ class _Start:
             )
         room = request.adapter_room
         ranks = () if room is None else room.ranks
-        small = None if request.draft is None else await in_background(lambda name=request.draft: find_model(name))
+        draft = None if request.draft is None else await in_background(lambda name=request.draft: find_draft(name))
+        head = draft if isinstance(draft, EagleFiles) else None
         self._on_event(Noted(f"capturing {files.name}"))
         # The model is opened while processes start and the pool is contacted.
-        opening = _task(self._stack, in_background(lambda: open_model(files, adapters, ranks)))
+        opening = _task(self._stack, in_background(lambda: open_model(files, adapters, ranks, head=head)))
         hashing = _task(self._stack, self._hashed(opening))
         process, home = await self._connect()
         members = await process.pool.pool()
         if not members:
             raise nobody(process.pool.membership.pool, members, process.trust.barred)
-        loaded = await self._load(opening, hashing, small)
+        loaded = await self._load(opening, hashing, draft)
         needs = self._needs(loaded.model, members)
         replanner = self._replanner(process, loaded, needs, members)
         process.note("planning")
@@ -263,7 +274,10 @@ class _Start:
         return process, home
 
     async def _load(
-        self, opening: asyncio.Task[ServedModel], hashing: asyncio.Task[ModelWeights], small: ServedFiles | None
+        self,
+        opening: asyncio.Task[ServedModel],
+        hashing: asyncio.Task[ModelWeights],
+        draft: ServedFiles | EagleFiles | None,
     ) -> _Loaded:
         request, stack = self._request, self._stack
         # Capturing patches the framework and modules like `math` for all threads. Imports and computations in this
@@ -283,17 +297,34 @@ class _Start:
         form = request.needs(model.positions, False).weights
         if (words := await in_background(lambda: rounding_words(model, form))) is not None:
             self._on_event(Noted(words))
-        draft: DraftModel | None = None
-        if model.states and request.speculate != "off":
-            text = f"{model.files.name} carries states, which can't drop a rejected guess: nothing is guessed"
-            self._on_event(Noted(text))
-        elif small is not None and request.speculate != "off":
-            self._on_event(Noted(f"capturing the draft model {small.name}"))
-            opened = _task(stack, in_background(lambda: open_draft(small, model)))
-            draft = DraftModel(await opened, await self._hashed(opened))
-            stack.callback(draft.weights.close)
+        guesser = None if request.speculate == "off" else await self._guesser(model, weights, draft)
+        if guesser is not None:
+            self._on_event(Noted(guesser_sentence(guesser)))
         await in_background(set_aside_what_stays)  # capturing allocates many objects that stay
-        return _Loaded(model=model, weights=weights, machine=machine, draft=draft)
+        return _Loaded(model=model, weights=weights, machine=machine, guesser=guesser)
+
+    async def _guesser(
+        self, model: ServedModel, weights: ModelWeights, draft: ServedFiles | EagleFiles | None
+    ) -> Guesser | None:
+        """Open what guesses: the draft model or head, if one is named, else the head in the model's own files."""
+        note = lambda text: self._on_event(Noted(text))  # noqa: E731
+        if model.states:
+            note(f"{model.files.name} carries states, which can't drop a rejected guess: nothing is guessed")
+            return None
+        if isinstance(draft, ServedFiles):
+            note(f"capturing the draft model {draft.name}")
+            opened = _task(self._stack, in_background(lambda: open_draft(draft, model)))
+            small = DraftModel(await opened, await self._hashed(opened))
+            self._stack.callback(small.weights.close)
+            return small
+        try:
+            head = await in_background(lambda: open_head(draft, model))
+        except (ModelError, GraphError) as error:
+            if draft is not None:
+                raise
+            note(f"{model.files.name} guesses without its own head: {error.message}")
+            return None
+        return None if head is None else HeadModel(head, model, weights)
 
     async def _hashed(self, opening: asyncio.Task[ServedModel]) -> ModelWeights:
         """Hash the model's weights and return their manifest, which the caller must close."""
@@ -321,8 +352,8 @@ class _Start:
         request, model, memory_bytes = self._request, loaded.model, loaded.machine.report.memory_bytes
         if request.local is not None:
             memory_bytes = own_memory_bytes(request.local + request.local_spares)
-        if loaded.draft is not None:
-            memory_bytes = max(0, memory_bytes - loaded.draft.weight_bytes)
+        if loaded.guesser is not None:
+            memory_bytes = max(0, memory_bytes - loaded.guesser.weight_bytes)
         owner = owner_profile(process.peer, loaded.machine.report, memory_bytes)
         process.known.names[owner.peer] = owner.name
         return ServingReplanner(
@@ -412,11 +443,12 @@ class _Start:
             *(model, replanner.job, process.peer, deployment.plan, loaded.weights, self._request),
             tiled=tiled,
             balanced_at=balance_tokens(model.graph),
+            states=_states_read(loaded.guesser),
         )
         proposer = None
-        if loaded.draft is not None:
+        if loaded.guesser is not None:
             backend = loaded.machine.backend
-            proposer = await draft_proposer(loaded.draft, backend, job.options, job.vocabulary, self._stack)
+            proposer = await load_guesser(loaded.guesser, backend, job.options, job.vocabulary, self._stack)
         engine = ServingEngine(
             *(job, process.host(loaded.machine), deployment),
             replanner=replanner,
@@ -426,6 +458,10 @@ class _Start:
             proposer=proposer,
         )
         return engine, job
+
+
+def _states_read(guesser: Guesser | None) -> tuple[StateOutput, int]:
+    return (guesser.head.reads, guesser.state_size) if isinstance(guesser, HeadModel) else ("hidden", 0)
 
 
 def _task(stack: AsyncExitStack, work: Coroutine[object, object, T]) -> asyncio.Task[T]:

@@ -32,6 +32,8 @@ class SessionSpec:
     second_from: int = 0
     """Position at which the second of two texts begins, 0 for one text."""
     output: Output = "logits"
+    states: bool = False
+    """The states of every computed position are wanted besides, for a head that guesses tokens."""
     adapter: int = 0
     """Number of the adapter, 0 for none."""
     edition: int = 0
@@ -168,6 +170,8 @@ class PassPlan:
     wanted_sessions: tuple[int, ...]
     forget: tuple[int, ...]
     output: Output
+    state_rows: tuple[int, ...] = ()
+    """Rows along `tokens` whose states are wanted: all rows of some segments."""
     types: tuple[int, ...] = ()
     """Types of the tokens (`SessionShare.types`); empty if all are 0."""
 
@@ -219,6 +223,7 @@ def packed(
     tokens: list[int] = []
     wanted: list[int] = []
     owners: list[int] = []
+    state_rows: list[int] = []
     types: list[int] = []
     typed = any(part.session.spec.second_from for part in parts)
     for part in parts:
@@ -242,6 +247,8 @@ def packed(
         rows = part.wanted
         wanted += (len(tokens) + row for row in rows)
         owners += [session.number] * len(rows)
+        if session.spec.states:
+            state_rows += range(len(tokens), len(tokens) + len(own))
         types += part.types if typed else ()
         tokens += own
     return PassPlan(
@@ -252,5 +259,6 @@ def packed(
         wanted_sessions=tuple(owners),
         forget=forget,
         output=parts[0].session.spec.output,
+        state_rows=tuple(state_rows),
         types=tuple(types),
     )

@@ -27,9 +27,10 @@ from fusionai.execution.memory_budget import MemoryBudget
 from fusionai.execution.serving.boundary import RetainedRows, RowSpec, ServingBoundary, packed
 from fusionai.execution.serving.sketches import SketchBook
 from fusionai.execution.serving.verifier import TextVerifier
+from fusionai.ir.graph import needed_nodes
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import ATTENTION, FROM_SEGMENTS, HIDDEN, works_by_rows
-from fusionai.ir.states import carries
+from fusionai.ir.states import carries, may_carry
 from fusionai.primitives.errors import ExecutionError, FusionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire
@@ -61,14 +62,17 @@ class StageIdentity:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A checked pass. `rows`: the rows of the segments to compute outputs for, None for all. `computes`: the graph
-    outputs to compute."""
+    """A checked pass. `needed`: the rows of the segments of which the driver wants something. `rows`: the rows to
+    compute outputs for, None for all. `computes`: the graph outputs to compute. `parts`: each output to compute by
+    itself, with its rows of the tensors that came; instead of `rows` and `computes`."""
 
     message: wire.Pass
     tensors: Mapping[str, HostTensor]
     segments: tuple[Segment, ...]
+    needed: tuple[int, ...]
     rows: Sequence[int] | None
     computes: tuple[str, ...]
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
     arrived_s: float
     nbytes: int
 
@@ -102,8 +106,8 @@ class ServingStage:
         self._placed = needs_segments(graph, identity.options)
         """Whether the rows must be exactly the segments' positions."""
         self._made = boundary.made(graph)
-        self._least = ((HIDDEN,) if HIDDEN in graph.outputs else tuple(graph.outputs))[:1]
-        """Cheapest output whose computation fills every cache."""
+        self._least = _filling(graph)
+        """Output whose computation fills every cache, the hidden states if they do."""
         keeps = identity.options.retain and not identity.select and not identity.last
         self._retained = RetainedRows(boundary.sends, identity.options.page_tokens) if keeps else None
         self._book: SketchBook | None = None
@@ -203,9 +207,13 @@ class ServingStage:
         inputs = {name: order.tensors[name] for name in self._inputs}
         if order.message.forget:
             self._program.forget(order.message.forget)
-        if not order.computes:
-            return {}
-        return self._program.run(order.segments, inputs, wanted=order.computes, rows=order.rows)
+        made: dict[str, HostTensor] = {}
+        for output, rows in order.parts:
+            some = {spec.name: _rows_of(inputs[spec.name], spec, rows) for spec in self._boundary.receives}
+            made |= self._program.run((), some, wanted=(output,))
+        if order.computes:
+            made |= self._program.run(order.segments, inputs, wanted=order.computes, rows=order.rows)
+        return made
 
     def _done(self, order: _Order, outcome: Outcome[dict[str, HostTensor] | None]) -> None:
         self._orders.popleft()  # passes finish in order
@@ -231,7 +239,7 @@ class ServingStage:
         hops = (*message.hops, hop)
         sent: dict[str, HostTensor] = {}
         ends = message.rebuild == self.stage
-        answers = self.identity.last or (self.identity.select and not message.wanted and message.rebuild < 0)
+        answers = self.identity.last or (self.identity.select and not order.needed and message.rebuild < 0)
         if self._retained is not None or not (ends or answers):
             for spec in self._boundary.sends:
                 sent[spec.name] = made[spec.name] if spec.name in made else _picked(order, spec)
@@ -247,7 +255,7 @@ class ServingStage:
                 self._member.to_driver(rebuilt)
         elif answers:
             # After row selection, a pass without wanted rows has nothing left to compute.
-            result = {} if not message.wanted else {message.output: made[message.output]}
+            result = _results(order, made)
             answer = wire.PassResult(
                 fence=message.fence, number=message.number, stage=self.stage, hops=hops, tensors=headers(result)
             )
@@ -271,7 +279,7 @@ class ServingStage:
                 reason = f"what was sent on can't be kept: {error}"
                 self._member.failed(self.stage, message.fence, "bad_message", reason)
         if self._book is not None and message.rebuild < 0:
-            self._book.add(message.segments, message.wanted, order.tensors, sent)
+            self._book.add(message.segments, order.needed, order.tensors, sent)
 
     def _checked(self, message: wire.Pass, tensors: Mapping[str, HostTensor]) -> _Order:
         place = f"pass {message.number} at stage {self.stage}"
@@ -282,41 +290,62 @@ class ServingStage:
             raise ExecutionError(f"{place}: expected 1 to {self._options.pass_tokens} positions, got {total}.")
         if len({segment.session for segment in message.segments}) != len(message.segments):
             raise ExecutionError(f"{place}: it contains a session twice.")
-        wanted = message.wanted
-        if any(later <= row for row, later in itertools.pairwise(wanted)) or (wanted and wanted[-1] >= total):
-            raise ExecutionError(f"{place}: expected wanted rows in ascending order and below {total}.")
-        if message.rebuild >= 0 and (message.rebuild < self.stage or wanted):
+        for rows in (message.wanted, message.state_rows):
+            if any(later <= row for row, later in itertools.pairwise(rows)) or (rows and rows[-1] >= total):
+                raise ExecutionError(f"{place}: expected wanted rows in ascending order and below {total}.")
+        needed = tuple(sorted({*message.wanted, *message.state_rows}))
+        if message.rebuild >= 0 and (message.rebuild < self.stage or needed):
             raise ExecutionError(f"{place}: a rebuild must end at stage {self.stage} or later and want no rows.")
         if {*tensors} != {spec.name for spec in self._boundary.receives}:
             raise ExecutionError(f"{place}: got {sorted(tensors)[:5]}, not this stage's inputs.")
         came = next(iter(tensors.values())).shape[1:2] if tensors else (total,)
         rows_in = came[0] if came else 0
         selected = rows_in != total
-        if selected and (rows_in != len(wanted) or self._placed):
+        if selected and (rows_in != len(needed) or self._placed):
             raise ExecutionError(f"{place}: expected {total} rows, got {rows_in}.")
         for spec in self._boundary.receives:
             if (wrong := spec.check(tensors[spec.name], rows_in)) is not None:
                 raise ExecutionError(f"{place}: {wrong}.")
-        if self.identity.last and wanted and message.output not in self._boundary.outputs:
-            raise ExecutionError(f"{place}: this stage has no output {message.output!r}.")
+        outputs = self._wanted_outputs(message, place) if self.identity.last else {}
         rebuilding = message.rebuild >= 0
-        ends = self._retained is None and (message.rebuild == self.stage or not (wanted or rebuilding))
+        ends = self._retained is None and (message.rebuild == self.stage or not (needed or rebuilding))
         selects = (self.identity.select or self.identity.last) and not selected and not rebuilding
+        parts: tuple[tuple[str, tuple[int, ...]], ...] = ()
         if ends and (self.identity.select or self.identity.last or rebuilding):
             # Nothing is sent on from here, but the caches must still be filled.
             computes, rows = self._least if self._caches else (), ()
+        elif len(outputs) > 1 and not self._placed:
+            # The head's product, which is the largest, is computed for its own rows only.
+            here = {row: place for place, row in enumerate(needed)} if selected else range(total)
+            parts = tuple((output, tuple(here[row] for row in wanted)) for output, wanted in outputs.items())
+            computes, rows = (), None
         else:
-            computes = (message.output,) if self.identity.last else self._made
-            rows = wanted if selects and len(wanted) != total else None
+            # States alone may not need every node with a cache.
+            least = self._least if self._caches and not message.wanted else ()
+            computes = tuple(dict.fromkeys((*outputs, *least))) if self.identity.last else self._made
+            rows = needed if selects and len(needed) != total else None
         return _Order(
             message=message,
             tensors=tensors,
             segments=() if selected else message.segments,
+            needed=needed,
             rows=rows,
             computes=computes,
+            parts=parts,
             arrived_s=time.monotonic(),
             nbytes=sum(tensor.nbytes for tensor in tensors.values()),
         )
+
+    def _wanted_outputs(self, message: wire.Pass, place: str) -> dict[str, tuple[int, ...]]:
+        """Return the outputs that a pass wants, with their rows. Raises `ExecutionError` for one that is not made."""
+        wanted = {message.states: message.state_rows, message.output: message.wanted}
+        if message.output == message.states and message.state_rows:
+            raise ExecutionError(f"{place}: it wants {message.output} twice.")
+        found = {output: rows for output, rows in wanted.items() if rows}
+        for output in found:
+            if output not in self._boundary.outputs:
+                raise ExecutionError(f"{place}: this stage has no output {output!r}.")
+        return found
 
     # --------------------------------------------------------------------------------------------------- rebuilding
 
@@ -391,6 +420,15 @@ class ServingStage:
         )
 
 
+def _filling(graph: Graph) -> tuple[str, ...]:
+    """Return an output that needs every node with a cache; all outputs if none does."""
+    kept = {node.id for node in graph.nodes if node.op == ATTENTION or may_carry(node)}
+    for output in sorted(graph.outputs, key=lambda meaning: meaning != HIDDEN):
+        if kept <= {node.id for node in needed_nodes(graph, [graph.outputs[output]])}:
+            return (output,)
+    return tuple(graph.outputs)
+
+
 def keeps_positions(graph: Graph, options: ServeOptions) -> bool:
     """Return whether a stage with this graph keeps something of earlier positions of a text."""
     if options.at_once:
@@ -416,7 +454,26 @@ def retained_bytes(boundary: ServingBoundary, identity: StageIdentity) -> int:
 def _picked(order: _Order, spec: RowSpec) -> HostTensor:
     """Return a value that is passed on, without the rows that no output needs."""
     tensor = order.tensors[spec.name]
-    if order.rows is None:
+    return tensor if order.rows is None else _rows_of(tensor, spec, order.rows)
+
+
+def _rows_of(tensor: HostTensor, spec: RowSpec, rows: Sequence[int]) -> HostTensor:
+    if len(rows) == tensor.shape[1]:
         return tensor
-    rows = np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape[1], spec.row_bytes)[list(order.rows)]
-    return HostTensor(spec.dtype, (1, len(order.rows), *spec.row), rows.reshape(-1).data)
+    picked = np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape[1], spec.row_bytes)[list(rows)]
+    return HostTensor(spec.dtype, (1, len(rows), *spec.row), picked.reshape(-1).data)
+
+
+def _results(order: _Order, made: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+    """Return what the last stage sends to the driver: each output at the rows of which it is wanted."""
+    message = order.message
+    wanted = {message.states: message.state_rows, message.output: message.wanted}
+    if order.parts or not (message.wanted and message.state_rows):
+        return {name: made[name] for name, rows in wanted.items() if rows}
+    place = {row: number for number, row in enumerate(order.needed)}
+    found: dict[str, HostTensor] = {}
+    for name, rows in wanted.items():
+        tensor = made[name]
+        spec = RowSpec(name, tensor.dtype, tensor.shape[2:])
+        found[name] = _rows_of(tensor, spec, [place[row] for row in rows])
+    return found

@@ -184,6 +184,26 @@ def test_only_wanted_rows_go_on_where_nothing_after_has_attention():
     on_a_bench(work, select=True)
 
 
+def test_rows_whose_states_are_wanted_go_on_too():
+    async def work(bench: Bench) -> None:
+        bench.stage.take(*pass_of(*TWO, values=[1, 2, 3, 4], wanted=(3,), state_rows=(0, 1)))
+        await bench.settle()
+        ((_, _, (hidden, ids)),) = bench.postman.sent
+        assert array(hidden).ravel().tolist() == [101, 102, 104]
+        assert array(ids).ravel().tolist() == [0, 1, 3]
+
+    on_a_bench(work, select=True)
+
+
+@pytest.mark.parametrize("rows", [(1, 0), (4,)])
+def test_rows_whose_states_are_wanted_must_be_rows_of_the_pass(rows: tuple[int, ...]):
+    async def work(bench: Bench) -> None:
+        with pytest.raises(ExecutionError, match="wanted rows in ascending order and below 4"):
+            bench.stage.take(*pass_of(*TWO, values=[1, 2, 3, 4], wanted=(3,), state_rows=rows))
+
+    on_a_bench(work)
+
+
 def test_a_pass_that_nobody_wants_to_see_ends_where_rows_are_selected_and_fills_the_cache():
     async def work(bench: Bench) -> None:
         bench.stage.take(*pass_of(*TWO, values=[1, 2, 3, 4]))
