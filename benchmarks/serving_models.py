@@ -74,7 +74,7 @@ def make_model_of(kind: str, directory: Path, sizes: dict[str, Any]) -> Path:
         kind, **sizes, tie_word_embeddings=False, eos_token_id=0, bos_token_id=0, pad_token_id=0
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    put_tokenizer(train_tokenizer(iter([Path(__file__).readtext_of(encoding="utf-8")]), 300), directory)
+    put_tokenizer(train_tokenizer(iter([Path(__file__).read_text(encoding="utf-8")]), 300), directory)
     return directory
 
 
@@ -114,14 +114,14 @@ def trained_pair(work: Path, text: Path | None, steps: int, say: Any) -> Trained
                 say=lambda line, name=name: say(name + line),
             )
             put_tokenizer(tokenizer, folder / name)
-        facts_path.writetext_of(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    return Trained(folder / "model", folder / "draft", tuple(held_out), json.loads(facts_path.readtext_of("utf-8")))
+        facts_path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    return Trained(folder / "model", folder / "draft", tuple(held_out), json.loads(facts_path.read_text("utf-8")))
 
 
 def text_of(path: Path | None) -> str:
     if path is not None:
-        return path.readtext_of(encoding="utf-8")
-    return "\n".join(file.readtext_of(encoding="utf-8") for file in select_library(CORPUS_BYTES).files)
+        return path.read_text(encoding="utf-8")
+    return "\n".join(file.read_text(encoding="utf-8") for file in select_library(CORPUS_BYTES).files)
 
 
 def _train(
