@@ -117,18 +117,20 @@ def test_others_in_the_pass_change_no_bit(kind: str):
     assert np.array_equal(np.concatenate([first, logits(program, both, [other[11], *ids[9:14]])[1:]]), alone)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [((8, 12),), ((10, 31),), ((12, 12),), ((14, 12),), ((10, 14), (13, 16)), ((15, 18), (10, 12)), ((2**61, 2**62),)],
-)
-def test_ranges_beyond_their_segment_or_out_of_order_are_refused_and_change_nothing(kind: str, wrong: Any):
+WRONG: tuple[Any, ...] = (
+    ((8, 12),), ((10, 31),), ((12, 12),), ((14, 12),), ((10, 14), (13, 16)), ((15, 18), (10, 12)), ((2**61, 2**62),),
+)  # fmt: skip
+
+
+def test_ranges_beyond_their_segment_or_out_of_order_are_refused_and_change_nothing(kind: str):
     graph = Draft(window=6).graph
     ids = text(5, LENGTH)
     program, untouched = serve(graph, OPTIONS, kind), serve(graph, OPTIONS, kind)
     for one in (program, untouched):
         logits(one, [Segment(0, 0, 10, 0, pages_of(LENGTH))], ids[:10])
-    with pytest.raises(ExecutionError, match="can't see each other"):
-        logits(program, [Segment(0, 10, 20, together=wrong)], ids[10:30])
-    assert program.cached == {0: 10}
+    for wrong in WRONG:
+        with pytest.raises(ExecutionError, match="can't see each other"):
+            logits(program, [Segment(0, 10, 20, together=wrong)], ids[10:30])
+        assert program.cached == {0: 10}
     after = [logits(one, [Segment(0, 10, 20)], ids[10:30]) for one in (program, untouched)]
     assert np.array_equal(*after)

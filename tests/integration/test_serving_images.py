@@ -186,3 +186,28 @@ def test_a_lost_first_stage_gets_the_rows_again(tmp_path: Path):
     model.texts.images.close()
     assert [one.token for one in given] == answer
     assert [one.logprob.logprob for one in given if one.logprob] == pytest.approx(scores, abs=1e-4)
+
+
+@LONG
+def test_a_spare_that_reads_a_text_with_pictures_again_agrees(tmp_path: Path):
+    """In a model whose positions of a picture see each other: a verifier without that would accuse the honest."""
+    directory = write_image_model("gemma3", tmp_path / "model")
+    model = open_model(ServedFiles(directory, "tiny"))
+
+    async def story() -> list[progress.TextRechecked]:
+        images = await _placed(model)
+        tokens = model.texts.chat_tokens(CHAT, images=images)
+        async with served(
+            model.captured, tmp_path, _ranges(model), standbys=[Standby(stage=2, peer=peer_id(3))], spares=1,
+            options=OPTIONS, vocabulary=model.vocabulary, chunk_tokens=32, context_tokens=400, secret=bytes(range(32)),
+        ) as job:  # fmt: skip
+            await _until(lambda: any(isinstance(one, progress.WeightsLoaded) and one.standby for one in job.told))
+            await _answer(job, model, tokens, images)
+            await _until(lambda: any(isinstance(one, progress.TextRechecked) for one in job.told))
+            assert not job.engine.status.faults
+            return [one for one in job.told if isinstance(one, progress.TextRechecked)]
+
+    checks = asyncio.run(story())
+    assert model.texts.images is not None
+    model.texts.images.close()
+    assert {(one.stage, one.outcome) for one in checks} == {(2, "valid")}

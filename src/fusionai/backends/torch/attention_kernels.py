@@ -410,9 +410,11 @@ def _sweep(
             if softcap > 0:
                 scratch[kept + at] = softcap  # unused until the weights are computed
                 _limit(weights, 0, base + 4 * (kept + at), 0, 0, 0, end - begin)
-            if len(until) > 0:
+            if end <= _seen_until(task, until, low + block) - block and (window == 0 or begin > high - window):
+                pass  # every query sees every key
+            elif len(until) > 0:
                 _hide(task, until, scratch, scores, begin, end, block, lane, groups)
-            elif end - 1 > low or (window > 0 and begin <= high - window):
+            else:
                 for index in range(WIDE):
                     scratch[kept + at + index] = np.float32(tile + (lane + index) // groups - block)
                 oldest = np.float32(window if window > 0 else latest + 2)
