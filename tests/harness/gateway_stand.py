@@ -14,7 +14,7 @@ from typing import Any
 
 from fusionai.gateway.app import Gateway, make_app
 from fusionai.gateway.config import GatewayConfig
-from fusionai.gateway.server import open_listener, serve
+from fusionai.gateway.server import HttpApplication, open_listener, serve
 from fusionai.gateway.tracing import Tracer
 from fusionai.serving.interface import AdapterLoader
 from harness.patience import CEILING_S
@@ -45,18 +45,27 @@ async def gateway_stand(
     loader: AdapterLoader | None = None,
 ) -> AsyncIterator[Stand]:
     app = make_app(config or GatewayConfig("tiny"), engine, engine.text, tracer=tracer, loader=loader)
+    async with listening(app, tls) as (url, stop, served):
+        yield Stand(url, engine, app, stop, served)
+
+
+@asynccontextmanager
+async def listening(
+    app: HttpApplication, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[tuple[str, asyncio.Event, asyncio.Task[None]]]:
+    """The address of an application, the event that stops it, and its server."""
     stop = asyncio.Event()
     listener, url = open_listener("127.0.0.1", 0, has_keys=app.config.keys is not None, has_tls=tls is not None)
-    listening = asyncio.Event()
-    served = asyncio.create_task(serve(app, listener, stop=stop, on_listening=listening.set, tls=tls))
-    waiting = asyncio.create_task(listening.wait())
+    ready = asyncio.Event()
+    served = asyncio.create_task(serve(app, listener, stop=stop, on_listening=ready.set, tls=tls))
+    waiting = asyncio.create_task(ready.wait())
     async with asyncio.timeout(LIMIT_S):
         await asyncio.wait((served, waiting), return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     if served.done():
         await served
     try:
-        yield Stand(url, engine, app, stop, served)
+        yield url, stop, served
     finally:
         stop.set()
         async with asyncio.timeout(LIMIT_S):

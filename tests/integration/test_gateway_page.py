@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fusionai.gateway.config import GatewayConfig, KeyRing
-from fusionai.serving.interface import FaultNote
+from fusionai.serving.interface import FaultNote, Generation
 from harness.gateway_stand import Stand, gateway_stand, until
 from harness.scripted_engine import ScriptedEngine
 from harness.tiny_text import TEMPLATE, write_tiny_text
@@ -170,5 +170,33 @@ def test_a_checker_of_accessibility_finds_nothing_serious(engine: ScriptedEngine
                 assert await serious(page) == []
                 width = await page.evaluate("() => document.documentElement.scrollWidth")
                 assert width <= PHONE["width"]
+
+    asyncio.run(scenario())
+
+
+def test_a_model_or_adapter_is_chosen_in_the_settings(engine_text: Any):
+    said: list[str | None] = []
+
+    def script(prompt: str, generation: Generation) -> str:
+        del prompt
+        said.append(generation.adapter)
+        return "Together."
+
+    async def scenario() -> None:
+        config = GatewayConfig("tiny", adapters=("law", "poems"))
+        async with gateway_stand(ScriptedEngine(engine_text, script=script), config) as stand, page_of(stand) as page:
+            await page.locator("#state[data-state=ready]").wait_for()
+            await page.locator("#settings summary").click()
+            assert await page.locator("#picker option").all_inner_texts() == ["tiny", "law", "poems"]
+            await page.get_by_label("Model", exact=True).select_option("poems")
+            await page.locator("#prompt").fill("hello")
+            await page.keyboard.press("Enter")
+            await page.locator(".turn.assistant .words", has_text="Together.").wait_for()
+            assert said == ["poems"]
+            assert await serious(page) == []
+        async with gateway_stand(ScriptedEngine(engine_text), GatewayConfig("tiny")) as stand, page_of(stand) as page:
+            await page.locator("#state[data-state=ready]").wait_for()
+            await page.locator("#settings summary").click()
+            assert not await page.locator("#picking").is_visible(), "there is nothing to choose"
 
     asyncio.run(scenario())

@@ -21,9 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fusionai.gateway.config import GatewayConfig, KeyHolder, RequestLimits
-from fusionai.gateway.errors import ApiError, error_response
-from fusionai.gateway.metrics import Metrics
-from fusionai.gateway.streaming import ABORT_EXTENSION, ClientGone
+from fusionai.gateway.errors import ApiError, ClientGone, error_response
+from fusionai.gateway.metrics import HttpMetrics
+from fusionai.gateway.streaming import ABORT_EXTENSION
 from fusionai.gateway.unknown_fields import IGNORED_HEADER, header_of
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
@@ -39,7 +39,7 @@ SURPLUS_EXTENSION: Final = "fusionai.surplus"
 class AdmissionMiddleware:
     """ASGI middleware."""
 
-    def __init__(self, inner: ASGIApp, config: GatewayConfig, metrics: Metrics) -> None:
+    def __init__(self, inner: ASGIApp, config: GatewayConfig, metrics: HttpMetrics) -> None:
         self._inner = inner
         self._config = config
         self._metrics = metrics

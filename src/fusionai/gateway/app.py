@@ -1,20 +1,18 @@
-"""The gateway as an ASGI application: its routes, one form for all errors, and the OpenAPI description.
+"""The gateway of one model as an ASGI application: its routes and the OpenAPI description.
 
-Also answers what is not generated: the list of models, status, health, metrics, the web page. `chat` and `completions`
-answer the rest, `context` has what the endpoints share, `admission` checks requests before they reach an endpoint,
-`server` listens.
+Also answers what is not generated: status, health, metrics. `chat` and `completions` answer the rest, `context` has
+what the endpoints share, `admission` checks requests before they reach an endpoint, `server` listens. `front` stands
+before several such gateways.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from importlib import resources
+from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -28,12 +26,12 @@ from fusionai.gateway.completions import CompletionEndpoint
 from fusionai.gateway.config import GatewayConfig
 from fusionai.gateway.context import GatewayContext, json_response
 from fusionai.gateway.embeddings import EmbeddingEndpoint
-from fusionai.gateway.errors import AnthropicError, ApiError, ErrorAnswer, OllamaError, error_response
+from fusionai.gateway.errors import AnthropicError, ApiError, ErrorAnswer, OllamaError, error_handlers
 from fusionai.gateway.message_bodies import MessageAnswer, MessageRequest, TokenCount, TokenCountRequest
 from fusionai.gateway.messages import MessagesEndpoint
 from fusionai.gateway.metrics import CONTENT_TYPE, Metrics
 from fusionai.gateway.models import ModelEndpoint
-from fusionai.gateway.ollama import OllamaEndpoint
+from fusionai.gateway.ollama import OllamaEndpoint, version
 from fusionai.gateway.ollama_bodies import (
     OllamaChatLine,
     OllamaChatRequest,
@@ -44,6 +42,7 @@ from fusionai.gateway.ollama_bodies import (
     OllamaTextLine,
     OllamaVersion,
 )
+from fusionai.gateway.pages import page_routes
 from fusionai.gateway.requests import (
     ChatRequest,
     CompletionRequest,
@@ -257,24 +256,6 @@ def _reference(form: type[msgspec.Struct]) -> dict[str, str]:
     return {"$ref": _REFERENCE.format(name=form.__name__)}
 
 
-_PAGE: Final = {
-    "": ("index.html", "text/html; charset=utf-8"),
-    "page.css": ("page.css", "text/css; charset=utf-8"),
-    "page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "pool.js": ("pool.js", "text/javascript; charset=utf-8"),
-    "icon.svg": ("icon.svg", "image/svg+xml"),
-}
-_PAGE_HEADERS: Final = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
-
-
 class Gateway:
     """The ASGI application. `config` and `metrics` are for the server that runs it."""
 
@@ -292,7 +273,7 @@ class Gateway:
         self._context = GatewayContext(config, engine, text, self.metrics, clock, tracer, loader)
         self._inner = Starlette(
             routes=_routes(self._context, self.metrics),
-            exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: self._own_mistake},
+            exception_handlers=error_handlers(self.metrics.broken),
         )
         self._admission = AdmissionMiddleware(self._inner, config, self.metrics)
 
@@ -303,14 +284,9 @@ class Gateway:
         """Send the error "The gateway stops." on every stream and close it."""
         self._context.streams.end(ApiError(503, "The gateway stops.", code="shutting_down"))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Release resources after the last request."""
         self._context.close()
-
-    async def _own_mistake(self, request: Request, problem: Exception) -> Response:
-        self.metrics.broken(problem)
-        own = ApiError(500, "The gateway failed; its log says why.", code="internal_error")
-        return error_response(own, request.url.path)
 
 
 def make_app(
@@ -346,7 +322,7 @@ def _routes(context: GatewayContext, metrics: Metrics) -> list[BaseRoute]:
         Route("/api/generate", ollama.ollama_generate, methods=["POST"]),
         Route("/api/show", ollama.show, methods=["POST"]),
         Route("/api/tags", ollama.tags),
-        Route("/api/version", ollama.version),
+        Route("/api/version", version),
         Route("/v1/completions", CompletionEndpoint(context).text_completions, methods=["POST"]),
         Route("/v1/embeddings", EmbeddingEndpoint(context).text_embeddings, methods=["POST"]),
         *(Route(path, ranks.rerank, methods=["POST"]) for path in _RERANK_PATHS),
@@ -361,7 +337,7 @@ def _routes(context: GatewayContext, metrics: Metrics) -> list[BaseRoute]:
         Route("/ready", status.ready),
         Route("/metrics", status.numbers),
         Route("/openapi.json", status.openapi),
-        *(Route(f"/{path}", _page(*_PAGE[path])) for path in _PAGE),
+        *page_routes(),
     ]
 
 
@@ -438,34 +414,3 @@ class StatusEndpoint:
 
 def _ignore() -> None:
     """Disconnected status pages are not counted."""
-
-
-def _page(file: str, media: str) -> Callable[[Request], Awaitable[Response]]:
-    content = resources.files("fusionai.gateway").joinpath("page", file).read_bytes()
-
-    async def page(request: Request) -> Response:
-        del request
-        return Response(content, headers={**_PAGE_HEADERS, "Content-Type": media})
-
-    return page
-
-
-async def _api_error(request: Request, problem: Exception) -> Response:
-    assert isinstance(problem, ApiError)
-    return error_response(problem, request.url.path)
-
-
-async def _http_error(request: Request, problem: Exception) -> Response:
-    assert isinstance(problem, HTTPException)
-    path = request.url.path[:200]
-    match problem.status_code:
-        case 404:
-            answer = ApiError(404, f"There is no path `{path}`; see `/openapi.json` for all paths.", code="not_found")
-        case 405:
-            headers = dict(problem.headers or {})
-            allowed = headers.get("Allow", "other methods")
-            message = f"`{path}` accepts {allowed}, not {request.method}."
-            answer = ApiError(405, message, code="method_not_allowed", headers=headers)
-        case status:
-            answer = ApiError(status, problem.detail, code="http_error")
-    return error_response(answer, request.url.path)

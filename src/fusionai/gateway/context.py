@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from fusionai.gateway.answers import RouteReport
 from fusionai.gateway.config import GatewayConfig
-from fusionai.gateway.errors import ApiError, as_api_error, invalid, nearest
+from fusionai.gateway.errors import ApiError, as_api_error, invalid, no_such_model
 from fusionai.gateway.generation import AnswerUpdate, ApiGeneration, Choice, Delta
 from fusionai.gateway.metrics import Metrics
 from fusionai.gateway.requests import OPENAI, ChatRequest, CompletionRequest, OtherFields, Settings, read
@@ -35,7 +35,6 @@ Body = TypeVar("Body", bound=Struct)
 P = ParamSpec("P")
 Result = TypeVar("Result")
 _ROUTE_HEADER: Final = "x-fusion-route"
-_SHOWN: Final = 8
 _WORDS: Final[Mapping[Gift, str]] = {
     "tokens": "text",
     "vectors": "vectors of texts",
@@ -186,9 +185,7 @@ class GatewayContext:
         """Return the adapter that a request's `model` names; None for the base model."""
         served = (self.config.model, *self.adapters)
         if name not in (*served, *self.config.aliases):
-            near = nearest(name, (self.config.model, *self.config.aliases, *self.adapters))
-            near = near or f" Served here: `{'`, `'.join(served[:_SHOWN])}`."
-            raise ApiError(404, f"The model `{name}` does not exist.{near}", code="model_not_found", param="model")
+            raise no_such_model(name, (*served, *self.config.aliases), served)
         return name if name in self.adapters else None
 
     def check_count(self, n: int, prompts: int) -> int:

@@ -8,17 +8,21 @@ exception into an answer.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from fusionai.primitives.errors import ExecutionError, FusionError, UsageError
 from fusionai.serving.interface import EngineBusy, PromptTooLong
 
+_LISTED: Final = 8
+"""Most models that an answer lists."""
 _LONGEST_NAME: Final = 64
 """Most characters of a client's name of something in an answer, and of a name that is compared with known ones."""
 
@@ -77,6 +81,10 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
         if retry_after_s is not None:
             self.headers["Retry-After"] = str(max(1, ceil(retry_after_s)))
+
+
+class ClientGone(Exception):
+    """The client has disconnected, so there is no answer to send."""
 
 
 _TYPES = {
@@ -164,3 +172,45 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return ""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean `{near[0]}`?" if near else ""
+
+
+def no_such_model(name: str, known: Iterable[str], listed: Sequence[str]) -> ApiError:
+    """The error for a request with an unknown model. `known`: all names; `listed`: those that the message may list."""
+    near = nearest(name, known) or f" Served here: `{'`, `'.join(listed[:_LISTED])}`."
+    return ApiError(404, f"The model `{shown(name)}` does not exist.{near}", code="model_not_found", param="model")
+
+
+def error_handlers(
+    on_broken: Callable[[Exception], None],
+) -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
+    """Return Starlette's handlers of all errors. `on_broken` gets those that are mistakes of the gateway itself."""
+
+    async def own_mistake(request: Request, problem: Exception) -> Response:
+        if isinstance(problem, ClientGone):
+            return Response(status_code=499)
+        on_broken(problem)
+        own = ApiError(500, "The gateway failed; its log says why.", code="internal_error")
+        return error_response(own, request.url.path)
+
+    return {ApiError: _api_error, HTTPException: _http_error, Exception: own_mistake}
+
+
+async def _api_error(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, ApiError)
+    return error_response(problem, request.url.path)
+
+
+async def _http_error(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, HTTPException)
+    path = request.url.path[:200]
+    match problem.status_code:
+        case 404:
+            answer = ApiError(404, f"There is no path `{path}`; see `/openapi.json` for all paths.", code="not_found")
+        case 405:
+            headers = dict(problem.headers or {})
+            allowed = headers.get("Allow", "other methods")
+            message = f"`{path}` accepts {allowed}, not {request.method}."
+            answer = ApiError(405, message, code="method_not_allowed", headers=headers)
+        case status:
+            answer = ApiError(status, problem.detail, code="http_error")
+    return error_response(answer, request.url.path)

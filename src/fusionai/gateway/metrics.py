@@ -26,11 +26,10 @@ GenerationEnd = Literal["stop", "length", "abort", "error"]
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Metrics:
-    """One per gateway, with its own registry. `model`: value of the label `model_name` that vLLM's metrics
-    have."""
+class HttpMetrics:
+    """What is counted for every request, with a registry of its own."""
 
-    def __init__(self, status: Callable[[], EngineStatus], model: str) -> None:
+    def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter("fusion_requests", "Requests answered.", ("endpoint", "status"), registry=registry)
         self.active = Gauge("fusion_requests_active", "Requests being answered.", registry=registry)
@@ -39,6 +38,24 @@ class Metrics:
             "fusion_disconnects", "Generations cancelled because the client disconnected.", registry=registry
         )
         self.slow = Counter("fusion_slow_readers", "Streams ended because the client did not read.", registry=registry)
+        self._broken = Counter("fusion_internal_errors", "Internal errors of the gateway.", registry=registry)
+
+    def broken(self, problem: Exception) -> None:
+        """Count and log an internal error."""
+        self._broken.inc()
+        _LOG.error("a request failed", exc_info=problem)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class Metrics(HttpMetrics):
+    """One per served model. `model`: value of the label `model_name` that vLLM's metrics have."""
+
+    def __init__(self, status: Callable[[], EngineStatus], model: str) -> None:
+        super().__init__()
+        registry = self._registry
         self._prompt = Counter("fusion_prompt_tokens", "Prompt tokens read.", registry=registry)
         self._cached = Counter(
             "fusion_prompt_cached_tokens", "Prompt tokens found in the prefix cache.", registry=registry
@@ -54,7 +71,6 @@ class Metrics:
             "fusion_generation_seconds", "Time from a request to its last token.", buckets=_WHOLE_S, registry=registry
         )
         self._ended = Counter("fusion_generations", "Generations ended.", ("finished_reason",), registry=registry)
-        self._broken = Counter("fusion_internal_errors", "Internal errors of the gateway.", registry=registry)
         registry.register(_EngineNumbers(status))
         also = {
             "prompt_tokens": self._prompt,
@@ -83,15 +99,6 @@ class Metrics:
         """Count a generation that ended `after_s` after its request."""
         self._ended.labels(how).inc()
         self._whole.observe(after_s)
-
-    def broken(self, problem: Exception) -> None:
-        """Count and log an internal error."""
-        self._broken.inc()
-        _LOG.error("a request failed", exc_info=problem)
-
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
 
 
 class _EngineNumbers(Collector):

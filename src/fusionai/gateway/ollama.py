@@ -45,7 +45,7 @@ from fusionai.serving.tools import CallPiece, calls_of
 
 _VERSION: Final = "0.13.0"
 """Programs compare this with the version of Ollama that they need."""
-_TAG: Final = ":latest"
+TAG: Final = ":latest"
 _NS: Final = 1_000_000_000
 
 
@@ -111,11 +111,6 @@ class OllamaEndpoint:
                 eyes: list[bodies.Capability] = ["vision"] if text.images is not None else []
                 return ["completion", *tools, *(("thinking",) if text.reasoning_form is not None else ()), *eyes]
 
-    async def version(self, request: Request) -> Response:
-        """Say which version of Ollama's API this is."""
-        del request
-        return json_response(bodies.OllamaVersion(_VERSION))
-
     async def _answer(
         self, request: Request, body: bodies.OllamaSettings, messages: list[Message], tools: list[Tool] | None = None
     ) -> Response:
@@ -151,11 +146,17 @@ class OllamaEndpoint:
     def _served(self, name: str) -> str:
         """Return the name without the tag that Ollama's clients add."""
         config = self._context.config
-        return name if name in (config.model, *config.aliases, *self._context.adapters) else name.removesuffix(_TAG)
+        return name if name in (config.model, *config.aliases, *self._context.adapters) else name.removesuffix(TAG)
 
     def _details(self, name: str) -> bodies.OllamaDetails:
         config = self._context.config
         return bodies.OllamaDetails(config.model if self._served(name) in self._context.adapters else "")
+
+
+async def version(request: Request) -> Response:
+    """Say which version of Ollama's API this is."""
+    del request
+    return json_response(bodies.OllamaVersion(_VERSION))
 
 
 class _Lines:
@@ -247,7 +248,7 @@ def _time(wall_s: float) -> str:
 
 
 def _tagged(name: str) -> str:
-    return name if ":" in name else name + _TAG
+    return name if ":" in name else name + TAG
 
 
 def _complete(pieces: Sequence[CallPiece]) -> tuple[list[bodies.OllamaCall], str]:

@@ -346,7 +346,7 @@ async def read(
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not any_type:
         raise ApiError(415, "Expected the header `Content-Type: application/json`.", code="unsupported_media_type")
-    body = await _body(request, limits)
+    body = await read_body(request, limits)
     try:
         return decode(body, form, others)
     except ApiError as problem:
@@ -379,7 +379,8 @@ def checked(given: Any, form: type[Form], others: OtherFields, ignored: set[str]
         raise _explained(str(problem), known, others) from None
 
 
-async def _body(request: Request, limits: RequestLimits) -> bytes:
+async def read_body(request: Request, limits: RequestLimits) -> bytes:
+    """Return a request's body. Raises `ApiError` if it is too large or arrives too slowly."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and (len(announced) > 18 or int(announced) > _DRAINED * limits.body_bytes):
         raise _too_large(limits)

@@ -15,13 +15,15 @@ import ssl
 from collections.abc import Callable, Generator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import uvicorn
 from cryptography import x509
+from starlette.types import Receive, Scope, Send
 
 from fusionai.gateway.admission import limited
-from fusionai.gateway.app import Gateway
+from fusionai.gateway.config import GatewayConfig
+from fusionai.gateway.metrics import HttpMetrics
 from fusionai.primitives.errors import FusionError, UsageError
 
 _BACKLOG: Final = 1024
@@ -32,8 +34,28 @@ _RESERVED_FILES: Final = 256
 """Open files reserved for everything but clients, such as weights, connections to peers and logs (chosen)."""
 
 
+class HttpApplication(Protocol):
+    """What the server runs: an ASGI application with its settings and counters."""
+
+    @property
+    def config(self) -> GatewayConfig: ...
+
+    @property
+    def metrics(self) -> HttpMetrics: ...
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    def end_streams(self) -> None:
+        """End the answers that still run when the server stops."""
+        ...
+
+    async def close(self) -> None:
+        """Release resources after the last request."""
+        ...
+
+
 async def serve(
-    app: Gateway,
+    app: HttpApplication,
     listener: socket.socket,
     *,
     stop: asyncio.Event,
@@ -115,14 +137,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _close(app: Gateway, server: uvicorn.Server, running: asyncio.Task[None]) -> None:
+async def _close(app: HttpApplication, server: uvicorn.Server, running: asyncio.Task[None]) -> None:
     server.should_exit = True
     late = asyncio.get_running_loop().call_later(app.config.limits.drain_s, app.end_streams)
     try:
         await running
     finally:
         late.cancel()
-        app.close()
+        await app.close()
 
 
 def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:

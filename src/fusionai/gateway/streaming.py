@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fusionai.gateway.config import RequestLimits
-from fusionai.gateway.errors import ApiError, openai_error
+from fusionai.gateway.errors import ApiError, ClientGone, openai_error
 
 Answer = TypeVar("Answer")
 ABORT_EXTENSION: Final = "fusionai.abort"
@@ -35,10 +35,6 @@ def event(value: object, name: str | None = None) -> bytes:
 def comment(text: str) -> bytes:
     """Encode a comment, which clients skip."""
     return b": " + " ".join(text.split()).encode(errors="replace") + b"\n\n"
-
-
-class ClientGone(Exception):
-    """The client has disconnected."""
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import platformdirs
 from torch import nn
 
+from fusionai.capture.models.source import SPLIT
 from fusionai.ir.packed import check_packing
 from fusionai.ir.schema import PackedPart, Packing
 from fusionai.primitives.errors import GraphError, ModelError
@@ -45,8 +46,6 @@ _LLAMA3: Final[dict[str, Any]] = {
 """Scaling of rotations in Llama 3.1 to 3.3, but for the factor."""
 METHOD: Final = "gguf"
 """The `quant_method` of a config.json that names a GGUF file."""
-SPLIT: Final = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-"""Name of one of several files of a model."""
 _LAYOUT: Final = 2
 """Number of the form of the kept directories."""
 _PLAIN: Final = frozenset(

@@ -19,8 +19,8 @@ import msgspec
 import torch
 from torch import nn
 
-from fusionai.capture.models.gguf import METHOD, SPLIT, gguf_directory
-from fusionai.capture.models.source import Architecture, ConfigSource, DirectorySource, GgufSource, HubSource
+from fusionai.capture.models.gguf import METHOD, gguf_directory
+from fusionai.capture.models.source import SPLIT, Architecture, ConfigSource, DirectorySource, GgufSource, HubSource
 from fusionai.capture.tracing.attention import ATTENTION, register
 from fusionai.primitives.errors import ModelError
 from fusionai.storage.adapter_files import WEIGHTS_FILE as ADAPTER_FILE

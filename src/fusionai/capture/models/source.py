@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fusionai.primitives.errors import ModelError
 
@@ -21,6 +21,8 @@ Architecture = Literal["causal_lm", "image_text", "masked_lm", "seq2seq_lm", "cl
 """Head that a Hugging Face configuration is built with; `plain` is the bare model (`AutoModel`), `text_encoder` the
 encoder of a model that also has a decoder, `image_text` a causal language model with an encoder for images."""
 
+SPLIT: Final = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+"""Name of one of several files of a GGUF model."""
 _CODE_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_GGUF = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+):(?P<file>[\w.-]+)")

@@ -25,6 +25,7 @@ from fusionai.cli.planning.view import privacy_figures, privacy_lines
 from fusionai.cli.running import lifeline_option, run_until_stopped
 from fusionai.ir.serving import Purpose
 from fusionai.primitives.errors import UsageError
+from fusionai.primitives.units import parse_seconds
 from fusionai.serving.speculating import MOST_FIXED
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ _EXAMPLES: Final[Mapping[Purpose, tuple[str, Mapping[str, Any]]]] = {
 class ApiEndpoint:
     """Where the API listens and who may use it. `name`: the model's name for clients, None: its own name. `clear_text`:
     other machines may connect without TLS. `strict`: requests with unknown fields are refused. `image_urls`: images are
-    fetched if requests name them by URLs."""
+    fetched if requests name them by URLs. `behind_gateway`: another process of this command forwards requests to it."""
 
     host: str
     port: int
@@ -61,6 +62,7 @@ class ApiEndpoint:
     strict: bool
     image_urls: bool
     name: str | None
+    behind_gateway: bool
 
 
 _ENDPOINT_OPTIONS: Final = flags.options(
@@ -104,8 +106,41 @@ _ENDPOINT_OPTIONS: Final = flags.options(
 )
 
 
-@click.command()
-@click.argument("model")
+def _idle_s(text: str) -> float:
+    if not (seconds := parse_seconds(text)):
+        raise UsageError(f"expected a time above 0, such as 10min, got {text!r}.")
+    return seconds
+
+
+class _ServeCommand(click.Command):
+    """Keeps the arguments as written, for the processes of several models."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_WRITTEN] = list(args)
+        return super().parse_args(ctx, args)
+
+
+_WRITTEN: Final = "fusionai.cli.serving.written"
+
+
+@click.command(cls=_ServeCommand)
+@click.argument("models", metavar="MODEL...", nargs=-1)
+@flags.path_option(
+    "--models",
+    "FILE",
+    "Serve the models of this TOML file: tables [[model]] with the key model, and flags of this command as further "
+    "keys.",
+    name="models_file",
+    dir_okay=False,
+)
+@flags.quantity_option(
+    "--unload-after",
+    _idle_s,
+    "TIME",
+    "With several models: unload one that was not used for this long, e.g. 10min.  [default: when another needs its "
+    "machines]",
+    name="unload_after_s",
+)
 @flags.number_option("--local", "Start a pool of N peers on this machine and serve from it.", None, 1)
 @flags.number_option(
     "--spares",
@@ -160,11 +195,16 @@ _ENDPOINT_OPTIONS: Final = flags.options(
 )
 @_ENDPOINT_OPTIONS
 @flags.own_part_options("embedding and head")
+@click.option("--behind-gateway", is_flag=True, hidden=True, help="Don't print the address, which clients don't use.")
 @lifeline_option
 @flags.home_option
 @flags.json_option
+@click.pass_context
 def serve(
-    model: str,
+    context: click.Context,
+    models: tuple[str, ...],
+    models_file: Path | None,
+    unload_after_s: float | None,
     served: ServingOptions,
     adapters: Sequence[str],
     home: Path,
@@ -172,10 +212,13 @@ def serve(
     json_file: Path | None,
     **given: Any,
 ) -> None:
-    """Serve MODEL from the pool at http://HOST:PORT until Ctrl-C: OpenAI's API at /v1, Anthropic's and Ollama's at /.
+    """Serve models from the pool at http://HOST:PORT until Ctrl-C: OpenAI's API at /v1, Anthropic's and Ollama's at /.
 
     Each peer holds some of the model's layers; this machine holds embedding and head, unless --ends says otherwise, and
     answers the requests. The FILE of --json is written when the model is ready, and again at the end.
+
+    With several models, each has a process and a job of its own: the first one is loaded at once, others when a request
+    names them. If the pool has no room for another one, the one used longest ago makes room.
 
     MODEL: a directory in Hugging Face layout, a GGUF file, a hub id, owner/name:Q4_K_M for a GGUF file on the hub, or
     the directory of a job of `fusion train`.
@@ -185,9 +228,18 @@ def serve(
         raise UsageError("--local starts its own pool: it can't be combined with --invite or --stages.")
     if given["draft"] is not None and given["speculate"] == "off":
         raise UsageError("--draft names a model that guesses: it can't be combined with --speculate off.")
+    if models_file is not None or len(models) > 1:
+        local_spares = 1 if spares is None else spares
+        _serve_several(context, models, models_file, unload_after_s, home, given, local_spares, json_file, lifeline)
+        return
+    if not models:
+        raise UsageError("expected MODEL: a directory, a GGUF file, a hub id, or --models FILE.")
+    if unload_after_s is not None:
+        raise UsageError("--unload-after needs several models: a single one stays until Ctrl-C.")
+    (model,) = models
     from fusionai.client.serving.adapters import AdapterRoom
     from fusionai.client.serving.job import ServeRequest
-    from fusionai.client.serving.model import parse_adapters
+    from fusionai.client.serving.names import parse_adapters
 
     directory, count, rank = (given.pop(f"adapter_{name}") for name in ("directory", "places", "rank"))
     if directory is None and (count, rank) != (None, None):
@@ -215,20 +267,50 @@ def serve(
     run_until_stopped(lambda stop: _run(request, endpoint, json_file, stop), lifeline=lifeline)
 
 
-async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | None, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set. If it is set before the model is ready, the start is cancelled."""
-    from fusionai.cli.serving.view import ServingView
+def _serve_several(
+    context: click.Context,
+    models: tuple[str, ...],
+    models_file: Path | None,
+    idle_s: float | None,
+    home: Path,
+    given: dict[str, Any],
+    local_spares: int,
+    json_file: Path | None,
+    lifeline: bool,
+) -> None:
+    from fusionai.cli.serving.several import Door, FrontRequest, programs, serve_several
+
+    endpoint = ApiEndpoint(**{name: given[name] for name in ApiEndpoint.__dataclass_fields__})
+    written, _, _ = serve.make_parser(context).parse_args(context.meta[_WRITTEN])
+    options = {name: value for name, value in written.items() if name != "models"}
+    request = FrontRequest(
+        programs=programs(serve, models, models_file, options, given["local"]),
+        home=home,
+        local=given["local"],
+        spares=local_spares,
+        invitation=given["invitation"],
+        idle_s=idle_s,
+        json_file=json_file,
+    )
+    keys, tls, listener, url = _opened(endpoint)
+
+    async def run(stop: asyncio.Event) -> None:
+        with closing(listener):
+            await serve_several(request, keys, Door(listener, url, tls), stop)
+
+    run_until_stopped(run, lifeline=lifeline)
+
+
+def _opened(endpoint: ApiEndpoint) -> tuple[KeyRing | None, ssl.SSLContext | None, socket.socket, str]:
+    """Return the keys, the certificate, and the reserved address with its URL. They are checked before a model is
+    loaded, which takes minutes."""
     from fusionai.gateway.config import KeyRing
     from fusionai.gateway.server import open_listener
-    from fusionai.gateway.tracing import tracer_from_environment
-    from fusionai.privacy.findings import sentence
 
-    # Address, port and keys are checked before the model is loaded, which takes minutes.
     if endpoint.key_file is not None and not endpoint.key_file.is_file():
         raise UsageError(f"--api-key-file: there is no file {endpoint.key_file}.")
     keys = None if endpoint.key_file is None else KeyRing.load(endpoint.key_file)
     tls = _tls(endpoint)
-    tracer = tracer_from_environment()
     listener, url = open_listener(
         endpoint.host,
         endpoint.port,
@@ -236,6 +318,17 @@ async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | N
         has_tls=tls is not None,
         clear_text=endpoint.clear_text,
     )
+    return keys, tls, listener, url
+
+
+async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | None, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set. If it is set before the model is ready, the start is cancelled."""
+    from fusionai.cli.serving.view import ServingView
+    from fusionai.gateway.tracing import tracer_from_environment
+    from fusionai.privacy.findings import sentence
+
+    keys, tls, listener, url = _opened(endpoint)
+    tracer = tracer_from_environment()
     console.line(f"privacy {request.privacy}: {sentence(request.privacy)}")
     ready = asyncio.Event()
     with closing(listener), ServingView() as view:
@@ -249,6 +342,7 @@ async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | N
             json_file,
             is_strict=endpoint.strict,
             fetches_images=endpoint.image_urls,
+            is_behind=endpoint.behind_gateway,
         )
         working = asyncio.create_task(_serve(request, door, stop, ready, view))
         asked = asyncio.create_task(stop.wait())
@@ -296,6 +390,8 @@ class _Door:
     json_file: Path | None
     is_strict: bool
     fetches_images: bool
+    is_behind: bool
+    """Clients use another address, of the process that forwards their requests."""
     written: dict[str, object] = field(default_factory=dict[str, object])
     """What `--json` has when the model is ready."""
 
@@ -316,9 +412,12 @@ class _Door:
         purpose = ready.model.purpose
         if purpose == "generate" and ready.model.texts.template.is_plain:
             console.line(f"{name} has no chat template: chats are passed to it as lines of `role: text`.")
-        console.line(f"ready: a probe token has crossed all stages and matched; {name} at {self.url}/v1")
+        at = "" if self.is_behind else f" at {self.url}/v1"
+        console.line(f"ready: a probe token has crossed all stages and matched; {name}{at}")
         for sentence in privacy_lines(ready.privacy, plan):
             console.line(sentence)
+        if self.is_behind:
+            return
         console.line(f"page: {self.url}/ (also the base URL for clients of Anthropic and Ollama)")
         path, fields = _EXAMPLES[purpose]
         body = json.dumps({"model": name, **fields})

@@ -90,7 +90,7 @@ def _lock_of(directory: Path) -> Path:
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S: Final = 120.0
+START_TIMEOUT_S: Final = 300.0
 STOP_TIMEOUT_S: Final = 10.0
 POLL_S: Final = 0.05
 NAMES: Final = ("tower", "desktop", "laptop", "workshop", "bedroom", "attic")
@@ -98,6 +98,8 @@ NAMES: Final = ("tower", "desktop", "laptop", "workshop", "bedroom", "attic")
 MOST_SERVING: Final = 16
 OWNERS_SHARE: Final = 2
 """Share of the free memory for the job owner's process beside serving peers, in shares of a peer (chosen)."""
+REMEMBERED: Final = "weights.json"
+"""File with the hashes of model files, in a job owner's home."""
 BROKER: Final = "broker"
 """Name of the broker's process; no peer may have it."""
 
@@ -377,19 +379,19 @@ def _last_line(path: Path) -> str:
 
 
 @asynccontextmanager
-async def serving_pool(
-    home: Path, count: int, spares: int, *, hashes: Path, say: Callable[[str], None]
-) -> AsyncIterator[LocalPool]:
+async def serving_pool(home: Path, count: int, spares: int, *, say: Callable[[str], None]) -> AsyncIterator[LocalPool]:
     """Run a pool of `count` active peers and `spares` further ones during the block. Their homes are in a directory of
-    `home`, which is removed afterwards. `hashes`: file with the hashes of model files, which the peers share. What one
-    peer measured is kept for the peers of later pools."""
+    `home`, which is removed afterwards. The peers share the hashes of model files that `home` has, and what one peer
+    measured is kept for the peers of later pools."""
     if not 1 <= count <= MOST_SERVING:
         raise UsageError(f"expected --local from 1 to {MOST_SERVING}, got {count}.")
     machines = count + spares
     names = [*NAMES, *(f"peer{number}" for number in range(len(NAMES), machines))][:machines]
     lent_bytes = own_memory_bytes(machines) // OWNERS_SHARE
     threads = local_threads(count)
-    peers = [LocalPeer(name, threads=threads, memory_bytes=lent_bytes, weights_beside=hashes) for name in names]
+    peers = [
+        LocalPeer(name, threads=threads, memory_bytes=lent_bytes, weights_beside=home / REMEMBERED) for name in names
+    ]
     with local_home(home / "local") as directory:
         kept = home / "local" / MEASUREMENT
         hand_out(kept, [directory / name for name in names])

@@ -10,7 +10,8 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionai.client.serving.model import ServedAdapter, ServedModel, adapter_name, find_adapters
+from fusionai.client.serving.model import ServedAdapter, ServedModel, find_adapters
+from fusionai.client.serving.names import adapter_name
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.process import in_background
 from fusionai.serving.engine import ServingEngine

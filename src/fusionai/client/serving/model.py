@@ -25,20 +25,20 @@ from fusionai.capture.heads import featured
 from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.build import build
 from fusionai.capture.models.eagle import EagleFiles
-from fusionai.capture.models.gguf import SPLIT
 from fusionai.capture.models.huggingface import has_image_input, model_directory
 from fusionai.capture.models.images import ImageEncoder, NoImages
-from fusionai.capture.models.source import DirectorySource, GgufSource, HubSource, parse_source
+from fusionai.capture.models.source import DirectorySource, HubSource
 from fusionai.capture.models.state import rounding
 from fusionai.capture.served import LONGEST_PASS, capture_served
 from fusionai.capture.tracing.attention import SEEN_WHOLE
+from fusionai.client.serving.names import CHECKPOINTS, model_name, source_of
 from fusionai.ir.cost import EMBEDDING, WeightFormat
 from fusionai.ir.packed import packed_bytes
 from fusionai.ir.schema import Graph, Ref
 from fusionai.ir.serving import LOGITS, SEQUENCE, Purpose, purpose_of, require_servable, serving_graph
 from fusionai.ir.states import carries
 from fusionai.ir.weights import SMALLEST
-from fusionai.primitives.errors import GraphError, ModelError, UsageError
+from fusionai.primitives.errors import GraphError, ModelError
 from fusionai.serving.images import ImageMarks, ImageReader
 from fusionai.serving.job import weight_keys
 from fusionai.serving.model_text import ModelText
@@ -47,18 +47,13 @@ from fusionai.storage.adapter_files import CONFIG_FILE, AdapterFiles, read_adapt
 from fusionai.storage.reader import open_latest
 from fusionai.storage.weight_manifest import ModelWeights, manifest
 from fusionai.storage.weight_store import WeightStore
-from fusionai.wire.serving import MAX_ADAPTERS
 
-CHECKPOINTS: Final = "checkpoints"
-"""Name of the directory of checkpoints in a job's directory (`storage.rundir`)."""
 SAFE_WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 """File that maps tensors to weight files, if a model's weights are in several files."""
 MEASURED: Final = 4
 """Matrices on which rounding is measured; chosen."""
 LARGEST_MEASURED: Final = 2**25
 """Most numbers of such a matrix: it is in memory several times, in float32; chosen."""
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
-_NAME_HINT: Final = "NAME: the adapter's name for clients, of letters, digits and . _ : / -; DIR: its directory."
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +67,6 @@ class ServedAdapter:
     def words(self) -> str:
         """Description in one line."""
         return f"adapter {self.name}: rank {self.files.rank} on {len(self.files.layers)} layers"
-
-
-def parse_adapters(written: Sequence[str]) -> tuple[tuple[str, Path], ...]:
-    """Parse texts `NAME=DIR`. Raises `UsageError`."""
-    found: dict[str, Path] = {}
-    for text in written:
-        name, equals, directory = text.partition("=")
-        if not (equals and directory and _NAME.fullmatch(name)):
-            raise UsageError(f"expected --adapter NAME=DIR, got {text!r}.", hint=_NAME_HINT)
-        if name in found:
-            raise UsageError(f"two adapters have the name {name!r}.", hint="Give each its own name.")
-        found[name] = Path(directory).expanduser()
-    if len(found) > MAX_ADAPTERS:
-        raise UsageError(f"{len(found)} adapters are given, but at most {MAX_ADAPTERS} can be served at once.")
-    return tuple(found.items())
-
-
-def adapter_name(name: str) -> None:
-    """Raise `UsageError` if clients can't use this name."""
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"{name[:200]!r} is no name of an adapter.", hint=_NAME_HINT)
 
 
 def find_adapters(named: Sequence[tuple[str, Path]]) -> tuple[ServedAdapter, ...]:
@@ -172,33 +146,20 @@ class ServedModel:
 
 def find_model(text: str) -> ServedFiles:
     """Return the files of the model `text`. Blocking; may download. Raises `ModelError` if it has no weights."""
-    path = Path(text).expanduser()
+    name, path = model_name(text), Path(text).expanduser()
     if (path / CHECKPOINTS).is_dir():
         newest = _newest(path)
         if (newest / CONFIG_FILE).is_file():
             raise _only_adapter(text)
-        return ServedFiles(newest, path.resolve().name)
-    if not path.exists() and (path.is_absolute() or text.startswith((".", "~"))):
-        raise ModelError(f"there is no directory {text}.", hint="Check the path, or give a hub id such as owner/name.")
-    source = parse_source(text)
+        return ServedFiles(newest, name)
+    source = source_of(text)
+    directory = model_directory(source)
     match source:
-        case GgufSource():
-            split = SPLIT.fullmatch(source.path.name)
-            return ServedFiles(model_directory(source), split["name"] if split else source.path.stem)
-        case HubSource(gguf=name) if name:
-            return ServedFiles(model_directory(source), text)
-        case DirectorySource() | HubSource():
-            directory = model_directory(source)
+        case DirectorySource() | HubSource(gguf=""):
+            _check_weights(directory, text, is_hub=isinstance(source, HubSource))
         case _:
-            raise ModelError(
-                f"{text!r} has a configuration but no weights and no tokenizer.",
-                hint="Serve a directory in Hugging Face layout, a GGUF file, a hub id, or a trained job's directory.",
-            )
-    _check_weights(directory, text, is_hub=isinstance(source, HubSource))
-    # A checkpoint's directory is named after its step; the name of the job is more useful.
-    step = isinstance(source, DirectorySource) and directory.resolve().parent.name == CHECKPOINTS
-    place = directory.resolve().parent.parent if step else directory.resolve()
-    return ServedFiles(directory, text if isinstance(source, HubSource) else place.name)
+            pass
+    return ServedFiles(directory, name)
 
 
 def _only_adapter(text: str) -> ModelError:

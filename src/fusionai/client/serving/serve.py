@@ -26,7 +26,7 @@ import msgspec
 from fusionai.capture.models.eagle import EagleFiles
 from fusionai.client.pool.beginning import first_deployment, nobody
 from fusionai.client.pool.job_process import Met, Noted, OwnerProcess, OwnMachine, beside, own_machine, owner_profile
-from fusionai.client.pool.local_pool import LocalPool, local_threads, own_memory_bytes, serving_pool
+from fusionai.client.pool.local_pool import REMEMBERED, LocalPool, local_threads, own_memory_bytes, serving_pool
 from fusionai.client.pool.replanning import MachineHistory, PoolReplanner
 from fusionai.client.pool.reporting import ServedNote, end_leftovers, report_state, report_tokens
 from fusionai.client.pool.session import PoolMember, PoolSession, near_links, owner_membership
@@ -84,8 +84,6 @@ T = TypeVar("T")
 GRACE_S: Final = 10.0
 """Time to wait for a machine for a lost stage before the model is cut anew over the remaining machines, in seconds
 (chosen). A new cut loads weights again, so a machine that returns at once is worth waiting for."""
-REMEMBERED: Final = "weights.json"
-"""File with the hashes of model files, in this machine's home."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,9 +256,9 @@ class _Start:
         request, note = self._request, lambda text: self._on_event(Noted(text))
         home, invitation = request.home, request.invitation
         if request.local is not None:
-            spares, hashes = request.local_spares, request.home / REMEMBERED
+            spares = request.local_spares
             note(f"starting a pool of {request.local} peers and {spares} spares on this machine")
-            starting = serving_pool(request.home, request.local, spares, hashes=hashes, say=note)
+            starting = serving_pool(request.home, request.local, spares, say=note)
             self._local = await self._stack.enter_async_context(starting)
             home, invitation = self._local.directory / "owner", self._local.invitation
         membership = await owner_membership(home, invitation)

@@ -50,6 +50,7 @@ async function watchPool() {
   let failures = 0;
   for (;;) {
     try {
+      await listModels();
       const answer = await fetch("fusion/status/events", { headers: headers() });
       if (answer.status === 401) {
         showState("unreachable");
@@ -76,6 +77,17 @@ async function watchPool() {
     const pause = RETRY_MS[Math.min(failures++, RETRY_MS.length - 1)];
     await new Promise((resolve) => { wake = resolve; setTimeout(resolve, pause); });
   }
+}
+
+// Offers the models and adapters, if there is more than one name.
+async function listModels() {
+  const answer = await fetch("v1/models", { headers: headers() });
+  if (!answer.ok) return;
+  const names = (await answer.json()).data.map((card) => card.id);
+  const picker = place("picker"), chosen = picker.value;
+  picker.replaceChildren(...names.map((name) => new Option(name)));
+  if (names.includes(chosen)) picker.value = chosen;
+  place("picking").hidden = names.length < 2;
 }
 
 // Half of the context at most, so that the question fits too.
@@ -122,7 +134,7 @@ function requestBody() {
   const system = place("system").value.trim();
   const temperature = place("temperature").value, longest = place("max-tokens").value;
   return {
-    model,
+    model: place("picker").value || model,
     messages: [...(system ? [{ role: "system", content: system }] : []), ...conversation],
     stream: true,
     stream_options: { include_usage: true },

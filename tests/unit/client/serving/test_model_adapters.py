@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusionai.client.serving.model import find_adapters, find_model, parse_adapters
+from fusionai.client.serving.model import find_adapters, find_model
+from fusionai.client.serving.names import parse_adapters
 from fusionai.primitives.errors import ModelError, UsageError
 from fusionai.primitives.tensors import host_tensor
 from fusionai.storage.adapter_files import CONFIG_FILE, AdapterConfig, encode_adapter_config
