@@ -78,6 +78,7 @@ def answers(
     *,
     asked: Sequence[Generation] = ASKED,
     pool_ends: bool = False,
+    stages: Sequence[tuple[int, int]] = FIVE_STAGES,
     kill: bool = False,
     in_turn: bool = False,
 ) -> tuple[list[list[int]], dict[str, float], int]:
@@ -92,7 +93,7 @@ def answers(
         async with served(
             model.captured,
             directory,
-            FIVE_STAGES if not pool_ends else ((0, 2), (2, 5)),
+            ((0, 2), (2, 5)) if pool_ends else stages,
             peers=[peer_id(0), peer_id(1)] if pool_ends else None,
             spares=int(kill),
             vocabulary=VOCABULARY,
@@ -161,16 +162,25 @@ def test_a_head_with_too_few_pages_guesses_for_some(model: Model, plain: list[li
     assert figures["accepted_tokens"] > 0, figures
 
 
-@pytest.mark.parametrize("pool_ends", [False, True])
-def test_an_eagle_head_reads_states_of_three_layers(pool_ends: bool, tmp_path: Path):
+@pytest.mark.parametrize("way", ["stages", "one", "pool"])
+def test_an_eagle_head_reads_states_of_three_layers(way: str, tmp_path: Path):
+    """Also if one stage has all layers, and so computes only wanted rows behind the last attention."""
     save_eagle_head(tmp_path / "head", 16, 48)
     files = eagle_files(tmp_path / "head")
     assert files is not None
     captured = featured(files, captured_llama())
     model = Model(captured, eagle_head(files, captured))
+    one = ((0, 1), (1, 4), (4, 5))
     without, _, _ = answers(Model(captured_llama(), model.head), tmp_path / "off", "off")
     compute = ComputeThread()
-    told, figures, _ = answers(model, tmp_path / "on", 3, guessing(model, compute), pool_ends=pool_ends)
+    told, figures, _ = answers(
+        model,
+        tmp_path / "on",
+        3,
+        guessing(model, compute),
+        pool_ends=way == "pool",
+        stages=one if way == "one" else FIVE_STAGES,
+    )
     compute.close()
     assert told == without
     assert 0 < figures["accepted_tokens"] < figures["proposed_tokens"], figures

@@ -260,6 +260,10 @@ def split_behind_attention(graph: Graph, wanted: Collection[str]) -> tuple[Graph
     second = [node for node in graph.nodes if node.id in behind]
     before = restrict(graph, first, inputs=graph.inputs, outputs=made_before, state_writes={})
     after = restrict(graph, second, inputs=tuple(crossing), outputs=outputs, state_writes={})
+    # A wanted value that is made before the cut is read by no node behind it.
+    passed = [value for value in outputs.values() if value in crossing and value not in after.inputs]
+    specs = {value: graph.values[value] for value in passed}
+    after = msgspec.structs.replace(after, inputs=(*after.inputs, *passed), values={**after.values, **specs})
     return before, after
 
 
