@@ -110,6 +110,8 @@ def test_a_pool_is_opened_entered_looked_at_and_left(tmp_path: Path):
             assert (refused.returncode, refused.stdout) == (1, "")
             assert "may not do that" in refused.stderr
             assert "fusion join fusion1-" in fusion("invite", "--home", homes["broker"]).stdout
+            second = fusion("join", "--home", homes["provider"], "--host", "127.0.0.1")
+            assert (second.returncode, "this machine is lent already" in second.stderr) == (2, True), second.stderr
             nothing_lent = fusion("leave", "--home", homes["owner"])
             assert nothing_lent.returncode == 2
             assert "not lending itself" in nothing_lent.stderr
@@ -122,6 +124,10 @@ def test_a_pool_is_opened_entered_looked_at_and_left(tmp_path: Path):
             provider.wait_for("Left the pool.")
             assert provider.process.wait(timeout=PATIENCE_S) == 0
         assert "has no members yet" in fusion("pool", "--home", homes["owner"]).stdout
+        with running("join", "--home", homes["provider"]) as provider:
+            assert "1 GB, 50% of the time" in provider.wait_for("In pool pool as one")
+            assert any("As in earlier calls" in line and "--max-memory 1GB" in line for line in provider.lines)
+            assert provider.interrupt() == 0
         assert broker.interrupt() == 0
     gone = fusion("pool", "--home", homes["owner"])
     assert gone.returncode == 1

@@ -288,6 +288,26 @@ def write_json(path: Path | None, command: str, figures: Mapping[str, object], *
         write_atomic(path, content)
 
 
+def given_options(command: click.Command, context: click.Context, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the options of a command line as they are written: parameter -> text, list of texts, or flag."""
+    given, _, _ = command.make_parser(context).parse_args([*arguments])
+    names = {param.name for param in command.params if isinstance(param, click.Option)}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def flag_of(option: click.Option) -> str:
+    """Return the option's long form."""
+    return max(option.opts, key=len)
+
+
+def written_option(option: click.Option, value: Any) -> list[str]:
+    """Return an option as it is written on a command line."""
+    if option.is_flag:
+        return [flag_of(option)] if value else [*option.secondary_opts[:1]]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [text for each in values for text in (flag_of(option), str(each))]
+
+
 def attributes(record: object, names: str) -> dict[str, object]:
     """Return attributes of a record by their names, which are separated by spaces, in that order."""
     return {name: getattr(record, name) for name in names.split()}

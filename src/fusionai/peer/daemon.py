@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Final
 
 import psutil
 
 from fusionai.peer.device import LentBox, LentDevice, OpenWorker, first_of, ready_worker
 from fusionai.peer.lending import Lending, PeerOptions, PeerReady, options_of_devices
 from fusionai.primitives.clock import Clock, PoolClock, SystemClock
+from fusionai.primitives.errors import UsageError
 from fusionai.scheduling.problem.types import Link
+from fusionai.storage.atomic import InUse, JobLock
 from fusionai.storage.weight_manifest import WeightsInFiles
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.channels.uplink import TransferLimits
@@ -25,6 +30,8 @@ from fusionai.transport.enrolment import Membership, enrol, further_membership, 
 from fusionai.wire import messages as wire
 
 log = logging.getLogger(__name__)
+LOCK: Final = "lending.lock"
+"""File in the machine's home that a lending process has locked."""
 
 
 async def run_peer(
@@ -37,6 +44,28 @@ async def run_peer(
     """Lend this machine until `stop` is set, the pool's broker refuses it, or its owner asks every device to leave.
     `announce` is called for each device whenever it has registered; `notice` gets a sentence when lending pauses or
     resumes."""
+    with _lent_once(options.home):
+        await _lend(options, announce, stop, notice)
+
+
+@contextmanager
+def _lent_once(home: Path) -> Iterator[None]:
+    """Hold the lock of a lending process: a second one would take the first one's place in the pool, with its key.
+    Raises `UsageError`."""
+    try:
+        lock = JobLock(home / LOCK)
+    except InUse as busy:
+        raise UsageError(
+            f"this machine is lent already: process {busy.holder} runs `fusion join` with the home {home}.",
+            hint="Stop that process first, or give this one a directory of its own with --home.",
+        ) from None
+    with lock:
+        yield
+
+
+async def _lend(
+    options: PeerOptions, announce: Callable[[PeerReady], None], stop: asyncio.Event, notice: Callable[[str], None]
+) -> None:
     machine = await join(options)
     clock = SystemClock()
     workers = await _ready_workers(options, clock)

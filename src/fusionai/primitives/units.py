@@ -93,10 +93,12 @@ def format_count(count: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Format a duration: `340 us`, `12.3 ms`, `4.56 s`, `3 min 20 s`."""
-    if seconds < 1e-3:
+    if seconds < 1e-3 * _ROUNDS_UP:
         return f"{seconds * 1e6:.0f} us"
-    if seconds < 1:
+    if seconds < _ROUNDS_UP:
         return f"{seconds * 1e3:.3g} ms"
+    if seconds < 1:
+        return f"{seconds:.2f} s"
     if seconds < 120:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

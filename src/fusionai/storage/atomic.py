@@ -98,21 +98,31 @@ _LOCKED_BYTE: Final = 2**30
 """Offset of the byte locked on Windows, which makes locked bytes unreadable. It lies far behind the process id."""
 
 
+class InUse(StorageError):
+    """Another process holds the lock. `holder`: its process id, as far as it is known."""
+
+    def __init__(self, message: str, holder: str, *, hint: str) -> None:
+        super().__init__(message, hint=hint)
+        self.holder = holder
+
+
 class JobLock:
     """Lock held from construction to `release` or the end of the process. The file stays on the disk."""
 
     def __init__(self, path: Path) -> None:
-        """Take the lock. Raises `StorageError` naming the process that holds it."""
+        """Take the lock. Raises `InUse`, or `StorageError` if the file can't be written."""
         with storage_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             _lock(self._descriptor)
         except OSError:
-            holder = os.pread(self._descriptor, 32, 0) if hasattr(os, "pread") else os.read(self._descriptor, 32)
+            written = os.pread(self._descriptor, 32, 0) if hasattr(os, "pread") else os.read(self._descriptor, 32)
+            holder = written.decode(errors="replace").strip() or "unknown"
             os.close(self._descriptor)
-            raise StorageError(
-                f"{path.parent} is in use by process {holder.decode(errors='replace').strip() or 'unknown'}.",
+            raise InUse(
+                f"{path.parent} is in use by process {holder}.",
+                holder,
                 hint="One job has one driver: wait for it, stop it, or give the other job its own directory.",
             ) from None
         with storage_errors(path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.primitives.units import format_bytes, format_count, format_speed
+from fusionai.primitives.units import format_bytes, format_count, format_seconds, format_speed
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,9 @@ from fusionai.primitives.units import format_bytes, format_count, format_speed
         (format_bytes(1_234_000_000), "1.23 GB"),
         (format_count(999_600), "1M"),
         (format_count(134_100_000), "134M"),
+        (format_seconds(0.000_9996), "1 ms"),
+        (format_seconds(0.9996), "1.00 s"),
+        (format_seconds(0.9994), "999 ms"),
         (format_speed(0.5), "0.5"),
         (format_speed(254.31), "254.3"),
         (format_speed(999.96), "1,000"),

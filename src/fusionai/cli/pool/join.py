@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
@@ -16,6 +17,7 @@ from fusionai.backends.registry import BACKENDS
 from fusionai.cli import console
 from fusionai.cli import options as flags
 from fusionai.cli.options import write_json
+from fusionai.cli.pool.remembered import RememberingCommand, added_flags, remember
 from fusionai.cli.running import lifeline_option, run, run_until_stopped
 from fusionai.primitives import environment
 from fusionai.primitives.ids import PeerId, short
@@ -32,7 +34,28 @@ def _device_names(text: str) -> str:
     return ",".join(parse_devices(text))
 
 
-@click.command()
+_REMEMBERED: Final = frozenset(
+    {
+        "backend",
+        "device",
+        "memory_limit_bytes",
+        "threads",
+        "share",
+        "upload_limit_bytes_per_s",
+        "download_limit_bytes_per_s",
+        "schedule",
+        "pause_when_busy",
+        "name",
+        "host",
+        "port",
+        "relay",
+        "weights_cache_bytes",
+        "addresses",
+    }
+)
+
+
+@click.command(cls=RememberingCommand, remembered=_REMEMBERED)
 @click.argument("invitation", metavar="[INVITE]", required=False, callback=flags.converted(flags.secret_text))
 @click.option("--owner", is_flag=True, help="Only run jobs from this machine; don't lend it.")
 @flags.choice_option(
@@ -109,13 +132,17 @@ def _device_names(text: str) -> str:
 @click.option(
     "--measure", is_flag=True, help="Measure this machine's speed even if it was measured in the last 7 days."
 )
+@click.option("--fresh", is_flag=True, help="Forget the flags of earlier calls, which hold until they are given anew.")
 @flags.address_option
 @lifeline_option
 @flags.home_option
 @flags.json_option
+@click.pass_context
 def join(
+    context: click.Context,
     invitation: str | None,
     owner: bool,
+    fresh: bool,
     schedule: tuple[str, ...],
     addresses: tuple[str, ...],
     lifeline: bool,
@@ -125,12 +152,15 @@ def join(
 ) -> None:
     """Join a pool with an invitation and lend this machine until Ctrl-C. INVITE is needed only the first time. `-`
     reads it from standard input, `@FILE` from a file, and without it FUSION_INVITE is used: lists of processes, which
-    all users see, don't show it then."""
+    all users see, don't show it then. Later calls lend the machine as before, unless flags say otherwise."""
     if invitation is None and not _has_joined(home, as_owner=owner):
         invitation = environment.invitation()
     if owner:
         _become_owner(invitation, home)
         return
+    del fresh  # the command's class reads it
+    if added := added_flags(context):
+        console.note(f"As in earlier calls: {' '.join(added)} (--fresh forgets this)")
     with loading():
         from fusionai.peer.daemon import run_peer
         from fusionai.peer.lending import PeerOptions, parse_schedule
@@ -145,12 +175,21 @@ def join(
 
     announced: dict[PeerId, Any] = {}
 
+    @functools.cache
+    def keep() -> None:
+        remember(context, home)
+
+    def notice(text: str) -> None:
+        keep()
+        console.line(text)
+
     def ready(device: PeerReady) -> None:
+        keep()
         announced[device.peer] = msgspec.to_builtins(device)
         write_json(json_file, "join", {**next(iter(announced.values())), "devices": list(announced.values())})
         _announce(device, options)
 
-    run_until_stopped(lambda stop: run_peer(options, announce=ready, stop=stop, notice=console.line), lifeline=lifeline)
+    run_until_stopped(lambda stop: run_peer(options, announce=ready, stop=stop, notice=notice), lifeline=lifeline)
     console.line("Left the pool.")
 
 

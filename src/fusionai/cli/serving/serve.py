@@ -20,7 +20,7 @@ import click
 
 from fusionai.cli import console
 from fusionai.cli import options as flags
-from fusionai.cli.options import ServingOptions, write_json
+from fusionai.cli.options import ServingOptions, given_options, write_json
 from fusionai.cli.planning.view import privacy_figures, privacy_lines
 from fusionai.cli.running import lifeline_option, run_until_stopped
 from fusionai.ir.serving import Purpose
@@ -281,8 +281,7 @@ def _serve_several(
     from fusionai.cli.serving.several import Door, FrontRequest, programs, serve_several
 
     endpoint = ApiEndpoint(**{name: given[name] for name in ApiEndpoint.__dataclass_fields__})
-    written, _, _ = serve.make_parser(context).parse_args(context.meta[_WRITTEN])
-    options = {name: value for name, value in written.items() if name != "models"}
+    options = given_options(serve, context, context.meta[_WRITTEN])
     request = FrontRequest(
         programs=programs(serve, models, models_file, options, given["local"]),
         home=home,

@@ -28,7 +28,7 @@ from typing import Any, Final
 import click
 
 from fusionai.cli import console
-from fusionai.cli.options import write_json
+from fusionai.cli.options import flag_of, write_json, written_option
 from fusionai.client.pool.local_pool import serving_pool
 from fusionai.client.pool.session import OWNER_DIRECTORY, owner_membership
 from fusionai.client.serving.hosts import ModelHosts, ModelProgram
@@ -95,13 +95,15 @@ def programs(
     options = {param.name or "": param for param in command.params if isinstance(param, click.Option)}
     for name in sorted(_FOR_ONE & given.keys()):
         raise UsageError(
-            f"{_flag(options[name])} belongs to one model, but several are served.",
+            f"{flag_of(options[name])} belongs to one model, but several are served.",
             hint="Write the models into a file with their flags (--models FILE).",
         )
     for name in sorted(_NOT_HERE & given.keys()):
-        raise UsageError(f"{_flag(options[name])} can't be used with several models.", hint="Serve one model alone.")
+        raise UsageError(f"{flag_of(options[name])} can't be used with several models.", hint="Serve one model alone.")
     shared = _FOR_ALL | ({"spares"} if local is not None else frozenset())
-    common = [text for name, value in given.items() if name not in shared for text in _written(options[name], value)]
+    common = [
+        text for name, value in given.items() if name not in shared for text in written_option(options[name], value)
+    ]
     entries: list[tuple[str, dict[str, Any]]] = [(model, {}) for model in models]
     if file is not None:
         own_keys = options.keys() - shared - _NOT_HERE - _SAME
@@ -109,7 +111,7 @@ def programs(
     made: list[ModelProgram] = []
     for model, own in entries:
         name = own.pop("name", None)
-        arguments = [*common, *(text for key, value in own.items() for text in _written(options[key], value))]
+        arguments = [*common, *(text for key, value in own.items() for text in written_option(options[key], value))]
         _check(command, model, arguments, file if own else None)
         adapters = tuple(adapter for adapter, _ in parse_adapters(own.get("adapters", ())))
         made.append(ModelProgram(name or model_name(model), adapters, (model, *arguments)))
@@ -122,25 +124,13 @@ def programs(
     return tuple(made)
 
 
-def _flag(option: click.Option) -> str:
-    return max(option.opts, key=len)
-
-
-def _written(option: click.Option, value: Any) -> list[str]:
-    """Return an option as it is written on a command line."""
-    if option.is_flag:
-        return [_flag(option)] if value else []
-    values = value if isinstance(value, list | tuple) else [value]
-    return [text for each in values for text in (_flag(option), str(each))]
-
-
 def _read(file: Path, options: Mapping[str, click.Option]) -> list[tuple[str, dict[str, Any]]]:
     """Return the models of a file with their options, by parameter. Raises `UsageError`."""
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
         raise UsageError(f"{file}: the models can't be read: {problem}.") from problem
-    by_key = {_flag(option).removeprefix("--").replace("-", "_"): name for name, option in options.items()}
+    by_key = {flag_of(option).removeprefix("--").replace("-", "_"): name for name, option in options.items()}
     entries = table.pop("model", [])
     if table or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UsageError(f"{file}: expected tables [[model]] and nothing else.")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fusionai.cli.main import main
+from fusionai.cli.options import given_options
 from fusionai.cli.serving.serve import serve
 from fusionai.cli.serving.several import programs
 from fusionai.client.serving.hosts import ModelProgram
@@ -24,9 +25,7 @@ def models(tmp_path: Path) -> list[str]:
 
 
 def given(*arguments: str) -> dict[str, object]:
-    context = serve.make_context("serve", [*arguments])
-    written, _, _ = serve.make_parser(context).parse_args([*arguments])
-    return {name: value for name, value in written.items() if name != "models"}
+    return given_options(serve, serve.make_context("serve", [*arguments]), arguments)
 
 
 def test_shared_flags_reach_every_model_and_those_of_the_address_none(models: list[str]) -> None:
