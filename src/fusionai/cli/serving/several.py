@@ -29,7 +29,7 @@ import click
 
 from fusionai.cli import console
 from fusionai.cli.options import flag_of, write_json, written_option
-from fusionai.client.pool.local_pool import serving_pool
+from fusionai.client.pool.local_pool import local_threads, serving_pool
 from fusionai.client.pool.session import OWNER_DIRECTORY, owner_membership
 from fusionai.client.serving.hosts import ModelHosts, ModelProgram
 from fusionai.client.serving.names import model_name, parse_adapters
@@ -104,6 +104,8 @@ def programs(
     common = [
         text for name, value in given.items() if name not in shared for text in written_option(options[name], value)
     ]
+    if local is not None and "threads" not in given:
+        common += ["--threads", str(local_threads(local))]  # the pool's machines need the other cores
     entries: list[tuple[str, dict[str, Any]]] = [(model, {}) for model in models]
     if file is not None:
         own_keys = options.keys() - shared - _NOT_HERE - _SAME

@@ -13,6 +13,7 @@ from fusionai.cli.main import main
 from fusionai.cli.options import given_options
 from fusionai.cli.serving.serve import serve
 from fusionai.cli.serving.several import programs
+from fusionai.client.pool.local_pool import local_threads
 from fusionai.client.serving.hosts import ModelProgram
 
 
@@ -35,6 +36,14 @@ def test_shared_flags_reach_every_model_and_those_of_the_address_none(models: li
         ModelProgram("one", (), (models[0], *shared)),
         ModelProgram("two", (), (models[1], *shared)),
     )
+
+
+def test_beside_a_local_pool_a_model_gets_its_share_of_the_cores(models: list[str]) -> None:
+    threads = ("--threads", str(local_threads(3)))
+    for model in programs(serve, models, None, given("a", "b", "--spares", "0"), 3):
+        assert model.arguments[1:] == threads
+    for model in programs(serve, models, None, given("a", "b", "--threads", "1"), 3):
+        assert model.arguments[1:] == ("--threads", "1")
 
 
 def test_a_file_gives_models_flags_of_their_own(models: list[str], tmp_path: Path) -> None:
