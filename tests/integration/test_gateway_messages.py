@@ -309,3 +309,32 @@ def test_leaving_cancels_the_generation(engine: ScriptedEngine):
             assert engine.closed_early == 1
 
     asyncio.run(scenario())
+
+
+def test_what_claude_code_asks_of_every_model_is_left_out_and_named(engine: ScriptedEngine):
+    fields = {
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "high"},
+        "tools": [
+            {"name": "weather", "description": "tells it", "input_schema": {"type": "object"}},
+            {"type": "web_search_20250305", "name": "web_search"},
+        ],
+    }
+
+    async def scenario() -> None:
+        async with gateway_stand(engine) as stand, client(stand) as api:
+            raw = await api.messages.with_raw_response.create(
+                model="tiny", max_tokens=64, messages=[{"role": "user", "content": "hello"}], extra_body=fields
+            )
+            named = "context_management, output_config.effort, tools[web_search_20250305]"
+            assert raw.headers["x-fusion-ignored"] == named
+            assert (await raw.parse()).content[0].text.startswith("You said: hello")
+            assert "weather" in prompt_of(engine)
+            assert "web_search" not in prompt_of(engine)
+            counted = await api.messages.count_tokens(
+                model="tiny", messages=[{"role": "user", "content": "hello"}], extra_body=fields
+            )
+            assert counted.input_tokens > 0
+
+    asyncio.run(scenario())

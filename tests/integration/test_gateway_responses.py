@@ -553,3 +553,31 @@ def test_agents_call_tools_hand_over_and_remember(engine: ScriptedEngine):
             }
 
     asyncio.run(scenario())
+
+
+def test_what_codex_asks_of_every_model_is_left_out_and_named(engine: ScriptedEngine):
+    spawn = {"type": "function", "name": "spawn_agent", "parameters": {"type": "object"}}
+    fields = {
+        "tools": [
+            {"type": "function", "name": "shell", "strict": False, "parameters": {"type": "object"}},
+            {"type": "namespace", "name": "multi_agent_v1", "description": "sub-agents", "tools": [spawn]},
+            {"type": "web_search", "external_web_access": False},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": "high", "summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "a-session",
+        "client_metadata": {"x-codex-installation-id": "one"},
+    }
+
+    async def scenario() -> None:
+        async with gateway_stand(engine) as stand, client(stand) as api:
+            raw = await api.responses.with_raw_response.create(model="tiny", input="hello", extra_body=fields)
+            assert raw.headers["x-fusion-ignored"] == "reasoning.effort, tools[namespace], tools[web_search]"
+            response = raw.parse()
+            assert response.output_text.startswith("You said: hello")
+            assert [tool.name for tool in response.tools] == ["shell"]
+
+    asyncio.run(scenario())

@@ -26,6 +26,7 @@ from fusionai.gateway.streaming import AnswerStream, StreamForm, Streams, while_
 from fusionai.gateway.text_threads import TextThreads
 from fusionai.gateway.tracing import Tracer
 from fusionai.primitives.clock import Clock
+from fusionai.primitives.errors import UsageError
 from fusionai.serving.constraint import ConstraintCompiler, Form
 from fusionai.serving.interface import GIFTS, AdapterLoader, Constraint, Engine, Generation, Gift, Sampling
 from fusionai.serving.model_text import ModelText
@@ -187,6 +188,18 @@ class GatewayContext:
         if name not in (*served, *self.config.aliases):
             raise no_such_model(name, (*served, *self.config.aliases), served)
         return name if name in self.adapters else None
+
+    def has_effort(self, request: Request, effort: str | None, where: str, *, with_tools: bool) -> bool:
+        """Return whether the model's template knows this level of thinking. If not, the field `where` counts as
+        ignored, because agents ask every model for a level. Strict gateways return True, and the chat refuses it."""
+        if effort is None or self.config.is_strict:
+            return True
+        try:
+            self.text.effort_variables(effort, with_tools=with_tools)
+        except UsageError:
+            request.state.ignored.add(where)
+            return False
+        return True
 
     def check_count(self, n: int, prompts: int) -> int:
         """Return the total number of generations, which one request may have."""

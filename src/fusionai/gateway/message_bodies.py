@@ -28,7 +28,10 @@ ANTHROPIC: Final = OtherFields(
     advice={
         "container": "Tools run in your program; describe them in `tools`.",
         "mcp_servers": "Connect to MCP servers in your program and describe their tools in `tools`.",
+        "tools[].type": "Only tools that the client runs can be called; there are no hosted tools here.",
     },
+    optional=frozenset({"context_management"}),
+    tools=frozenset({"custom"}),
 )
 
 
@@ -146,11 +149,15 @@ class AnswerSchema(Struct, frozen=True, tag_field="type", tag="json_schema", for
     schema: dict[str, Any]
 
 
+Effort = Literal["low", "medium", "high", "xhigh", "max"]
+"""How much a model thinks."""
+
+
 class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The form of the answer, and how much the model thinks."""
 
     format: AnswerSchema | None = None
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
 
 
 class Prompted(Struct, frozen=True, kw_only=True):

@@ -60,6 +60,7 @@ class MessagesEndpoint:
             raise invalid("This model does not think: leave `thinking` out.", "thinking")
         asked = _chat_of(
             body,
+            self._effort(request, body),
             stream=body.stream,
             stop=body.stop_sequences,
             temperature=body.temperature,
@@ -72,10 +73,17 @@ class MessagesEndpoint:
     async def count_tokens(self, request: Request) -> Response:
         """Count a prompt's tokens."""
         body = await self._context.read(request, bodies.TokenCountRequest, bodies.ANTHROPIC)
-        asked = _chat_of(body)
+        asked = _chat_of(body, self._effort(request, body))
         self._context.adapter_of(asked.model)
         prompt = await while_connected(request, self._chat.prompt(asked, request.state.holder.scope))
         return json_response(bodies.TokenCount(len(prompt.tokens)))
+
+    def _effort(self, request: Request, body: bodies.Prompted) -> bodies.Effort | None:
+        """How much the model should think, None: as it does by itself."""
+        effort = None if body.output_config is None else body.output_config.effort
+        has_tools = bool(body.tools)
+        is_known = self._context.has_effort(request, effort, "output_config.effort", with_tools=has_tools)
+        return effort if is_known else None
 
 
 class _MessageForm(EventForm):
@@ -209,7 +217,7 @@ def _call_block(call: ToolCall) -> bodies.ToolUseBlock | bodies.TextBlock:
     return bodies.ToolUseBlock(call.call_id, call.name, arguments)
 
 
-def _chat_of(body: bodies.Prompted, **settings: Any) -> ChatRequest:
+def _chat_of(body: bodies.Prompted, effort: bodies.Effort | None, **settings: Any) -> ChatRequest:
     """Convert a request. Raises `ApiError`."""
     messages: list[Message] = []
     if body.system:
@@ -234,7 +242,7 @@ def _chat_of(body: bodies.Prompted, **settings: Any) -> ChatRequest:
         tool_choice=_choice_of(body.tool_choice),
         parallel_tool_calls=False if body.tool_choice and body.tool_choice.disable_parallel_tool_use else None,
         response_format=JsonSchemaFormat(NamedSchema("answer", output.format.schema)) if output.format else None,
-        reasoning_effort="none" if thinking == "disabled" else output.effort,
+        reasoning_effort="none" if thinking == "disabled" else effort,
         chat_template_kwargs=dict.fromkeys(THINKING_SWITCHES, True) if thinking == "enabled" else None,
         **settings,
     )

@@ -38,6 +38,11 @@ class OtherFields:
     all items of a list."""
     untagged: Mapping[str, str] = field(default_factory=dict[str, str])
     """Lists whose items may leave out their `type`, and the type that they then have."""
+    optional: frozenset[str] = frozenset()
+    """Unsupported services that a client can do without: left out like unknown fields, or refused if the gateway is
+    strict."""
+    tools: frozenset[str] = frozenset()
+    """The types of `tools` that exist here; others are optional services. Empty: all are checked by the body's form."""
 
 
 OPENAI: Final = OtherFields(
@@ -350,7 +355,7 @@ async def read(
     try:
         return decode(body, form, others)
     except ApiError as problem:
-        if ignored is None or problem.body.code != UNKNOWN:
+        if ignored is None or not (isinstance(problem, _Optional) or problem.body.code == UNKNOWN):
             raise
     # Looking through the whole body can take a second, in which all streams would wait.
     return await asyncio.to_thread(decode, body, form, others, ignored)
@@ -371,7 +376,7 @@ def checked(given: Any, form: type[Form], others: OtherFields, ignored: set[str]
     known = [each.encode_name for each in msgspec.structs.fields(form)]
     try:
         if isinstance(given, dict):
-            given = _wanted(given, known, others)
+            given = _wanted(given, known, others, ignored)
         if ignored is not None:
             given = without_unknown(given, form, ignored)
         return msgspec.convert(given, form)
@@ -416,9 +421,13 @@ def _too_large(limits: RequestLimits) -> ApiError:
     return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
 
 
-def _wanted(given: dict[str, Any], known: list[str], others: OtherFields) -> dict[str, Any]:
+class _Optional(ApiError):
+    """A client asks for a service that it can do without."""
+
+
+def _wanted(given: dict[str, Any], known: list[str], others: OtherFields, ignored: set[str] | None) -> dict[str, Any]:
     """Remove fields that ask for nothing, and complete items without a type. Raises `ApiError` for a field that asks
-    for something unsupported."""
+    for something unsupported, unless the client can do without it and `ignored` may name it."""
     wanted = dict(given)
     for name in given:
         if name in known:
@@ -428,12 +437,35 @@ def _wanted(given: dict[str, Any], known: list[str], others: OtherFields) -> dic
         elif name in others.neutral:
             if given[name] not in others.neutral[name]:
                 advice = f" {others.advice[name]}" if name in others.advice else ""
-                raise invalid(f"`{name}` is not supported by this gateway.{advice}", name, "unsupported_parameter")
+                if name not in others.optional or ignored is None:
+                    kind = _Optional if name in others.optional else ApiError
+                    message = f"`{name}` is not supported by this gateway.{advice}"
+                    raise kind(400, message, code="unsupported_parameter", param=name)
+                ignored.add(name)
             del wanted[name]
+    if others.tools and isinstance(tools := wanted.get("tools"), list):
+        wanted["tools"] = _runnable(tools, others, ignored)
     for name, tag in others.untagged.items():
         if isinstance(items := wanted.get(name), list):
             wanted[name] = [{"type": tag, **item} if isinstance(item, dict) else item for item in items]
     return wanted
+
+
+def _runnable(tools: list[Any], others: OtherFields, ignored: set[str] | None) -> list[Any]:
+    """Return the tools without those that a server would run, which `ignored` names by their types. Raises `ApiError`
+    for these if `ignored` is None."""
+    runnable: list[Any] = []
+    for place, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if not isinstance(kind, str) or kind in others.tools:
+            runnable.append(tool)
+        elif ignored is None:
+            path = f"tools[{place}].type"
+            message = f"`{path}`: Invalid value '{shown(kind)}'. {others.advice['tools[].type']}"
+            raise _Optional(400, message, code="invalid_value", param=path)
+        else:
+            ignored.add(f"tools[{shown(kind)}]")
+    return runnable
 
 
 def _explained(problem: str, known: list[str], others: OtherFields) -> ApiError:

@@ -228,6 +228,8 @@ OTHER_FIELDS: Final = OtherFields(
         "reasoning.summary": "The reasoning itself is returned; only `auto` is accepted.",
     },
     untagged={"input": "message"},
+    optional=frozenset({"context_management"}),
+    tools=frozenset({"function"}),
 )
 """What the fields of OpenAI's Responses API that `ResponsesRequest` lacks may contain. `max_tool_calls` limits hosted
 tools, of which there are none; `client_metadata` are labels of Codex."""

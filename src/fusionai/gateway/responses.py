@@ -55,7 +55,7 @@ class ResponsesEndpoint:
     async def responses(self, request: Request) -> Response:
         """Answer one request."""
         context, store = self._context, self._store
-        body = await context.read(request, ResponsesRequest, OTHER_FIELDS)
+        body = self._without_effort(request, await context.read(request, ResponsesRequest, OTHER_FIELDS))
         if body.stream_options is not None and not body.stream:
             raise invalid("`stream_options` needs `stream: true`.", "stream_options")
         scope = request.state.holder.scope
@@ -86,7 +86,7 @@ class ResponsesEndpoint:
 
     async def input_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt."""
-        body = await self._context.read(request, ResponsesRequest, OTHER_FIELDS)
+        body = self._without_effort(request, await self._context.read(request, ResponsesRequest, OTHER_FIELDS))
         previous, fresh = self._turns(body, request.state.holder.scope)
         try:
             scope = request.state.holder.scope
@@ -97,6 +97,14 @@ class ResponsesEndpoint:
             _rename_field(problem)
             raise
         return json_response(InputTokenCount(len(prompt.tokens)))
+
+    def _without_effort(self, request: Request, body: ResponsesRequest) -> ResponsesRequest:
+        """Return the request without a level of thinking that the model lacks."""
+        effort = None if body.reasoning is None else body.reasoning.effort
+        if self._context.has_effort(request, effort, "reasoning.effort", with_tools=bool(body.tools)):
+            return body
+        assert body.reasoning is not None
+        return structs.replace(body, reasoning=structs.replace(body.reasoning, effort=None))
 
     async def response(self, request: Request) -> Response:
         """Return a stored response."""
