@@ -55,8 +55,10 @@ def test_weights_are_read_one_at_a_time(pretrained: Captured, monkeypatch: pytes
     import fusionai.capture.models.state as state
 
     read: list[str] = []
-    original = state._read
-    monkeypatch.setattr(state, "_read", lambda path, name, *rest: read.append(name) or original(path, name, *rest))
+    original = state.read_tensor
+    monkeypatch.setattr(
+        state, "read_tensor", lambda path, name, *rest: read.append(name) or original(path, name, *rest)
+    )
     key, _ = next(pretrained.state(["model.norm.weight", "model.layers.0.mlp.up_proj.weight"]))
     assert read == [key]
 
