@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from fusionai.execution.host import ComputeThread
 from fusionai.ir.serving import LOGITS
 from fusionai.primitives.errors import FusionError
-from fusionai.serving.drafting import ComputedProposer, DraftPages, LoadedDraft, token_ids
+from fusionai.serving.drafting import ComputedProposer, DraftPages, LoadedDraft, token_ids, without_penalties
 from fusionai.serving.interface import Sampling
 from fusionai.serving.sampling import TokenHistory, choose
 from fusionai.wire.messages import Segment
@@ -53,8 +53,7 @@ class _Texts:
         self._texts: dict[int, _Text] = {}
 
     def begin(self, session: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        # Without penalties: they count tokens, and the counts would have to be undone for each wrong guess.
-        plain = replace(sampling, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
+        plain = without_penalties(sampling)
         self._texts[session] = _Text(list(prompt), len(prompt), plain)
         with suppress(FusionError):  # the next request for guesses reports it
             self._read([session] if self._find_room(session, 0) else [])

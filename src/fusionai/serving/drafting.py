@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -136,6 +136,12 @@ class DraftPages:
         if self._known.pop(session, None) is not None:
             self._pages.release(session)
             self._draft.program.forget([session])
+
+
+def without_penalties(sampling: Sampling) -> Sampling:
+    """Return how guesses are drawn. Penalties count tokens, and the counts would have to be undone for each wrong
+    guess."""
+    return replace(sampling, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
 
 
 def token_ids(tokens: Sequence[int]) -> HostTensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -26,7 +26,7 @@ from fusionai.execution.host import ComputeThread
 from fusionai.ir.serving import HIDDEN, LOGITS, STATES
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.serving.drafting import ComputedProposer, DraftPages, LoadedDraft, token_ids
+from fusionai.serving.drafting import ComputedProposer, DraftPages, LoadedDraft, token_ids, without_penalties
 from fusionai.serving.images import is_image
 from fusionai.serving.interface import Sampling
 from fusionai.serving.sampling import TokenHistory, choose
@@ -86,8 +86,7 @@ class _HeadTexts:
         self._texts: dict[int, _HeadText] = {}
 
     def begin(self, session: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        # Without penalties: they count tokens, and the counts would have to be undone for each wrong guess.
-        plain = replace(sampling, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
+        plain = without_penalties(sampling)
         first = max((place for place, token in enumerate(prompt) if is_image(token)), default=0)
         self._texts[session] = _HeadText(list(prompt), len(prompt), plain, first)
 

@@ -291,7 +291,7 @@ class LocalPool:
         `FusionError` if the process ends first or takes longer than `START_TIMEOUT_S`."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while (written := _content(path)) is None:
+                while (written := announced_in(path)) is None:
                     if not child.lives:
                         raise FusionError(f"{child.name} ended during its start: {_last_line(child.log_path)}")
                     await asyncio.sleep(POLL_S)
@@ -367,7 +367,8 @@ def _log_in(home: Path, path: Path) -> IO[bytes]:
     return path.open("ab")
 
 
-def _content(path: Path) -> bytes | None:
+def announced_in(path: Path) -> bytes | None:
+    """Return what a process has written into the file that says that it is ready; None: nothing yet."""
     return path.read_bytes() if path.exists() else None
 
 

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import msgspec
 
+from fusionai.client.pool.local_pool import announced_in
 from fusionai.coordination.serving.hosting import EndModel, Hosting, Phase, StartModel
 from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.primitives.environment import inherited
@@ -286,14 +287,10 @@ class ModelHosts:
 async def _url(child: _Child, announced: Path) -> str | None:
     """Wait until the process has announced its address; None if it ends before."""
     while child.process.returncode is None:
-        if (written := _content(announced)) is not None:
+        if (written := announced_in(announced)) is not None:
             return str(msgspec.json.decode(written, type=dict[str, Any])["url"])
         await asyncio.sleep(POLL_S)
     return None
-
-
-def _content(announced: Path) -> bytes | None:
-    return announced.read_bytes() if announced.exists() else None
 
 
 def _reason(child: _Child) -> str:
