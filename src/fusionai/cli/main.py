@@ -59,6 +59,10 @@ COMMANDS: Final = {
         "invite": ("fusionai.cli.pool.broker:invite", "Print a new invitation to the pool of this machine's broker."),
         "evict": ("fusionai.cli.pool.broker:evict", "Send a member away from the pool of this machine's broker."),
         "join": ("fusionai.cli.pool.join:join", "Join a pool with an invitation and lend this machine to it."),
+        "service": (
+            "fusionai.cli.service.commands:service",
+            "Run join, broker or serve by itself, from login on.",
+        ),
         "pool": ("fusionai.cli.pool.members:pool", "List the members of the pool and what they are doing."),
         "leave": ("fusionai.cli.pool.members:leave", "Take this machine out of the pool."),
         "trust": ("fusionai.cli.pool.trust:trust", "Choose which machines this machine's `trusted` jobs may use."),

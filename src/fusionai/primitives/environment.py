@@ -4,6 +4,8 @@ FUSION_HOME    this machine's key, pool membership, runs and captured graphs (de
 FUSION_INVITE  invitation to a pool, for `fusion join` on a machine that has not joined one
 FUSION_LOG     level of the process log: debug, info, warning, error (default warning)
 OTEL_*         OpenTelemetry's own variables, which its SDK reads; here only whether and where to spans are sent
+XDG_CONFIG_HOME  directory that has systemd's units of this user (default: ~/.config)
+USERDOMAIN, USERNAME  this user on Windows, for its Task Scheduler
 TMPDIR         where large temporary files go (default: /var/tmp if it is writable, else the system's)
 
 Variables that make libraries compute with other kernels are part of a machine's fingerprint (`arithmetic_limits`).
@@ -120,6 +122,34 @@ def for_workers() -> dict[str, str]:
     chosen = {name: os.environ[name] for name in kept if name in os.environ}
     paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
     return {**chosen, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+_OF_SERVICES: Final = (
+    *("FUSION_LOG", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy", "SSL_CERT_FILE", *_LIMITS),
+)
+
+
+def of_services() -> dict[str, str]:
+    """Return the variables that a service keeps from the terminal where it is installed: at login they may be
+    missing."""
+    return {name: os.environ[name] for name in _OF_SERVICES if name in os.environ}
+
+
+def services_directory() -> Path:
+    """Directory of this user's services. FUSION_HOME does not move it."""
+    return Path(platformdirs.user_data_dir("fusionai")) / "services"
+
+
+def user_configuration() -> Path:
+    """Directory of this user's configuration files, as the XDG specification has it."""
+    configured = os.environ.get("XDG_CONFIG_HOME")
+    return Path(configured) if configured else Path.home() / ".config"
+
+
+def windows_user() -> str:
+    """This user on Windows, as DOMAIN\\NAME."""
+    return f"{os.environ.get('USERDOMAIN', '.')}\\{os.environ.get('USERNAME', '')}"
 
 
 def inherited() -> dict[str, str]:

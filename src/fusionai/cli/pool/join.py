@@ -162,9 +162,12 @@ def join(
     if added := added_flags(context):
         console.note(f"As in earlier calls: {' '.join(added)} (--fresh forgets this)")
     with loading():
+        from fusionai.execution.measurement import FILE as MEASUREMENT
         from fusionai.peer.daemon import run_peer
         from fusionai.peer.lending import PeerOptions, parse_schedule
 
+    if lent["measure"] or not (home / MEASUREMENT).exists():
+        console.note("The first start measures this machine for a minute or two; the result is kept for a week.")
     options = PeerOptions(
         home=home,
         invitation=invitation,

@@ -1,0 +1,1 @@
+"""`fusion service`: commands that run by themselves, started by the system at login."""
