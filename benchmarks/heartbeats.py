@@ -72,9 +72,7 @@ BEATS = [0]
 
 
 async def registered(membership: Membership) -> Conversation:
-    channel = await TcpTransport(membership.credentials).dial(
-        membership.broker_addresses, expect=None, stream="control"
-    )
+    channel = await TcpTransport(membership.credentials).dial(membership.broker.known, expect=None, stream="control")
     talk = Conversation(channel)
     profile = PeerProfile(peer=membership.peer, flops_per_s=1e9, memory_bytes=10**9)
     answer = await talk.ask(Register(boot=1, profile=msgspec.Raw(msgspec.msgpack.encode(profile)), addresses=()))

@@ -38,7 +38,7 @@ from msgspec import NODEFAULT
 from fusionai.backends.registry import BACKENDS, open_backend
 from fusionai.cli import privacy
 from fusionai.cli.planning.analyze import shipped_comparisons
-from fusionai.coordination.broker import job, membership
+from fusionai.coordination.broker import job, join_code, membership
 from fusionai.coordination.machine import START, rows
 from fusionai.coordination.serving import driver as serving
 from fusionai.coordination.training import driver, stage
@@ -322,7 +322,7 @@ def machines_page() -> str:
 
 
 def _machines() -> Iterator[tuple[str, ModuleType, list[Arrow]]]:
-    for module, machine in ((membership, membership.MEMBERSHIP), (job, job.JOB)):
+    for module, machine in ((membership, membership.MEMBERSHIP), (join_code, join_code.JOIN_CODE), (job, job.JOB)):
         yield machine.name.capitalize(), module, [(*row[:3],) for row in rows(machine)]
     yield "Driver", driver, [(*row[:3],) for row in rows(driver.TABLE)]
     yield "Stage", stage, [(*row[:3],) for row in rows(stage.TABLE)]

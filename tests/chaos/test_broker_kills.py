@@ -86,7 +86,7 @@ class Broker:
 @asynccontextmanager
 async def talking(membership: Membership) -> AsyncIterator[Conversation]:
     transport = TcpTransport(membership.credentials)
-    channel = await transport.dial(membership.broker_addresses, expect=None, stream="control")
+    channel = await transport.dial(membership.broker.known, expect=None, stream="control")
     talk = Conversation(channel, notices=(wire.LeaveNotice, wire.StopNotice))
     try:
         yield talk

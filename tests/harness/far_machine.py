@@ -38,7 +38,7 @@ def say(**what: object) -> None:
 
 async def serve(home: Path, invitation: str) -> None:
     membership = await enrol(invitation, home, "provider")
-    transport = PeerTransport(membership.credentials, membership.broker_addresses)
+    transport = PeerTransport(membership.credentials, membership.broker)
 
     async def accept(channel: Channel) -> None:
         while await answer_probe(channel, await channel.receive()):
@@ -47,12 +47,12 @@ async def serve(home: Path, invitation: str) -> None:
     listener = await transport.listen(accept, host="0.0.0.0", port=0)
 
     async def candidates_now() -> tuple[str, ...]:
-        return await candidates(transport, listener, membership.broker_addresses)
+        return await candidates(transport, listener, membership.broker.known)
 
     addresses = await candidates_now()
     registration = Registration(
         transport,
-        membership.broker_addresses,
+        membership.broker,
         boot=time.time_ns(),
         profile=PeerProfile(peer=membership.peer, flops_per_s=1e9, memory_bytes=10**9),
         addresses=addresses,

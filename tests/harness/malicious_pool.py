@@ -26,6 +26,7 @@ from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.scheduling.problem.types import PeerProfile
+from fusionai.transport.broker_addresses import BrokerAddresses
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.enrolment import Membership
 from fusionai.transport.interface import Channel, Listener, Remote
@@ -131,7 +132,7 @@ class MaliciousPool:
             seal=Seal(owner.identity.key, self._level),
             trust_list=self.trust_list,
         )
-        self.membership = Membership("pool", "owner", self.addresses, owner)
+        self.membership = Membership("pool", "owner", BrokerAddresses(self.addresses), owner)
         self.session = await self._stack.enter_async_context(PoolSession(self.membership, trust=self.trust))
         return self
 
@@ -154,7 +155,7 @@ class MaliciousPool:
             fingerprint="f",
             endorsements=endorsements,
         )
-        transport = PeerTransport(credentials, self.addresses)
+        transport = PeerTransport(credentials, BrokerAddresses(self.addresses))
         self._stack.push_async_callback(transport.close)
 
         async def accept(channel: Channel) -> None:

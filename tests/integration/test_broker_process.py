@@ -115,9 +115,7 @@ async def broker(home: Path, *, port: int = 0, uses: int = 10, lifetime_s: float
 
 @asynccontextmanager
 async def conversation(membership: Membership, notices: list[Message] | None = None) -> AsyncIterator[Conversation]:
-    channel = await TcpTransport(membership.credentials).dial(
-        membership.broker_addresses, expect=None, stream="control"
-    )
+    channel = await TcpTransport(membership.credentials).dial(membership.broker.known, expect=None, stream="control")
     heard = [] if notices is None else notices
     talk = Conversation(channel, notices=(StopNotice,), on_notice=heard.append)
     try:

@@ -155,7 +155,7 @@ async def test_half_open_connections_displace_their_own_network_only(door: str, 
     """An honest handshake that is on its way when the flood begins is finished after it."""
     peer, addresses = await victim(pool)
     expect = peer if door == "peer" else None
-    place = parse_address(addresses[0] if door == "peer" else membership(pool, "owner").broker_addresses[0])
+    place = parse_address(addresses[0] if door == "peer" else membership(pool, "owner").broker.known[0])
     assert place is not None
     loop = asyncio.get_running_loop()
     honest = socket.socket()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 import ssl
 import struct
 import tracemalloc
@@ -79,9 +80,9 @@ def example_of(info: Any) -> Any:
         case msgspec.inspect.LiteralType():
             return info.values[0]
         case msgspec.inspect.StrType():
-            return "job-1"
+            return "job-1" if re.search(info.pattern or "", "job-1") else "123456"
         case msgspec.inspect.BytesType():
-            return bytes(32)
+            return bytes(max(32, info.min_length or 0))
         case msgspec.inspect.IntType():
             return 1
         case msgspec.inspect.FloatType():

@@ -20,22 +20,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from fusionai.broker.announcing import AddressWatch
 from fusionai.broker.journal import Journal, JournalTaken
 from fusionai.broker.reachability import Introducer, Observer, UdpPort
 from fusionai.broker.service import BrokerService, Replies
 from fusionai.coordination.broker.membership import REMEMBERED_LOSSES
 from fusionai.coordination.broker.pool import Pool
-from fusionai.coordination.broker.state import BrokerRules
+from fusionai.coordination.broker.state import PRESENT, BrokerRules
 from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.primitives.errors import ChannelClosed, StorageError, TransportError, UsageError, WireError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.process import set_aside_what_stays
+from fusionai.transport.broker_addresses import BrokerAddresses
 from fusionai.transport.channels.link import answer_probe
+from fusionai.transport.discovery import Announcer, NearbyPool, fingerprint
 from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, keep_membership, load_membership
 from fusionai.transport.interface import Channel
-from fusionai.transport.routes.addresses import parse_address, port_of
+from fusionai.transport.routes.addresses import host_of, is_loopback, parse_address, port_of
 from fusionai.transport.routes.relay import PAIR_BYTES_PER_S, Relay, RelayLimits
-from fusionai.transport.routes.tcp import TcpTransport
+from fusionai.transport.routes.tcp import TcpListener, TcpTransport
 from fusionai.transport.security.certificates import (
     CERTIFICATE_FILE,
     MAX_POOL_NAME_LENGTH,
@@ -47,7 +50,7 @@ from fusionai.transport.security.certificates import (
 from fusionai.transport.security.identity import Identity, load_identity, make_private_directory, read_private
 from fusionai.transport.security.trust import Endorsement, Signer, TrustList, TrustListFile, key_text, load_trust_list
 from fusionai.wire.frame import BROKER_LIMITS
-from fusionai.wire.messages import Message, Observe, Observed, Ping, Probe, Refused
+from fusionai.wire.messages import CodeAnswer, Message, Observe, Observed, Ping, Probe, Refused
 
 NOTICE_TIMEOUT_S: Final = 10.0
 RENEWAL_CHECK_S: Final = 3600.0
@@ -75,7 +78,8 @@ class BrokerServer:
     _superseded: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     async def accept(self, channel: Channel) -> None:
-        """Serve one connection until it ends. Strangers and senders of tensors get one answer only."""
+        """Serve one connection until it ends. Senders of tensors get one answer only, and so do strangers, unless it is
+        the first of the two answers of joining with a code."""
         if channel.stream == "tensors" and channel.remote.role != "stranger":
             await _measured(channel)
             return
@@ -97,7 +101,7 @@ class BrokerServer:
                 if outcome.answer is not None:
                     await _answer(channel, outcome.answer)
                 self._dispatch(outcome)
-                if stranger or envelope.tensors:
+                if envelope.tensors or (stranger and not isinstance(outcome.answer, CodeAnswer)):
                     return
         finally:
             del self._channels[number]
@@ -238,7 +242,7 @@ class BrokerHome:
         """Store the owner's membership, so that programs of this machine's owner reach the pool without an
         invitation."""
         places = tuple(dict.fromkeys(addresses))
-        keep_membership(self.path, Membership(self.authority.pool, "owner", places, self.credentials))
+        keep_membership(self.path, Membership(self.authority.pool, "owner", BrokerAddresses(places), self.credentials))
 
     def renew_if_due(self, now_wall_s: float) -> bool:
         """Renew this machine's own certificate if its end is near."""
@@ -309,12 +313,14 @@ class BrokerOptions:
     members may."""
     trust_file: Path | None = None
     """Trust list with the signing keys, as an alternative to `trusted_keys`."""
+    announces: bool = True
+    """Announce the pool in the local network, unless only this machine can reach the broker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The broker accepts connections. `invitation` is a secret that lets its holder join; empty: none was made.
-    `members` and `jobs` are
+    """The broker accepts connections. `invitation` is a secret that lets its holder join; empty: none was made. `code`
+    is one for a machine nearby; empty: none was made, or no machine could find the broker. `members` and `jobs` are
     those of the journal. `healed`: a sentence for each damage in the journal that was repaired."""
 
     pool: str
@@ -324,6 +330,8 @@ class Announcement:
     members: int
     jobs: int
     healed: tuple[str, ...] = ()
+    code: str = ""
+    fingerprint: str = ""
 
 
 async def run_broker(
@@ -332,8 +340,10 @@ async def run_broker(
     announce: Callable[[Announcement], None],
     stop: asyncio.Event,
     clock: Clock | None = None,
+    notice: Callable[[str], None] = _LOG.warning,
 ) -> None:
-    """Keep the pool until `stop` is set. `announce` is called once, when members can connect. Raises `UsageError`
+    """Keep the pool until `stop` is set. `announce` is called once, when members can connect. `notice` gets sentences
+    for the broker's owner. Raises `UsageError`
     (options, port in use, another broker on this home), `TrustError` (a key others can read), `StorageError` (a damaged
     journal, a full disk)."""
     clock = clock or SystemClock()
@@ -350,11 +360,12 @@ async def run_broker(
         udp = UdpPort(home.credentials, server.accept, options.host, port_of(listener.addresses))
         server.observer = Observer(transport, udp.opened)
         try:
-            service.addresses = options.advertise or listener.addresses
-            home.keep_own_membership((*listener.addresses, *service.addresses))
-            pool, invitation = service.state.pool, ""
+            watch = _watch_addresses(options, home, service, listener)
+            service.codes.notice = notice
+            pool, invitation, code = service.state.pool, "", ""
             if pool == Pool() if options.invites is None else options.invites:
                 invitation = service.invite(uses=options.invitation_uses, lifetime_s=options.invitation_lifetime_s)
+                code = service.codes.make() if service.announces else ""
             announce(
                 Announcement(
                     pool=home.authority.pool,
@@ -364,14 +375,22 @@ async def run_broker(
                     members=sum(member.phase in ("idle", "active", "draining") for member in pool.members.values()),
                     jobs=len(pool.live_jobs()),
                     healed=home.journal.healed,
+                    code=code,
+                    fingerprint=fingerprint(home.authority.public_key),
                 )
             )
             set_aside_what_stays()
-            renewing = asyncio.create_task(_renew(home, (*listener.addresses, *service.addresses), clock))
+
+            def own() -> tuple[str, ...]:
+                return (*listener.candidates_now(), *service.addresses)
+
+            beside = [asyncio.create_task(_renew(home, own, clock)), asyncio.create_task(watch.run())]
             try:
                 await server.keep(stop)
             finally:
-                renewing.cancel()
+                for task in beside:
+                    task.cancel()
+                await asyncio.gather(*beside, return_exceptions=True)
         finally:
             await udp.close()
             await listener.close()
@@ -400,13 +419,34 @@ def _service(options: BrokerOptions, home: BrokerHome, clock: Clock, *, relays: 
     )
 
 
-async def _renew(home: BrokerHome, addresses: tuple[str, ...], clock: Clock) -> None:
+def _watch_addresses(
+    options: BrokerOptions, home: BrokerHome, service: BrokerService, listener: TcpListener
+) -> AddressWatch:
+    """Make the listener's addresses known to the service and to this machine's own programs, and return the watch that
+    does so again when they change."""
+
+    def known(addresses: tuple[str, ...]) -> None:
+        service.addresses = options.advertise or addresses
+        home.keep_own_membership((*addresses, *service.addresses))
+
+    def describe(addresses: tuple[str, ...]) -> NearbyPool:
+        members = service.state.pool.members.values()
+        machines = sum(member.phase in PRESENT and member.sponsor is None for member in members)
+        return NearbyPool(home.authority.pool, home.authority.public_key, addresses, machines)
+
+    known(listener.addresses)
+    service.announces = options.announces and not all(is_loopback(host_of(one)) for one in listener.addresses)
+    announcer = Announcer() if service.announces else None
+    return AddressWatch(listener.candidates_now, known, describe, announcer)
+
+
+async def _renew(home: BrokerHome, addresses: Callable[[], tuple[str, ...]], clock: Clock) -> None:
     """Renew the broker's own certificate before it ends, for as long as the broker runs."""
     while True:
         await asyncio.sleep(RENEWAL_CHECK_S)
         if home.renew_if_due(clock.wall_s()):
             try:
-                home.keep_own_membership(addresses)
+                home.keep_own_membership(addresses())
             except StorageError as error:
                 _LOG.error("the renewed certificate is in use but could not be kept: %s", error)
 

@@ -4,8 +4,9 @@ A message of an authenticated sender becomes a request. `coordination.broker.dec
 appended to the journal, and only then the decision is adopted and its commands are performed: certificates, tickets,
 answers, notices. If the journal fails, the state is unchanged and the sender gets an error.
 
-A stranger may only ask to join. Profiles and plans are checked against their schemas and size limits here. Tensors
-never pass through. `server` owns the connections and the timer, `transport` signs.
+A stranger may only ask to join, with an invitation or with a code (`code_door`). Profiles and plans are checked against
+their schemas and size limits here. Tensors never pass through. `server` owns the connections and the timer, `transport`
+signs.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from typing import Final
 
 import msgspec
 
+from fusionai.broker.code_door import CodeDoor
 from fusionai.broker.journal import Journal, JournalTaken
 from fusionai.broker.reachability import Introducer
 from fusionai.coordination.broker import pool, requests, state
-from fusionai.coordination.broker.decisions import check_welcome, handle
+from fusionai.coordination.broker.decisions import check_inviter, check_welcome, handle
 from fusionai.coordination.broker.events import MemberPlacement
+from fusionai.coordination.broker.join_code import CODE_LIFETIME_S
 from fusionai.coordination.broker.requests import Refusal, Request
 from fusionai.coordination.broker.state import BrokerRules, BrokerState, Decision, recovered
 from fusionai.primitives.clock import Clock
@@ -82,6 +85,8 @@ class BrokerService:
     admits: Callable[[PeerId, Sequence[bytes]], None] | None = None
     addresses: tuple[str, ...] = ()
     """Addresses of this broker, for invitations."""
+    announces: bool = False
+    """Whether machines nearby can find this broker, so that codes are of use."""
     _links: dict[PeerId, tuple[wire.LinkView, ...]] = field(default_factory=dict)
     """Links that each peer reported last. They are not journalled."""
     _seen_at: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
@@ -90,6 +95,12 @@ class BrokerService:
     def __post_init__(self, rules: BrokerRules) -> None:
         self._sequence, known = remembered(self.journal)
         self.state: BrokerState = recovered(rules, known, self.clock.now_s())
+        self.codes = CodeDoor(
+            self.authority.public_key,
+            rules.broker,
+            self.clock,
+            lambda: self.invite(uses=1, lifetime_s=CODE_LIFETIME_S),
+        )
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -99,11 +110,7 @@ class BrokerService:
         """Return exactly one answer to a message. Raises only `JournalTaken`: another broker has taken over."""
         try:
             if remote.peer is None:
-                if not isinstance(message, wire.JoinRequest):
-                    raise Refusal(
-                        "not_authorised", "Without a certificate one may only ask to join, with an invitation."
-                    )
-                return self._enrol(message)
+                return self._admit(connection, message)
             check_welcome(self.state, remote.peer)
             if not self.state.knows(remote.peer):
                 raise Refusal("unknown_peer", "This certificate is of a pool that no longer knows it; join again.")
@@ -116,7 +123,22 @@ class BrokerService:
             _LOG.error("nothing could be journalled: %s", error)
             return Replies(answer=wire.Refused(code="failed", reason=str(error)))
 
+    def _admit(self, connection: int, message: wire.Message) -> Replies:
+        """Answer a stranger."""
+        match message:
+            case wire.JoinRequest():
+                return self._enrol(message)
+            case wire.CodeOffer() | wire.CodeProof():
+                try:
+                    return Replies(answer=self.codes.answer(connection, message))
+                except RefusedError as error:
+                    raise Refusal("failed", f"{error.message} {error.hint or ''}") from error
+            case _:
+                reason = "Without a certificate one may only ask to join, with an invitation or a code."
+                raise Refusal("not_authorised", reason)
+
     def disconnected(self, connection: int) -> Replies:
+        self.codes.ended(connection)
         return self._decide(requests.Disconnected(connection))
 
     def tick(self) -> Replies:
@@ -171,6 +193,11 @@ class BrokerService:
                 return self._decide(requests.StopJob(peer, JobId(message.job)))
             case wire.InviteRequest():
                 return self._hand_out(peer, message)
+            case wire.CodeRequest():
+                check_inviter(self.state.rules, peer)
+                return Replies(
+                    answer=wire.CodeMade(code=self.codes.make(), lifetime_s=CODE_LIFETIME_S, announced=self.announces)
+                )
             case wire.InvitationQuery():
                 return Replies(answer=state.invitation_list(self.state, peer, self.clock.wall_s()))
             case wire.InvitationRevoke():

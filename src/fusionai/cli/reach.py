@@ -37,7 +37,7 @@ async def look(membership: Membership, port: int, *, timeout_s: float) -> Reach:
     """Run the test. `port` 0: any free one. Raises `FusionError` if the broker can't be reached."""
     transport = TcpTransport(membership.credentials)
     started_s = time.monotonic()
-    channel = await transport.dial(membership.broker_addresses, expect=None, stream="control", timeout_s=timeout_s)
+    channel = await membership.broker.dial(transport, timeout_s=timeout_s)
     answered_s = time.monotonic() - started_s
     await channel.close()
     try:
@@ -57,7 +57,7 @@ async def _observed(membership: Membership, transport: TcpTransport, port: int) 
     async def accept(channel: Channel) -> None:
         await channel.receive()
 
-    introductions = Introductions(transport, membership.broker_addresses)
+    introductions = Introductions(transport, membership.broker)
     try:
         listener = await transport.listen(accept, host="0.0.0.0", port=port)
     except UsageError:

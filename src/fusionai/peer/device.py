@@ -150,9 +150,9 @@ class LentDevice:
     ) -> LentDevice:
         """Listen with the device's key. `line`: up- and downlink of this machine; None: measure them first."""
         options = worker.options
-        transport = PeerTransport(membership.credentials, membership.broker_addresses, rates=box.rates)
+        transport = PeerTransport(membership.credentials, membership.broker, rates=box.rates)
         if line is None:
-            line = await measured_links(transport, membership.broker_addresses, box.clock)
+            line = await measured_links(transport, membership.broker, box.clock)
             if line[0] is not UNMEASURED:
                 box.rates.uplink.measured(line[0].bandwidth_bytes_per_s)
         endorsements = carried_endorsements(options.home)
@@ -187,7 +187,7 @@ class LentDevice:
         return device
 
     async def candidates(self) -> tuple[str, ...]:
-        options, brokers = self.worker.options, self.membership.broker_addresses
+        options, brokers = self.worker.options, self.membership.broker.known
         return await candidates(
             self.transport, self.listener, brokers, advertise=options.advertise, relay=options.relay
         )
@@ -207,7 +207,7 @@ class LentDevice:
 
         return Registration(
             self.transport,
-            self.membership.broker_addresses,
+            self.membership.broker,
             boot=time.time_ns(),
             profile=self.profile,
             addresses=self.addresses,

@@ -23,6 +23,7 @@ from fusionai.primitives.errors import FusionError, UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.problem.types import Link, PeerProfile
+from fusionai.transport.broker_addresses import BrokerAddresses
 from fusionai.transport.channels.link import LinkMeasurement, measure_link
 from fusionai.transport.interface import Channel, Transport
 from fusionai.transport.peer_transport import PeerTransport
@@ -64,11 +65,11 @@ def lent_memory_bytes(report: DeviceReport, limit_bytes: int | None, parts: int 
     return min(limit_bytes, spare_bytes) // parts
 
 
-async def measured_links(transport: Transport, brokers: Sequence[str], clock: Clock) -> tuple[Link, Link]:
+async def measured_links(transport: Transport, broker: BrokerAddresses, clock: Clock) -> tuple[Link, Link]:
     """Return uplink and downlink, measured towards the broker, because many access links are asymmetric. If they can't
     be measured, `UNMEASURED` (1 Gbit/s)."""
     try:
-        channel = await transport.dial(brokers, expect=None, stream="tensors")
+        channel = await broker.dial(transport, stream="tensors")
         try:
             found = await measure_link(channel, clock, back=True)
         finally:

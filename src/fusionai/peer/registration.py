@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Final
@@ -19,6 +19,7 @@ import msgspec
 
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError, TrustError, WireError
 from fusionai.scheduling.problem.types import PeerProfile
+from fusionai.transport.broker_addresses import BrokerAddresses
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.enrolment import Membership, renew_if_due
 from fusionai.transport.interface import Remote, Transport
@@ -43,7 +44,7 @@ class Registration:
     of a heartbeat, the job that has this peer."""
 
     transport: Transport
-    brokers: Sequence[str]
+    broker: BrokerAddresses
     _: KW_ONLY
     boot: int
     profile: PeerProfile
@@ -66,12 +67,16 @@ class Registration:
     """Whether the broker must still be notified that this peer drains."""
 
     async def run(self) -> None:
-        """Keep the registration until cancelled. Raises errors that retries can't cure: a refusal, a wrong key."""
+        """Keep the registration until cancelled. Raises errors that retries can't cure: a refusal, a wrong key
+        before the broker was reached for the first time."""
         retry_s = FIRST_RETRY_S
         while True:
             try:
                 await self._session()
-            except (TransportError, WireError) as error:
+            except (TransportError, WireError, TrustError) as error:
+                if isinstance(error, TrustError) and self._known is None:
+                    raise
+                # Later, another machine may have got the address that the broker had.
                 if self._conversation is not None:
                     # The broker had answered, so this is a new absence.
                     retry_s = FIRST_RETRY_S
@@ -81,7 +86,7 @@ class Registration:
             retry_s = min(2 * retry_s, LAST_RETRY_S)
 
     async def _session(self) -> None:
-        channel = await self.transport.dial(self.brokers, expect=None, stream="control")
+        channel = await self.broker.dial(self.transport)
         notices = (wire.LeaveNotice, wire.MeetNotice, wire.RevocationNotice)
         conversation = Conversation(channel, notices=notices, on_notice=partial(self._notice, channel.remote))
         try:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from fusionai.primitives.errors import ChannelClosed, FusionError, RefusedError, TransportError, WireError
 from fusionai.primitives.ids import PeerId, short
+from fusionai.transport.broker_addresses import BrokerAddresses
 from fusionai.transport.channels.framed import refusal
 from fusionai.transport.interface import Channel, Remote, Transport
 from fusionai.wire.messages import Introduced, Meet, Message, Observe, Observed, Refused
@@ -125,11 +126,11 @@ class Introduction:
 
 
 class Introductions:
-    """Asks the broker questions. `transport` dials the broker at one of `brokers`."""
+    """Asks the broker questions. `transport` dials it."""
 
-    def __init__(self, transport: Transport, brokers: Sequence[str]) -> None:
+    def __init__(self, transport: Transport, broker: BrokerAddresses) -> None:
         self._transport = transport
-        self._brokers = tuple(brokers)
+        self._broker = broker
         self._conversation: Conversation | None = None
         self._connecting = asyncio.Lock()
         self._asking = 0
@@ -177,7 +178,7 @@ class Introductions:
     async def _connected(self) -> Conversation:
         async with self._connecting:
             if self._conversation is None or self._conversation.channel.closed:
-                channel = await self._transport.dial(self._brokers, expect=None, stream="control")
+                channel = await self._broker.dial(self._transport)
                 self._conversation = Conversation(channel)
             return self._conversation
 

@@ -13,6 +13,7 @@ import base64
 import binascii
 import hashlib
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from msgspec import Meta
 
 from fusionai.primitives.errors import StorageError, TransportError, TrustError, UsageError, WireError
 from fusionai.primitives.ids import PeerId
+from fusionai.transport.broker_addresses import BrokerAddresses
 from fusionai.transport.channels.framed import refusal
 from fusionai.transport.routes.tcp import TcpTransport
 from fusionai.transport.security.certificates import (
@@ -40,6 +42,10 @@ log = logging.getLogger(__name__)
 
 PREFIX: Final = "fusion1-"
 MAX_LENGTH: Final = 4096
+MAX_TEXT_LENGTH: Final = 2**16
+"""Limit on the characters of a text with an invitation in it."""
+_WORD: Final = re.compile(r"[A-Za-z0-9_-]+")
+MAX_ADDRESSES: Final = 32
 _CHECKSUM_BYTES: Final = 4
 _HINT: Final = "Copy the whole line again, or ask the pool's owner for a new one."
 
@@ -49,7 +55,7 @@ class InvitationContent(msgspec.Struct, frozen=True, array_like=True, forbid_unk
     pool's authority, `token` is the secret that the broker issued."""
 
     pool: Annotated[str, Meta(min_length=1, max_length=64)]
-    addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(min_length=1, max_length=32)]
+    addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(min_length=1, max_length=MAX_ADDRESSES)]
     authority_key: Annotated[bytes, Meta(min_length=32, max_length=32)]
     token: Annotated[bytes, Meta(min_length=16, max_length=64)]
 
@@ -63,25 +69,43 @@ def format_invitation(invitation: InvitationContent) -> str:
 
 
 def parse_invitation(text: str) -> InvitationContent:
-    """Decode an invitation. Raises `UsageError` with the reason; the message never repeats the text, which is a
-    secret."""
-    line = text.strip()
-    if not line.startswith(PREFIX):
+    """Decode an invitation, also with its command, in quotes, wrapped over lines or within other text. Raises
+    `UsageError` with the reason; the message never repeats the text, which is a secret."""
+    if len(text) > MAX_TEXT_LENGTH:
+        raise UsageError(
+            f"expected an invitation in at most {MAX_TEXT_LENGTH} characters, got {len(text)}.", hint=_HINT
+        )
+    _, prefix, after = text.partition(PREFIX)
+    if not prefix:
         raise UsageError(f"expected an invitation starting with {PREFIX!r}, got another text.", hint=_HINT)
-    if len(line) > MAX_LENGTH:
-        raise UsageError(f"expected an invitation of at most {MAX_LENGTH} characters, got {len(line)}.", hint=_HINT)
-    body = line.removeprefix(PREFIX)
-    try:
-        data = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise UsageError("the invitation is cut off or holds characters that are not base64url.", hint=_HINT) from error
-    content, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
-    if _checksum(content) != checksum:
-        raise UsageError("the invitation is cut off or mistyped: its checksum does not match.", hint=_HINT)
+    content = _found(after)
+    if content is None:
+        raise UsageError(
+            f"the invitation is cut off or mistyped: its checksum fits at none of its first {MAX_LENGTH} characters.",
+            hint=_HINT,
+        )
     try:
         return msgspec.msgpack.decode(content, type=InvitationContent)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"the invitation's content can't be decoded: {error}.", hint=_HINT) from error
+
+
+def _found(text: str) -> bytes | None:
+    """Return the content of the invitation that `text` begins with. Words belong to it until its checksum fits: where a
+    line was wrapped can't be seen otherwise."""
+    body = ""
+    for word in _WORD.findall(text):
+        body += word
+        if len(body) > MAX_LENGTH:
+            return None
+        try:
+            data = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
+        except binascii.Error:
+            continue
+        content, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+        if len(data) > _CHECKSUM_BYTES and _checksum(content) == checksum:
+            return content
+    return None
 
 
 def _checksum(data: bytes) -> bytes:
@@ -99,10 +123,22 @@ class Membership:
 
     pool: str
     purpose: Purpose
-    broker_addresses: tuple[str, ...]
+    broker: BrokerAddresses
     credentials: MemberCredentials
     home: Path | None = None
     """Directory that has it; None: it is kept nowhere."""
+
+    def __post_init__(self) -> None:
+        self.broker.authority_key = self.credentials.authority_key
+        self.broker.on_learned = self._keep
+
+    def _keep(self, _: tuple[str, ...]) -> None:
+        """Keep the broker's new address. Raises nothing: this process knows it in any case."""
+        if self.home is not None:
+            try:
+                keep_membership(self.home, self)
+            except StorageError as error:
+                log.warning("the broker's new address could not be kept: %s", error)
 
     @property
     def peer(self) -> PeerId:
@@ -128,16 +164,16 @@ async def enrol(
     answered), `RefusedError` (the token is unknown, used up or expired), `StorageError`."""
     invited = parse_invitation(invitation) if isinstance(invitation, str) else invitation
     transport = TcpTransport(StrangerCredentials(invited.authority_key))
-    return await _join(
-        transport, invited.addresses, invited.authority_key, invited.token, home, purpose, timeout_s=timeout_s
-    )
+    broker = BrokerAddresses(invited.addresses, invited.authority_key)
+    return await _join(transport, broker, invited.token, home, purpose, timeout_s=timeout_s)
 
 
 async def enrol_second_key(machine: Membership, home: Path, purpose: Purpose, *, timeout_s: float = 10.0) -> Membership:
     """Have an additional key of this machine, in `home`, certified by the broker on behalf of its existing membership.
     Raises `TransportError`, `TrustError`, `RefusedError` (too many such keys), `StorageError`."""
-    transport, authority_key = TcpTransport(machine.credentials), machine.credentials.authority_key
-    return await _join(transport, machine.broker_addresses, authority_key, b"", home, purpose, timeout_s=timeout_s)
+    transport = TcpTransport(machine.credentials)
+    broker = BrokerAddresses(machine.broker.known, machine.credentials.authority_key)
+    return await _join(transport, broker, b"", home, purpose, timeout_s=timeout_s)
 
 
 async def further_membership(machine: Membership, home: Path, purpose: Purpose) -> Membership:
@@ -152,8 +188,7 @@ async def further_membership(machine: Membership, home: Path, purpose: Purpose) 
 
 async def _join(
     transport: TcpTransport,
-    addresses: tuple[str, ...],
-    authority_key: bytes,
+    broker: BrokerAddresses,
     token: bytes,
     home: Path,
     purpose: Purpose,
@@ -163,18 +198,16 @@ async def _join(
     """Have the key in `home` certified, check the answer, and store the membership."""
     identity = load_identity(home)
     request = JoinRequest(token=token, public_key=identity.public_key, purpose=purpose)
-    granted = await _ask(transport, addresses, request, timeout_s)
-    credentials = _accepted(granted, authority_key, identity)
-    membership = Membership(pool_of(granted.authority), purpose, addresses, credentials, home)
+    granted = await _ask(transport, broker, request, timeout_s)
+    credentials = _accepted(granted, broker.authority_key, identity)
+    membership = Membership(pool_of(granted.authority), purpose, broker, credentials, home)
     keep_membership(home, membership)
-    credentials.revoked.keep_at(home, authority_key)
+    credentials.revoked.keep_at(home, broker.authority_key)
     return membership
 
 
-async def _ask(
-    transport: TcpTransport, addresses: tuple[str, ...], request: JoinRequest, timeout_s: float
-) -> JoinGranted:
-    channel = await transport.dial(addresses, expect=None, stream="control", timeout_s=timeout_s)
+async def _ask(transport: TcpTransport, broker: BrokerAddresses, request: JoinRequest, timeout_s: float) -> JoinGranted:
+    channel = await broker.dial(transport, timeout_s=timeout_s)
     try:
         async with asyncio.timeout(timeout_s):
             await channel.send(request)
@@ -222,7 +255,7 @@ def keep_membership(home: Path, membership: Membership) -> None:
         schema="fusionai.membership/1",
         pool=membership.pool,
         purpose=membership.purpose,
-        broker_addresses=membership.broker_addresses,
+        broker_addresses=membership.broker.known,
         certificate=membership.credentials.certificate,
         authority=membership.credentials.authority,
     )
@@ -249,7 +282,7 @@ def load_membership(home: Path) -> Membership:
         )
     credentials = MemberCredentials(identity, kept.certificate, kept.authority)
     credentials.revoked.keep_at(home, credentials.authority_key)
-    return Membership(kept.pool, kept.purpose, kept.broker_addresses, credentials, home)
+    return Membership(kept.pool, kept.purpose, BrokerAddresses(kept.broker_addresses), credentials, home)
 
 
 def _accepted(granted: JoinGranted, authority_key: bytes, identity: Identity) -> MemberCredentials:

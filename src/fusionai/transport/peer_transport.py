@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from fusionai.primitives.errors import FusionError, TransportError, UsageError, WireError
 from fusionai.primitives.ids import PeerId, short
+from fusionai.transport.broker_addresses import BrokerAddresses
 from fusionai.transport.channels.framed import Dialling, FramedChannel
 from fusionai.transport.channels.quic import QuicChannel
 from fusionai.transport.channels.uplink import TransferLimits
@@ -32,8 +33,6 @@ from fusionai.transport.routes.addresses import (
     dialable,
     first_to_answer,
     format_address,
-    host_of,
-    is_loopback,
     parse_address,
     port_of,
 )
@@ -152,25 +151,25 @@ QUIC_HEAD_START_S: Final = 1.0
 
 
 class PeerTransport:
-    """Implements `Transport` for a member. `brokers` are the addresses of its pool's brokers. `admits` raises
+    """Implements `Transport` for a member. `broker` says where its pool's broker is. `admits` raises
     `TrustError` for a member that this machine must not dial, whichever plan or message names it. Must be created
     inside an event loop."""
 
     def __init__(
         self,
         credentials: MemberCredentials,
-        brokers: Sequence[str],
+        broker: BrokerAddresses,
         *,
         rates: TransferLimits | None = None,
         admits: Callable[[PeerId], None] = lambda _peer: None,
     ) -> None:
         self._credentials = credentials
         self._admits = admits
-        self._beside_broker = bool(brokers) and is_loopback(host_of(brokers[0]))
+        self._beside_broker = broker.is_beside
         """Whether the broker, and so every member that it saw at a loopback address, is on this machine."""
         rates = rates or TransferLimits()
         self._tcp = TcpTransport(credentials, rates=rates)
-        self._introductions = Introductions(self._tcp, brokers)
+        self._introductions = Introductions(self._tcp, broker)
         self._udp = UdpAcceptor(credentials, self._introductions, rates)
         self._routes = RouteTable()
         self._accept: Accept | None = None

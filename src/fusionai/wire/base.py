@@ -10,8 +10,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION: Final = 8
-OLDEST_PROTOCOL_VERSION: Final = 8
+PROTOCOL_VERSION: Final = 9
+OLDEST_PROTOCOL_VERSION: Final = 9
 
 Name = Annotated[str, Meta(max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -37,6 +37,7 @@ RefusalCode = Literal[
     "protocol_version",
     "not_authorised",
     "bad_invitation",
+    "bad_code",
     "evicted",
     "bad_ticket",
     "expired_ticket",
@@ -57,6 +58,7 @@ REFUSAL_SENTENCES: Final[dict[str, str]] = {
     "protocol_version": "The two sides speak different protocol versions; update the older one.",
     "not_authorised": "This identity may not do that in this pool.",
     "bad_invitation": "The invitation is unknown, used up or expired; ask the broker's owner for a new one.",
+    "bad_code": "The code is wrong or no longer valid; `fusion invite --code` on the broker's machine makes a new one.",
     "evicted": "The pool's owner has sent this machine away.",
     "bad_ticket": "The ticket does not name this peer, job or plan, or its signature does not hold.",
     "expired_ticket": "The ticket has expired or its job is over; the job owner must ask the broker for a new one.",

@@ -21,6 +21,9 @@ MAX_LINKS: Final = 256
 MAX_NEAR: Final = 16
 """Most nearby peers that the broker names to a new member."""
 
+CodeShare = Annotated[bytes, Meta(min_length=33, max_length=33)]
+"""One side's share of a key that both derive from a join code: a side byte and a point of Ed25519."""
+
 
 class Meet(WireMessage, frozen=True, kw_only=True, tag="meet"):
     """A member asks the broker to introduce it to another member that it can't dial."""
@@ -112,6 +115,35 @@ class JoinGranted(WireMessage, frozen=True, kw_only=True, tag="joined"):
     peer: Peer
     certificate: Blob
     authority: Blob
+
+
+class CodeOffer(WireMessage, frozen=True, kw_only=True, tag="code_offer"):
+    """A stranger that was given a code begins the exchange of `transport.security.code_exchange`. Sent on a connection
+    without a client certificate."""
+
+    share: CodeShare
+    """Its share of the key."""
+
+
+class CodeAnswer(WireMessage, frozen=True, kw_only=True, tag="code_answer"):
+    """Answer to `CodeOffer`. It says nothing about the code to a machine that does not know it."""
+
+    share: CodeShare
+    """The broker's share of the key."""
+
+
+class CodeProof(WireMessage, frozen=True, kw_only=True, tag="code_proof"):
+    """The stranger shows that it knows the code."""
+
+    proof: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    """Message authentication code under the exchange's key."""
+
+
+class CodeAccepted(WireMessage, frozen=True, kw_only=True, tag="code_accepted"):
+    """Answer to a right `CodeProof`."""
+
+    sealed: Annotated[bytes, Meta(max_length=3072)]
+    """An invitation for one machine, encrypted and authenticated under the exchange's key."""
 
 
 class Register(WireMessage, frozen=True, kw_only=True, tag="register"):
@@ -294,6 +326,21 @@ class InviteRequest(WireMessage, frozen=True, kw_only=True, tag="invite_request"
 
     uses: Annotated[int, Meta(ge=1, le=100_000)] = 1
     lifetime_s: Seconds = 86_400.0
+
+
+class CodeRequest(WireMessage, frozen=True, kw_only=True, tag="code_request"):
+    """The broker's owner asks for a new join code. An earlier one ends."""
+
+
+class CodeMade(WireMessage, frozen=True, kw_only=True, tag="code_made"):
+    """Answer to `CodeRequest`."""
+
+    code: Annotated[str, Meta(pattern=r"^[0-9]{6}$")]
+    """Six digits, to be typed at the machine that joins."""
+    lifetime_s: Seconds
+    """For how long it is valid."""
+    announced: bool
+    """Whether the broker announces itself, so that machines can find it without an invitation."""
 
 
 class InvitationQuery(WireMessage, frozen=True, kw_only=True, tag="invitation_query"):

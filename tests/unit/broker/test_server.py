@@ -11,6 +11,7 @@ from fusionai.broker.server import Announcement, BrokerOptions, run_broker
 from fusionai.primitives.errors import RefusedError, StorageError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.conversation import Conversation
+from fusionai.transport.discovery import NearbyPool
 from fusionai.transport.enrolment import enrol, load_membership, parse_invitation
 from fusionai.transport.routes.tcp import TcpTransport
 from fusionai.wire.messages import Invited, InviteRequest
@@ -57,10 +58,66 @@ def test_it_announces_where_it_is_and_how_to_come_in(tmp_path: Path):
     assert run_once(options_for(tmp_path / "new", {"invites": False})).invitation == ""
 
 
+class PlayedAnnouncer:
+    """Stands for mDNS."""
+
+    announced: tuple[NearbyPool, ...] = ()
+
+    async def announce(self, pool: NearbyPool, hosts: list[str]) -> None:
+        PlayedAnnouncer.announced += (pool,)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "addresses", "announces"),
+    [
+        ({}, ("tcp://192.168.1.7:4711", "tcp://127.0.0.1:4711"), True),
+        ({"announces": False}, ("tcp://192.168.1.7:4711", "tcp://127.0.0.1:4711"), False),
+        ({}, ("tcp://127.0.0.1:4711",), False),
+    ],
+)
+def test_a_broker_that_others_can_reach_announces_itself_and_shows_a_code(
+    changes: dict[str, object],
+    addresses: tuple[str, ...],
+    announces: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("fusionai.broker.server.Announcer", PlayedAnnouncer)
+    monkeypatch.setattr("fusionai.transport.routes.tcp.candidates", lambda *_: addresses)
+    monkeypatch.setattr(PlayedAnnouncer, "announced", ())
+    first: list[Announcement] = []
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        options = options_for(tmp_path, {"pool": "friends", **changes})
+        opened = asyncio.Event()
+
+        def announce(announcement: Announcement) -> None:
+            first.append(announcement)
+            opened.set()
+
+        running = asyncio.create_task(run_broker(options, announce=announce, stop=stop))
+        await opened.wait()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        stop.set()
+        await running
+
+    asyncio.run(main())
+    assert bool(first[0].code) is announces
+    assert load_membership(tmp_path).broker.known[0] == addresses[0]
+    key = parse_invitation(first[0].invitation).authority_key
+    expected = (NearbyPool("friends", key, addresses[:1], 0),) if announces else ()
+    assert PlayedAnnouncer.announced == expected
+
+
 def test_advertised_addresses_replace_its_own_for_others_but_not_for_this_machine(tmp_path: Path):
     announced = run_once(options_for(tmp_path, {"advertise": ("tcp://pool.example:4711",)}))
     assert parse_invitation(announced.invitation).addresses == ("tcp://pool.example:4711",)
-    own = load_membership(tmp_path).broker_addresses
+    own = load_membership(tmp_path).broker.known
     assert own[0].startswith("tcp://127.0.0.1:")
     assert own[-1] == "tcp://pool.example:4711"
 
@@ -120,7 +177,7 @@ def test_a_named_member_may_invite(tmp_path: Path):
         running = asyncio.create_task(run_broker(given, announce=announce, stop=stop))
         await ready.wait()
         member = await enrol(announced[0].invitation, tmp_path / "member", "owner")
-        channel = await TcpTransport(member.credentials).dial(member.broker_addresses, expect=None, stream="control")
+        channel = await TcpTransport(member.credentials).dial(member.broker.known, expect=None, stream="control")
         talk = Conversation(channel)
         try:
             answer = await talk.ask(InviteRequest())

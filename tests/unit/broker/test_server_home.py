@@ -43,7 +43,7 @@ def test_the_machine_of_the_broker_is_a_member_with_its_rights(tmp_path: Path, m
     with closing(opened(tmp_path)) as home:
         home.keep_own_membership(("tcp://127.0.0.1:1",))
     membership = load_membership(tmp_path)
-    assert (membership.pool, membership.broker_addresses) == (DEFAULT_POOL, ("tcp://127.0.0.1:1",))
+    assert (membership.pool, membership.broker.known) == (DEFAULT_POOL, ("tcp://127.0.0.1:1",))
     assert membership.credentials.role == "broker"
     opened(tmp_path).close()
 

@@ -40,6 +40,10 @@ def test_commands_say_which_file_has_no_invitation(
 def test_the_environment_may_have_the_invitation(
     owner: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    async def nowhere() -> tuple[()]:
+        return ()
+
+    monkeypatch.setattr("fusionai.transport.discovery.nearby_pools", nowhere)
     command = ["join", *(["--owner"] if owner else []), "--home", str(tmp_path / "home")]
     assert main(command) == 2
     assert "has not joined a pool" in capsys.readouterr().err

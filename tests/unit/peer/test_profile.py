@@ -15,6 +15,7 @@ from fusionai.peer.profile import UNMEASURED, lent_memory_bytes, make_profile, m
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import UsageError
 from fusionai.scheduling.problem.types import Link
+from fusionai.transport.broker_addresses import BrokerAddresses
 from fusionai.transport.channels.link import answer_probe
 from fusionai.transport.interface import Channel
 from harness.memory_transport import MemoryNetwork
@@ -34,7 +35,7 @@ def test_a_broker_that_goes_away_while_the_link_is_measured_costs_no_more_than_t
             await channel.close()
 
         broker = await network.transport(peer_id(0), "broker").listen(leave, host="broker", port=0)
-        links = await measured_links(network.transport(peer_id(1)), broker.addresses, SystemClock())
+        links = await measured_links(network.transport(peer_id(1)), BrokerAddresses(broker.addresses), SystemClock())
         assert links == (UNMEASURED, UNMEASURED)
 
     asyncio.run(body())

@@ -14,6 +14,7 @@ from fusionai.peer.registration import Registration
 from fusionai.primitives.errors import FusionError, RefusedError, StorageError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import PeerProfile
+from fusionai.transport.broker_addresses import BrokerAddresses
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 from harness.memory_transport import MemoryNetwork
@@ -88,7 +89,7 @@ async def registering(script: Script) -> AsyncIterator[asyncio.Task[None]]:
     listener = await network.transport(BROKER, "broker").listen(script.accept, host="broker", port=1)
     peer = Registration(
         network.transport(PEER, "member"),
-        ["memory://broker:1"],
+        BrokerAddresses(("memory://broker:1",)),
         boot=1,
         profile=PeerProfile(peer=PEER, flops_per_s=1e9, memory_bytes=1),
         addresses=(),

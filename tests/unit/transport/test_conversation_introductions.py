@@ -9,6 +9,7 @@ import pytest
 from fusionai.primitives.errors import RefusedError, TransportError, WireError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport import conversation as introductions
+from fusionai.transport.broker_addresses import BrokerAddresses
 from fusionai.transport.conversation import Introductions
 from fusionai.transport.interface import Channel, Listener
 from fusionai.wire.messages import Done, Introduced, Meet, Message, Observe, Observed, Refused
@@ -33,7 +34,7 @@ class Broker:
 async def opened(broker: Broker) -> tuple[Introductions, Listener]:
     network = MemoryNetwork()
     listener = await network.transport(BROKER, "broker").listen(broker.accept, host="broker", port=1)
-    return Introductions(network.transport(ME), listener.addresses), listener
+    return Introductions(network.transport(ME), BrokerAddresses(listener.addresses)), listener
 
 
 def test_one_conversation_for_all_questions():
@@ -97,7 +98,7 @@ def test_a_broker_that_says_nothing_is_not_waited_for(monkeypatch: pytest.Monkey
 
         network = MemoryNetwork()
         listener = await network.transport(BROKER, "broker").listen(silent, host="broker", port=1)
-        asking = Introductions(network.transport(ME), listener.addresses)
+        asking = Introductions(network.transport(ME), BrokerAddresses(listener.addresses))
         with pytest.raises(TransportError, match="did not answer"):
             await asking.ask(OTHER)
         await asking.close()

@@ -19,6 +19,7 @@ from fusionai.primitives.errors import (
     UsageError,
     WireError,
 )
+from fusionai.transport.broker_addresses import BrokerAddresses
 from fusionai.transport.enrolment import (
     MEMBERSHIP_FILE,
     InvitationContent,
@@ -184,7 +185,7 @@ def test_a_member_gets_a_second_key_without_an_invitation(pool, tmp_path: Path):
 
         door = await TcpTransport(pool.credentials("broker", "broker")).listen(accept, host="127.0.0.1", port=0)
         machine = load_membership(home)
-        machine = Membership(machine.pool, machine.purpose, door.addresses, machine.credentials)
+        machine = Membership(machine.pool, machine.purpose, BrokerAddresses(door.addresses), machine.credentials)
         second = await enrol_second_key(machine, second_home, "owner")
         assert second.peer == load_identity(second_home).peer != machine.peer
         assert load_membership(second_home) == second

@@ -29,6 +29,27 @@ def test_an_invitation_survives():
     assert not set(text) & set(" /+=\"'$")
 
 
+@pytest.mark.parametrize(
+    "pasted",
+    [
+        "fusion join {}",
+        "$ fusion join '{}'",
+        'Please run "fusion join {}" on your machine, then tell me.',
+        "  fusion join {}\n\nPress Ctrl-C to close the pool.\n",
+        "`{}`",
+        "\u201c{}\u201d.",
+        "> {}\n> and be quick",
+    ],
+)
+@pytest.mark.parametrize("width", [0, 1, 40, 80])
+def test_an_invitation_is_found_in_what_was_pasted(pasted: str, width: int):
+    text = format_invitation(INVITATION)
+    if width:
+        at = max(width, len(PREFIX))
+        text = "\n".join([text[:at], *(text[begin : begin + width] for begin in range(at, len(text), width))])
+    assert parse_invitation(pasted.format(text)) == INVITATION
+
+
 def test_no_prefix_of_an_invitation_is_one():
     text = format_invitation(INVITATION)
     for length in range(len(text)):
@@ -54,7 +75,8 @@ def test_every_changed_character_is_noticed():
         ("fusion1-ab cd", "cut off"),
         ("fusion1-äöü", "cut off"),
         ("fusion1-abcd/efg", "cut off"),
-        ("fusion1-" + "A" * 5000, "at most 4096"),
+        ("fusion1-" + "A" * 5000, "first 4096 characters"),
+        ("fusion1-" + "A" * 70_000, "at most 65536 characters"),
         (spell("text"), "can't be decoded"),
         (spell(["friends", [], bytes(32), bytes(16)]), "can't be decoded"),
         (spell(["friends", ["tcp://x:1"], bytes(31), bytes(16)]), "can't be decoded"),

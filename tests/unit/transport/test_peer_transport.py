@@ -14,6 +14,7 @@ from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import TransportError, TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport import peer_transport
+from fusionai.transport.broker_addresses import BrokerAddresses
 from fusionai.transport.interface import Channel
 from fusionai.transport.peer_transport import PeerTransport
 from fusionai.transport.routes.relay import Relay
@@ -87,8 +88,8 @@ def play(pool: Any) -> Callable[[Callable[[Stand], Coroutine[Any, Any, None]]], 
             stand.broker, host="127.0.0.1", port=0, strangers=True, relay=stand.relay
         )
         stand.place = ("127.0.0.1", int(door.addresses[0].rpartition(":")[2]))
-        stand.a = PeerTransport(pool.credentials("a"), door.addresses)
-        stand.b = PeerTransport(pool.credentials("b"), door.addresses)
+        stand.a = PeerTransport(pool.credentials("a"), BrokerAddresses(door.addresses))
+        stand.b = PeerTransport(pool.credentials("b"), BrokerAddresses(door.addresses))
         stand.listener = await stand.b.listen(stand.accept, host="127.0.0.1", port=0)
         try:
             yield stand

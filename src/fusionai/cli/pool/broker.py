@@ -6,6 +6,8 @@ evict` sends a member away.
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,12 +19,14 @@ from fusionai.cli import console
 from fusionai.cli import options as flags
 from fusionai.cli.options import attributes, write_json
 from fusionai.cli.running import lifeline_option, run_until_stopped
+from fusionai.coordination.broker.join_code import CODE_LIFETIME_S
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId, short
 from fusionai.primitives.units import format_seconds, parse_rate_limit_bytes_per_s
 from fusionai.transport.security.trust import parse_key
 
 if TYPE_CHECKING:
+    from fusionai.broker.server import Announcement
     from fusionai.client.pool.session import PoolMember, PoolSession
     from fusionai.wire.messages import InvitationView
 
@@ -63,6 +67,12 @@ ID_CHARACTERS: Final = 12
     "100Mbit",
 )
 @click.option(
+    "--announce/--no-announce",
+    default=True,
+    show_default=True,
+    help="Announce the pool's name, key and addresses in the local network (mDNS), so that machines there find it.",
+)
+@click.option(
     "--trusted-only",
     "trusted_only",
     multiple=True,
@@ -91,6 +101,7 @@ def broker(
     rest_after: int,
     relay: bool,
     relay_limit: float,
+    announce: bool,
     trusted_only: tuple[str, ...],
     trust_file: Path | None,
     lifeline: bool,
@@ -100,7 +111,7 @@ def broker(
     """Run the broker of a pool until Ctrl-C. Prints its addresses and, at its first start, an invitation. Restarted
     with the same --home it is the same pool: members reconnect by themselves, and running jobs continue while the
     broker is away."""
-    from fusionai.broker.server import DEFAULT_PORT, Announcement, BrokerOptions, run_broker
+    from fusionai.broker.server import DEFAULT_PORT, BrokerOptions, run_broker
 
     options = BrokerOptions(
         home=home,
@@ -115,26 +126,37 @@ def broker(
         relay_bytes_per_s=relay_limit if relay else None,
         trusted_keys=frozenset(parse_key(text) for text in trusted_only),
         trust_file=trust_file,
+        announces=announce,
     )
 
     def opened(pool: Announcement) -> None:
-        write_json(json_file, "broker", attributes(pool, "pool peer addresses invitation healed"), is_secret=True)
-        for line in pool.healed:
-            console.line(f"Repaired: {line}")
-        console.line(f"Pool {pool.pool} is open; broker {short(pool.peer)}.")
-        if pool.members or pool.jobs:
-            console.line(f"Restored: {pool.members} members, {pool.jobs} jobs.")
-        if trusted_only or trust_file is not None:
-            console.line("Only machines whose keys are endorsed by a trusted signing key may join to lend themselves.")
-        console.line(f"Reachable at {', '.join(pool.addresses)}")
-        if pool.invitation:
-            _print_invitation(pool.invitation, uses, lifetime)
-        else:
-            console.line("`fusion invite` makes an invitation for further machines.")
-        console.line("Press Ctrl-C to close the pool.")
+        figures = attributes(pool, "pool peer addresses invitation code fingerprint healed")
+        write_json(json_file, "broker", figures, is_secret=True)
+        _say_open(pool, uses, lifetime, endorsed=bool(trusted_only) or trust_file is not None)
 
-    run_until_stopped(lambda stop: run_broker(options, announce=opened, stop=stop), lifeline=lifeline)
+    run_until_stopped(
+        lambda stop: run_broker(options, announce=opened, stop=stop, notice=console.line), lifeline=lifeline
+    )
     console.line("The pool is closed; run `fusion broker` again to reopen it.")
+
+
+def _say_open(pool: Announcement, uses: int, lifetime_s: float, *, endorsed: bool) -> None:
+    """Print what a broker's owner needs. `endorsed`: only machines with endorsed keys may lend themselves."""
+    for line in pool.healed:
+        console.line(f"Repaired: {line}")
+    console.line(f"Pool {pool.pool} is open; broker {short(pool.peer)}, key of the pool {pool.fingerprint}.")
+    if pool.members or pool.jobs:
+        console.line(f"Restored: {pool.members} members, {pool.jobs} jobs.")
+    if endorsed:
+        console.line("Only machines whose keys are endorsed by a trusted signing key may join to lend themselves.")
+    console.line(f"Reachable at {', '.join(pool.addresses)}")
+    if pool.invitation:
+        _print_invitation(pool.invitation, uses, lifetime_s)
+        if pool.code:
+            _print_code(pool.code, CODE_LIFETIME_S)
+    else:
+        console.line("`fusion invite` makes an invitation for further machines, `fusion invite --code` a code.")
+    console.line("Press Ctrl-C to close the pool.")
 
 
 @click.command()
@@ -146,14 +168,36 @@ def broker(
     help="Withdraw an invitation; --list shows its id. Machines that have joined with it stay: `fusion evict` sends "
     "them away.",
 )
+@click.option(
+    "--code",
+    "by_code",
+    is_flag=True,
+    help="Print a six-digit code instead, with which one machine in the same network can join within 10 minutes. An "
+    "earlier code ends.",
+)
+@click.option("--qr", is_flag=True, help="Also print the invitation as a QR code.")
 @flags.home_option
 @flags.json_option
-def invite(uses: int, lifetime: float, listing: bool, revoke: str | None, home: Path, json_file: Path | None) -> None:
+def invite(
+    uses: int,
+    lifetime: float,
+    listing: bool,
+    revoke: str | None,
+    by_code: bool,
+    qr: bool,
+    home: Path,
+    json_file: Path | None,
+) -> None:
     """Print a new invitation to the pool whose broker runs on this machine. Keep it secret: it lets machines join."""
     from fusionai.cli.pool.session import in_pool
 
-    if listing and revoke is not None:
-        raise UsageError("--list shows invitations and --revoke withdraws one: give one of them.")
+    if listing + (revoke is not None) + by_code + qr > 1:
+        raise UsageError(
+            "--list shows invitations, --revoke withdraws one, --code and --qr make one: give one of these flags."
+        )
+    if by_code:
+        _make_code(home, json_file)
+        return
     if listing:
         _list_invitations(in_pool(home, lambda session: session.invitations()), json_file)
         return
@@ -167,6 +211,36 @@ def invite(uses: int, lifetime: float, listing: bool, revoke: str | None, home: 
     figures = {"invitation": invitation, "uses": uses, "lifetime_s": lifetime}
     write_json(json_file, "invite", figures, is_secret=True)
     _print_invitation(invitation, uses, lifetime)
+    if qr:
+        console.line(_as_qr(invitation))
+
+
+def _make_code(home: Path, json_file: Path | None) -> None:
+    from fusionai.cli.pool.session import in_pool
+
+    made = in_pool(home, lambda session: session.make_code())
+    write_json(json_file, "code", {"code": made.code, "lifetime_s": made.lifetime_s}, is_secret=True)
+    _print_code(made.code, made.lifetime_s)
+    if not made.announced:
+        console.warning("the broker does not announce itself, so that no machine can find it to use the code.")
+
+
+def _as_qr(invitation: str) -> str:
+    """Return a QR code of the invitation, drawn with block characters. Raises `UsageError` if standard output has
+    none."""
+    import segno
+
+    drawn = io.StringIO()
+    segno.make(invitation, error="l").terminal(drawn, compact=True)
+    text = drawn.getvalue().rstrip("\n")
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"a QR code needs block characters, and this terminal's encoding, {sys.stdout.encoding}, has none.",
+            hint="Set PYTHONIOENCODING=utf-8, or use the printed invitation.",
+        ) from error
+    return text
 
 
 def _list_invitations(found: Sequence[InvitationView], json_file: Path | None) -> None:
@@ -226,3 +300,8 @@ def _print_invitation(invitation: str, uses: int, lifetime_s: float) -> None:
     machines = "one machine" if uses == 1 else f"{uses} machines"
     console.line(f"Invitation for {machines}, valid for {format_seconds(lifetime_s)}; keep it secret:")
     console.line(f"  fusion join {invitation}")
+
+
+def _print_code(code: str, lifetime_s: float) -> None:
+    console.line(f"Code for one machine in this network, valid for {format_seconds(lifetime_s)}; it asks for it:")
+    console.line(f"  fusion join    (code {code[:3]} {code[3:]})")

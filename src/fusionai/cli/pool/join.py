@@ -17,9 +17,11 @@ from fusionai.backends.registry import BACKENDS
 from fusionai.cli import console
 from fusionai.cli import options as flags
 from fusionai.cli.options import write_json
+from fusionai.cli.pool.nearby import invitation_from_nearby, join_code
 from fusionai.cli.pool.remembered import RememberingCommand, added_flags, remember
 from fusionai.cli.running import lifeline_option, run, run_until_stopped
 from fusionai.primitives import environment
+from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limit_bytes_per_s, parse_share
@@ -56,7 +58,15 @@ _REMEMBERED: Final = frozenset(
 
 
 @click.command(cls=RememberingCommand, remembered=_REMEMBERED)
-@click.argument("invitation", metavar="[INVITE]", required=False, callback=flags.converted(flags.secret_text))
+@click.argument("invitation", metavar="[INVITE]", nargs=-1, callback=flags.converted(flags.secret_text))
+@click.option("--pool", metavar="NAME", help="Without INVITE: join this pool of the local network, by its name or key.")
+@click.option(
+    "--code",
+    metavar="CODE",
+    callback=flags.converted(lambda text: join_code(flags.secret_text(text))),
+    help="Without INVITE: the six digits that the broker shows. - reads them from standard input, @FILE from a file.  "
+    "[default: ask for them]",
+)
 @click.option("--owner", is_flag=True, help="Only run jobs from this machine; don't lend it.")
 @flags.choice_option(
     "--backend",
@@ -140,7 +150,9 @@ _REMEMBERED: Final = frozenset(
 @click.pass_context
 def join(
     context: click.Context,
-    invitation: str | None,
+    invitation: tuple[str, ...],
+    pool: str | None,
+    code: str | None,
     owner: bool,
     fresh: bool,
     schedule: tuple[str, ...],
@@ -150,13 +162,13 @@ def join(
     json_file: Path | None,
     **lent: Any,
 ) -> None:
-    """Join a pool with an invitation and lend this machine until Ctrl-C. INVITE is needed only the first time. `-`
-    reads it from standard input, `@FILE` from a file, and without it FUSION_INVITE is used: lists of processes, which
-    all users see, don't show it then. Later calls lend the machine as before, unless flags say otherwise."""
-    if invitation is None and not _has_joined(home, as_owner=owner):
-        invitation = environment.invitation()
+    """Join a pool and lend this machine until Ctrl-C. INVITE is needed only the first time. `-` reads it from standard
+    input, `@FILE` from a file, and without it FUSION_INVITE is used: lists of processes, which all users see, don't
+    show it then. Without any of them, pools in the local network are listed, and the six-digit code is asked for that
+    the broker shows. Later calls lend the machine as before, unless flags say otherwise."""
+    invited = _invited(invitation, pool, code, home, as_owner=owner)
     if owner:
-        _become_owner(invitation, home)
+        _become_owner(invited, home)
         return
     del fresh  # the command's class reads it
     if added := added_flags(context):
@@ -170,7 +182,7 @@ def join(
         console.note("The first start measures this machine for a minute or two; the result is kept for a week.")
     options = PeerOptions(
         home=home,
-        invitation=invitation,
+        invitation=invited,
         schedule=parse_schedule(schedule) if schedule else None,
         advertise=addresses,
         **lent,
@@ -194,6 +206,22 @@ def join(
 
     run_until_stopped(lambda stop: run_peer(options, announce=ready, stop=stop, notice=notice), lifeline=lifeline)
     console.line("Left the pool.")
+
+
+def _invited(given: tuple[str, ...], pool: str | None, code: str | None, home: Path, *, as_owner: bool) -> str | None:
+    """Return the invitation to join with; None if the membership in `home` is meant. An invitation that was pasted with
+    its command or in pieces comes as several arguments."""
+    nearby = pool is not None or code is not None
+    if given:
+        if nearby:
+            raise UsageError("--pool and --code find a pool without INVITE: leave either them or INVITE out.")
+        return " ".join(given)
+    if not nearby:
+        if _has_joined(home, as_owner=as_owner):
+            return None
+        if (kept := environment.invitation()) is not None:
+            return kept
+    return invitation_from_nearby(pool, code)
 
 
 def _has_joined(home: Path, *, as_owner: bool) -> bool:

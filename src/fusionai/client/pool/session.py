@@ -110,7 +110,7 @@ class PoolSession:
         self._trust = trust
         self.transport = PeerTransport(
             membership.credentials,
-            membership.broker_addresses,
+            membership.broker,
             admits=_nobody if trust is None else trust.check,
         )
         self._on_stop = on_stop
@@ -167,6 +167,10 @@ class PoolSession:
     async def invite(self, *, uses: int, lifetime_s: float) -> str:
         return (await self._ask(wire.InviteRequest(uses=uses, lifetime_s=lifetime_s), wire.Invited)).invitation
 
+    async def make_code(self) -> wire.CodeMade:
+        """Have the broker make a six-digit code, with which one machine nearby can join."""
+        return await self._ask(wire.CodeRequest(), wire.CodeMade)
+
     async def request(self, job: JobId, title: str, plan: Plan, steps: int) -> Deployment:
         """Have the broker adopt a plan of version 0, or get new tickets for the plan in force. Raises `RefusedError` if
         a peer of the plan is taken, gone or not trusted, or another plan is in force, and the caller should plan again;
@@ -211,7 +215,7 @@ class PoolSession:
         """Return the open connection; connect if there is none."""
         async with self._connecting:
             if self._conversation is None or self._conversation.channel.closed:
-                channel = await self.transport.dial(self.membership.broker_addresses, expect=None, stream="control")
+                channel = await self.membership.broker.dial(self.transport)
                 self._conversation = Conversation(
                     channel, notices=(wire.StopNotice, wire.RevocationNotice), on_notice=self._notice
                 )

@@ -17,7 +17,7 @@ from fusionai.coordination.broker import assignment, events, presence, requests
 from fusionai.coordination.broker.membership import Invitation
 from fusionai.coordination.broker.pool import EVICTED_KEPT_S
 from fusionai.coordination.broker.requests import REASON_LENGTH, Answer, Refusal
-from fusionai.coordination.broker.state import BrokerState, Decision
+from fusionai.coordination.broker.state import BrokerRules, BrokerState, Decision
 from fusionai.coordination.broker.transaction import Transaction
 from fusionai.coordination.machine import ForbiddenTransition
 from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId, short
@@ -75,9 +75,14 @@ def vouch(turn: Transaction, request: requests.Vouch) -> None:
     turn.commands.append(requests.Certify(request.peer))
 
 
-def invite(turn: Transaction, request: requests.Invite) -> None:
-    if request.sender != turn.rules.broker and request.sender not in turn.rules.inviters:
+def check_inviter(rules: BrokerRules, peer: PeerId) -> None:
+    """Raise `Refusal` for a member that may not let others in."""
+    if peer != rules.broker and peer not in rules.inviters:
         raise Refusal("not_authorised", "Only the broker's owner and members it named may invite.")
+
+
+def invite(turn: Transaction, request: requests.Invite) -> None:
+    check_inviter(turn.rules, request.sender)
     in_date = sum(one.expires_at_s > turn.wall_s for one in turn.pool.invitations.values())
     if in_date >= turn.rules.max_invitations:
         raise Refusal("busy", f"{in_date} invitations are out already; wait until some expire.")

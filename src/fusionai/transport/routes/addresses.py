@@ -103,6 +103,15 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" if address is None else address.is_loopback
 
 
+def is_near(host: str) -> bool:
+    """Return whether `host` is an address of a network that this machine is in, or of one that is no part of the
+    internet. Loopback and link-local addresses are not: they name another machine on every machine."""
+    address = ip_of(host)
+    if address is None or not is_dialable(host, beside=False):
+        return False
+    return any(address in network for network in (*_NEAR, *own_networks()))
+
+
 def port_of(addresses: Sequence[str]) -> int:
     """The port of the first `tcp://` address; 0 if there is none."""
     return next((target[1] for address in addresses if (target := parse_address(address)) is not None), 0)

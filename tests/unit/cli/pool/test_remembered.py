@@ -33,7 +33,7 @@ def test_flags_hold_until_they_are_given_anew(tmp_path: Path) -> None:
 def test_what_concerns_one_call_is_not_remembered(tmp_path: Path) -> None:
     called(tmp_path, "--measure", "--json", str(tmp_path / "out.json"), "an-invitation")
     _, given = called(tmp_path)
-    assert (given["measure"], given["json_file"], given["invitation"]) == (False, None, None)
+    assert (given["measure"], given["json_file"], given["invitation"]) == (False, None, ())
 
 
 def test_fresh_forgets(tmp_path: Path) -> None:
