@@ -166,9 +166,9 @@ def join(
     input, `@FILE` from a file, and without it FUSION_INVITE is used: lists of processes, which all users see, don't
     show it then. Without any of them, pools in the local network are listed, and the six-digit code is asked for that
     the broker shows. Later calls lend the machine as before, unless flags say otherwise."""
-    invited = _invited(invitation, pool, code, home, as_owner=owner)
+    shown = invited(invitation, pool, code, home, as_owner=owner)
     if owner:
-        _become_owner(invited, home)
+        _become_owner(shown, home)
         return
     del fresh  # the command's class reads it
     if added := added_flags(context):
@@ -182,7 +182,7 @@ def join(
         console.note("The first start measures this machine for a minute or two; the result is kept for a week.")
     options = PeerOptions(
         home=home,
-        invitation=invited,
+        invitation=shown,
         schedule=parse_schedule(schedule) if schedule else None,
         advertise=addresses,
         **lent,
@@ -208,7 +208,7 @@ def join(
     console.line("Left the pool.")
 
 
-def _invited(given: tuple[str, ...], pool: str | None, code: str | None, home: Path, *, as_owner: bool) -> str | None:
+def invited(given: tuple[str, ...], pool: str | None, code: str | None, home: Path, *, as_owner: bool) -> str | None:
     """Return the invitation to join with; None if the membership in `home` is meant. An invitation that was pasted with
     its command or in pieces comes as several arguments."""
     nearby = pool is not None or code is not None

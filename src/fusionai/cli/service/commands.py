@@ -17,7 +17,7 @@ import click
 
 from fusionai.cli import console
 from fusionai.cli.main import COMMANDS
-from fusionai.cli.options import converted, json_option, number_option, write_json
+from fusionai.cli.options import converted, given_options, json_option, number_option, write_json, written_option
 from fusionai.cli.running import run_until_stopped
 from fusionai.cli.service.managers import ServiceManager, manager_here
 from fusionai.cli.service.supervisor import Service, ServiceFiles, ServiceState, installed, supervise
@@ -96,17 +96,34 @@ def _checked(context: click.Context, command: str, arguments: list[str]) -> tupl
     variables = environment.of_services()
     if parsed.params.get("owner"):
         raise UsageError("`fusion join --owner` ends by itself: run it once, without a service.")
-    invitation = parsed.params.get("invitation") or (environment.invitation() if command == "join" else None)
-    if not invitation:
-        return arguments, variables
-    if command != "join":
+    if command == "join":
+        return _without_secrets(target, parsed, arguments, variables)
+    if parsed.params.get("invitation"):
         raise UsageError(
             "an invitation among a service's arguments would be seen by all users.",
             hint="Run `fusion join --owner INVITE` once, then install the service without --invite.",
         )
-    variables["FUSION_INVITE"] = invitation
-    written, _, _ = target.make_parser(parsed).parse_args([*arguments])
-    return [word for word in arguments if word != written.get("invitation")], variables
+    return arguments, variables
+
+
+def _without_secrets(
+    target: click.Command, parsed: click.Context, arguments: list[str], variables: dict[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments of `fusion join` without invitation, pool and code. A code is good once and now, so that the
+    invitation for it is fetched here."""
+    from fusionai.cli.pool.join import invited
+
+    given, pool, code = (parsed.params[name] for name in ("invitation", "pool", "code"))
+    if given or pool or code or sys.stdin.isatty():
+        invitation = invited(given, pool, code, parsed.params["home"], as_owner=False)
+    else:
+        invitation = environment.invitation()
+    if invitation is not None:
+        variables["FUSION_INVITE"] = invitation
+    options = {option.name: option for option in target.params if isinstance(option, click.Option)}
+    written = given_options(target, parsed, arguments)
+    kept = {name: value for name, value in written.items() if name not in ("pool", "code")}
+    return [text for name, value in kept.items() for text in written_option(options[name], value)], variables
 
 
 def _supervising(name: str) -> tuple[str, ...]:

@@ -110,6 +110,17 @@ def test_an_invitation_is_never_an_argument_of_a_process(
     assert "fusion join --owner" in capsys.readouterr().err
 
 
+def test_a_code_is_exchanged_at_once_and_not_kept(
+    manager: RememberingManager, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fusionai.cli.pool.join.invitation_from_nearby", lambda pool, code: f"for {pool} {code}")
+    assert main(["service", "install", "join", "--code=123456", "--pause-when-busy", "--pool", "den"]) == 0
+    kept = ServiceFiles("join").read()
+    assert kept.arguments == ("join", "--pause-when-busy")
+    assert kept.variables["FUSION_INVITE"] == "for den 123456"
+    assert "123456" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
