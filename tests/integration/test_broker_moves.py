@@ -16,7 +16,7 @@ from fusionai.broker.server import Announcement, BrokerOptions, run_broker
 from fusionai.client.pool.session import PoolSession
 from fusionai.peer import registration
 from fusionai.peer.registration import Registration
-from fusionai.primitives.errors import TrustError
+from fusionai.primitives.errors import TransportError
 from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.discovery import NearbyPool
 from fusionai.transport.enrolment import Membership, enrol, load_membership, parse_invitation
@@ -94,7 +94,7 @@ async def test_members_and_owners_find_a_broker_that_has_moved(tmp_path: Path, m
     port = int(first.addresses[0].rpartition(":")[2])
     liar = await TcpTransport(evil.credentials("broker", "broker")).listen(accept, host="127.0.0.1", port=port)
     around.append(NearbyPool("pool", invitation.authority_key, liar.addresses))
-    with pytest.raises(TrustError):
+    with pytest.raises(TransportError, match="another machine answers where the broker was"):
         await session.pool()
 
     async with broker(tmp_path / "broker", monkeypatch) as second:

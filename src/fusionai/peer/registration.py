@@ -67,16 +67,12 @@ class Registration:
     """Whether the broker must still be notified that this peer drains."""
 
     async def run(self) -> None:
-        """Keep the registration until cancelled. Raises errors that retries can't cure: a refusal, a wrong key
-        before the broker was reached for the first time."""
+        """Keep the registration until cancelled. Raises errors that retries can't cure: a refusal, a wrong key."""
         retry_s = FIRST_RETRY_S
         while True:
             try:
                 await self._session()
-            except (TransportError, WireError, TrustError) as error:
-                if isinstance(error, TrustError) and self._known is None:
-                    raise
-                # Later, another machine may have got the address that the broker had.
+            except (TransportError, WireError) as error:
                 if self._conversation is not None:
                     # The broker had answered, so this is a new absence.
                     retry_s = FIRST_RETRY_S

@@ -46,6 +46,7 @@ class BrokerAddresses:
     find: Callable[[bytes], Awaitable[tuple[NearbyPool, ...]]] = field(
         default=_announced_pool, compare=False, repr=False
     )
+    _reached: bool = field(default=False, init=False, compare=False, repr=False)
 
     @property
     def is_beside(self) -> bool:
@@ -53,7 +54,18 @@ class BrokerAddresses:
         return bool(self.known) and is_loopback(host_of(self.known[0]))
 
     async def dial(self, transport: Transport, *, stream: Stream = "control", timeout_s: float = 10.0) -> Channel:
-        """Return a connection to the broker. Raises as `Transport.dial`, for the known addresses."""
+        """Return a connection to the broker. Raises as `Transport.dial`, for the known addresses. Once the broker was
+        reached, another machine at its address is no `TrustError`: it may have got the address that the broker had."""
+        try:
+            channel = await self._dial(transport, stream, timeout_s)
+        except TrustError as error:
+            if not self._reached:
+                raise
+            raise TransportError(f"another machine answers where the broker was: {error.message}") from error
+        self._reached = True
+        return channel
+
+    async def _dial(self, transport: Transport, stream: Stream, timeout_s: float) -> Channel:
         known = asyncio.create_task(transport.dial(self.known, expect=None, stream=stream, timeout_s=timeout_s))
         tried = [known]
         channel: Channel | None = None
