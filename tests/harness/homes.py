@@ -104,6 +104,13 @@ class Homes:
         process.communicate()
         self._router(address, home, kind)
 
+    def readdress(self, machine: str, address: str) -> None:
+        """Give a machine another address in its home, as a router may do when it assigns addresses anew."""
+        self._ip(machine, "addr", "flush", "dev", "eth0")
+        self._ip(machine, "addr", "add", f"{address}/24", "dev", "eth0")
+        gateway = address.rpartition(".")[0] + ".1"
+        self._ip(machine, "route", "replace", "default", "via", gateway)
+
     def _home(self, number: int, home: str, kind: str) -> None:
         self._space(home)
         self._ip(home, "link", "add", "br0", "type", "bridge")

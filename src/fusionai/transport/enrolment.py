@@ -271,7 +271,7 @@ def load_membership(home: Path) -> Membership:
     if kept is None:
         raise UsageError(
             f"this machine has not joined a pool (there is no {path}).",
-            hint="Ask a pool's owner for an invitation and join with it.",
+            hint="`fusion join` finds pools in the local network. Elsewhere, ask a pool's owner for an invitation.",
         )
     identity = load_identity(home)
     certified = verify_certificate(kept.certificate, authority_key_of(kept.authority), now_wall_s=time.time())

@@ -166,9 +166,8 @@ def join(
     input, `@FILE` from a file, and without it FUSION_INVITE is used: lists of processes, which all users see, don't
     show it then. Without any of them, pools in the local network are listed, and the six-digit code is asked for that
     the broker shows. Later calls lend the machine as before, unless flags say otherwise."""
-    shown = invited(invitation, pool, code, home, as_owner=owner)
     if owner:
-        _become_owner(shown, home)
+        _become_owner(invited(invitation, pool, code, home, as_owner=True), home)
         return
     del fresh  # the command's class reads it
     if added := added_flags(context):
@@ -180,10 +179,11 @@ def join(
 
     if lent["measure"] or not (home / MEASUREMENT).exists():
         console.note("The first start measures this machine for a minute or two; the result is kept for a week.")
+    lent_when = parse_schedule(schedule) if schedule else None
     options = PeerOptions(
         home=home,
-        invitation=shown,
-        schedule=parse_schedule(schedule) if schedule else None,
+        invitation=invited(invitation, pool, code, home, as_owner=False),
+        schedule=lent_when,
         advertise=addresses,
         **lent,
     )

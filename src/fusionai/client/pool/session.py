@@ -52,7 +52,7 @@ async def owner_membership(home: Path, invitation: str | None) -> Membership:
         return kept
     raise UsageError(
         f"this machine has not joined a pool (there is no {home / MEMBERSHIP_FILE}).",
-        hint="Pass --invite INVITE, or join a pool first: fusion join INVITE.",
+        hint="Pass --invite INVITE, or join a pool first: `fusion join --owner` finds those in the local network.",
     )
 
 
