@@ -19,7 +19,7 @@ import pytest
 
 from fusionai.client.serving.hosts import ModelProgram, ModelUnavailable
 from fusionai.gateway.config import GatewayConfig, KeyRing, RequestLimits
-from fusionai.gateway.front import Front
+from fusionai.gateway.front import SMALL_BYTES, Front
 from fusionai.serving.model_text import ModelText
 from harness.gateway_stand import LIMIT_S, Stand, chat, gateway_stand, listening, until
 from harness.scripted_engine import ScriptedEngine
@@ -100,6 +100,20 @@ def test_requests_reach_the_model_that_they_name(text: ModelText) -> None:
             assert streamed.rstrip().endswith("data: [DONE]")
             assert front.hosts.running == 0
             assert front.hosts.used == ["small", "large", "large", "large"]
+
+    asyncio.run(scenario())
+
+
+def test_a_form_reaches_the_model_that_it_names(text: ModelText) -> None:
+    """The model's own gateway answers it, here with a refusal."""
+
+    async def scenario() -> None:
+        async with front_stand(text) as front, httpx.AsyncClient(base_url=front.url, timeout=LIMIT_S) as http:
+            front.hosts.gate.set()
+            sound = {"file": ("a.wav", bytes(SMALL_BYTES))}
+            answer = await http.post("/v1/audio/transcriptions", data={"model": "large"}, files=sound)
+            assert "`large` gives no texts of speech" in answer.json()["error"]["message"]
+            assert front.hosts.used == ["large"]
 
     asyncio.run(scenario())
 

@@ -27,6 +27,7 @@ from fusionai.capture.models.adapter import AdapterSlots, located
 from fusionai.capture.models.build import Adapters, Built, build
 from fusionai.capture.models.conversion import left_out
 from fusionai.capture.models.images import AXES, has_axes, holder_of, take_images
+from fusionai.capture.models.seq2seq import attention_layers, has_places, is_decoding, take_source
 from fusionai.capture.models.source import ModelSource
 from fusionai.capture.models.state import CapturedState, Checkpoint, group, index_checkpoint
 from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs, model_inputs
@@ -119,10 +120,11 @@ def capture(source: ModelSource, **options: Unpack[CaptureOptions]) -> Captured:
     """Capture `source` with its loss as a validated graph, for every batch and sequence size in the ranges (inclusive;
     by default up to 64 rows of 2048 tokens).
 
-    With `adapter`, only the adapter's parameters are trainable. `images`: the graph also takes rows of
-    images. `own_attention`: keep transformers' own attention, which no cache can serve. `whole`: trace every repeated
-    layer instead of copying one, which takes longer and gives the same graph. Raises `ModelError` if the model can't be
-    built, traced or expressed in the IR; the error names the operation, its place and a remedy.
+    With `adapter`, only the adapter's parameters are trainable. `images`: the graph also takes rows of images, or of
+    the model's own encoder, behind which its decoder reads. `own_attention`: keep transformers' own attention, which no
+    cache can serve. `whole`: trace every repeated layer instead of copying one, which takes longer and gives the same
+    graph. Raises `ModelError` if the model can't be built, traced or expressed in the IR; the error names the
+    operation, its place and a remedy.
     """
     made = draft(source, **options)
     if made.unsupported:
@@ -193,12 +195,13 @@ def _inputs(
 def _with_images(
     module: nn.Module, specs: tuple[InputSpec, ...], names: tuple[str, ...]
 ) -> tuple[tuple[InputSpec, ...], tuple[str, ...]]:
-    """Make `module` take rows of images, and return its inputs with them."""
-    width, added = take_images(module)
+    """Make `module` take rows of images, or of its own encoder, and return its inputs with them."""
+    by_encoder = bool(getattr(module.config, "is_encoder_decoder", False))
+    width, added = (take_source(module), 0) if by_encoder else take_images(module)
     specs = (*specs, InputSpec(IMAGE_ROWS, (BATCH, SEQUENCE, width), torch.float32))
     if added:
         specs = (*specs, InputSpec(LAYER_ROWS, (BATCH, SEQUENCE, added), torch.float32))
-    if has_axes(module):
+    if has_places(module) if by_encoder else has_axes(module):
         specs = tuple(spec for spec in specs if spec.name != POSITIONS)
         specs = (*specs, InputSpec(AXIS_POSITIONS, (BATCH, SEQUENCE, AXES), torch.int64))
         names = tuple(name for name in names if name != POSITIONS)
@@ -411,6 +414,8 @@ def _attention_layers(built: Built, graph: Graph, carrying: int) -> int:
             node.op == "fusion.attention" or "softmax" in node.op.replace("log_softmax", "") or "scaled_dot" in node.op
             for node in graph.nodes
         )
+    if is_decoding(built.module):
+        return attention_layers(built.module)
     config = built.huggingface.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if isinstance(kinds, list | tuple):
@@ -421,6 +426,8 @@ def _attention_layers(built: Built, graph: Graph, carrying: int) -> int:
 def _longest_sequence(built: Built) -> int | None:
     """Return how many positions the model has learned embeddings for, or its attention sees; None for other models,
     which have no limit. Where padding has a row of its own in the table (RoBERTa), positions begin behind it."""
+    if is_decoding(built.module):  # positions of text are counted behind the encoder's rows
+        return None
     positions = [
         child.num_embeddings - (0 if child.padding_idx is None else child.padding_idx + 1)
         for name, child in built.module.named_modules()

@@ -15,9 +15,11 @@ from typing import Any, Final
 import torch
 
 from fusionai.capture.capture import Captured, capture
+from fusionai.capture.checking.shrinking import reduced
 from fusionai.capture.models.build import Adapters
 from fusionai.capture.models.huggingface import resolve
 from fusionai.capture.models.image_processor import NoImages
+from fusionai.capture.models.seq2seq import require_equal
 from fusionai.capture.models.source import (
     Architecture,
     CodeSource,
@@ -31,13 +33,19 @@ from fusionai.capture.models.source import (
 from fusionai.capture.tasks import ROWS, TOKENS, ExampleInput
 from fusionai.capture.tracing.export import LongestApart
 from fusionai.ir.serving import BATCH, SEQUENCE, TOKEN_TYPES
-from fusionai.primitives.errors import ModelError
+from fusionai.primitives.errors import GraphError, ModelError
 
 LONGEST_PASS: Final = 2048
 """Most positions per pass for which the graph of a causal model is captured (chosen), unless the model has a lower
 limit."""
 LONGEST_TEXT: Final = 8192
 """Most positions of a text for which the graph of an encoder is captured (chosen): the limit of today's long ones."""
+SMALL_LAYERS: Final = 2
+"""Layers of the copy on which an encoder-decoder model is tried (chosen)."""
+SMALL_DIVISOR: Final = 4
+"""Divisor of its widths and heads (chosen)."""
+_SMALL_TOKENS: Final = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+"""Special tokens of that copy, within its small vocabulary."""
 SENTENCE_MODULES: Final = "modules.json"
 """File that lists the modules of a model of sentence-transformers."""
 
@@ -46,6 +54,8 @@ def capture_served(source: ModelSource, adapter: Adapters | None = None, *, imag
     """Capture `source` for `ir.serving.serving_graph`; with `images`, as it is, to take rows of images. Raises
     `ModelError` with the reason if it can't be captured, `NoImages` if it can't be with images."""
     architecture = "causal_lm" if images else serving_architecture(source)
+    if architecture == "seq2seq_lm":
+        return _seq2seq(replace(source, architecture=architecture), adapter)
     if isinstance(source, CodeSource | FactorySource) or architecture == "causal_lm":
         try:
             return _causal(source, LONGEST_PASS, adapter, images=images)
@@ -75,6 +85,33 @@ def _causal(source: ModelSource, longest: int, adapter: Adapters | None, *, imag
     return capture(source, batch=(1, 2), sequence=(1, longest), train=False, adapter=adapter, images=images).as_filed()
 
 
+def _seq2seq(source: ModelSource, adapter: Adapters | None) -> Captured:
+    """Capture the decoder of an encoder-decoder model, behind the rows of its encoder. Raises `NoDecoder`."""
+    assert isinstance(source, ConfigSource | DirectorySource | HubSource)
+    if adapter is not None:
+        raise ModelError(
+            "adapters are served with causal language models only, and this model has an encoder before its decoder.",
+            hint="Merge the adapter into the model's weights, and serve the result.",
+        )
+    found = resolve(source)
+    fields = {**reduced(found.config.to_dict(), SMALL_LAYERS, SMALL_DIVISOR), **_SMALL_TOKENS}
+    small = replace(found, config=type(found.config).from_dict(fields), weights=())
+    require_equal(small, type(found.config).__name__.removesuffix("Config"))
+    return _causal(source, LONGEST_PASS, None, images=True)
+
+
+def decoder_words(source: ModelSource) -> str | None:
+    """Say how an encoder-decoder model is served, or why it is not; None for other models."""
+    if isinstance(source, CodeSource | FactorySource | GgufSource) or serving_architecture(source) != "seq2seq_lm":
+        return None
+    try:
+        captured = capture_served(source)
+    except (ModelError, GraphError) as error:
+        return f"Not served: {error}"
+    how = "from caches" if captured.attention_nodes == captured.attention_layers else "anew for every token"
+    return f"Served with its encoder on the job owner's machine; the decoder on the pool computes {how}."
+
+
 def _with_own_attention(source: ModelSource, adapter: Adapters | None, reason: ModelError) -> Captured:
     """Capture a model that can't have the semantic attention, which `reason` says. It is computed anew for every token.
     Raises `reason` if that fails too."""
@@ -100,7 +137,9 @@ def serving_architecture(source: ModelSource) -> Architecture:
         return "classification"
     if named.endswith("EncoderModel"):
         return "text_encoder"
-    if named.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) or found.is_encoder_decoder:
+    if found.is_encoder_decoder and not named.endswith("ForCausalLM"):
+        return "seq2seq_lm"
+    if named.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
         return "causal_lm"
     directory = source.path if isinstance(source, DirectorySource) else None
     return "plain" if _attends_both_ways(found) or _for_sentences(directory) else "causal_lm"

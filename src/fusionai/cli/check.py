@@ -50,20 +50,24 @@ def check(model: str, task: Task, lora: int | None, operators: bool, compare: bo
         from fusionai.capture.checking import check as capture_check
         from fusionai.capture.models.adapter import Lora
         from fusionai.capture.models.source import architecture_of, parse_source
+        from fusionai.capture.served import decoder_words
 
     adapter = None if lora is None else Lora(lora, 2.0 * lora)
+    source = parse_source(model, architecture_of(task))
     report = capture_check.check(
-        parse_source(model, architecture_of(task)),
+        source,
         task=task,
         adapter=adapter,
         compare=console.note if compare else None,
     )
     write_json(json_file, "check", {**msgspec.to_builtins(report), "cached_serving": report.cached_serving})
-    _show(report, task, every_operator=operators)
+    decoder = decoder_words(source) if task in ("causal_lm", "seq2seq_lm") else None
+    _show(report, task, decoder, every_operator=operators)
     return 0 if report.ok else 1
 
 
-def _show(report: CheckReport, task: Task, *, every_operator: bool) -> None:
+def _show(report: CheckReport, task: Task, decoder: str | None, *, every_operator: bool) -> None:
+    """Print the report. `decoder`: how an encoder-decoder model is served."""
     console.line(
         f"{console.printable(report.model)}: {format_count(report.parameters)} parameters "
         f"({format_bytes(report.parameter_bytes)}), {sum(report.operators.values())} calls of {len(report.operators)} "
@@ -95,11 +99,15 @@ def _show(report: CheckReport, task: Task, *, every_operator: bool) -> None:
         console.line(f"NOT compared: {console.printable(report.not_compared)}")
     if report.ok:
         served = " and served from caches" if report.cached_serving else " and served, without caches"
-        console.line(f"Supported: the model can be trained on a pool{served if task == 'causal_lm' else ''}.")
+        console.line(
+            f"Supported: the model can be trained on a pool{served if task == 'causal_lm' and not decoder else ''}."
+        )
     else:
         console.line(
             "Not supported: replace the unsupported parts of the model, or add the operator (CONTRIBUTING.md)."
         )
+    if decoder is not None:
+        console.line(console.printable(decoder))
 
 
 def _block_rows(blocks: tuple[BlockReport, ...]) -> Iterator[tuple[str, str, str, str]]:

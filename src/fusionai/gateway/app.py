@@ -21,12 +21,15 @@ from starlette.types import Receive, Scope, Send
 import fusionai
 from fusionai.gateway.admission import AdmissionMiddleware
 from fusionai.gateway.answers import ChatCompletion, Completion, ModelCard, ModelList
+from fusionai.gateway.audio import AudioEndpoint
+from fusionai.gateway.audio_bodies import SpeechReport, SpeechRequest, SpeechText
 from fusionai.gateway.chat import ChatEndpoint
 from fusionai.gateway.completions import CompletionEndpoint
 from fusionai.gateway.config import GatewayConfig
 from fusionai.gateway.context import GatewayContext, json_response
 from fusionai.gateway.embeddings import EmbeddingEndpoint
 from fusionai.gateway.errors import AnthropicError, ApiError, ErrorAnswer, OllamaError, error_handlers
+from fusionai.gateway.forms import MULTIPART
 from fusionai.gateway.message_bodies import MessageAnswer, MessageRequest, TokenCount, TokenCountRequest
 from fusionai.gateway.messages import MessagesEndpoint
 from fusionai.gateway.metrics import CONTENT_TYPE, Metrics
@@ -87,6 +90,9 @@ _FORMS: Final = (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    SpeechRequest,
+    SpeechText,
+    SpeechReport,
     RerankRequest,
     ScoreRequest,
     LoadAdapterRequest,
@@ -150,6 +156,8 @@ def description(version: str, *, has_keys: bool) -> dict[str, Any]:
             "/v1/chat/completions": {"post": _post("chat", "Continue a conversation.", ChatRequest, ChatCompletion)},
             "/v1/completions": {"post": _post("completions", "Continue a text.", CompletionRequest, Completion)},
             **_text_paths(),
+            "/v1/audio/transcriptions": {"post": _spoken("transcriptions", "Write down speech.")},
+            "/v1/audio/translations": {"post": _spoken("translations", "Write down speech in English.")},
             "/v1/responses": {"post": _post("responses", "Continue a conversation.", ResponsesRequest, ResponseObject)},
             "/v1/responses/input_tokens": {
                 "post": _post("input_tokens", "Count a prompt's tokens.", ResponsesRequest, InputTokenCount)
@@ -205,6 +213,16 @@ def _text_paths() -> dict[str, Any]:
     }
     scores = _post("score", "Score pairs of texts.", ScoreRequest, ScoreList)
     return {"/v1/embeddings": {"post": vectors}, **ranks, "/v1/score": {"post": scores}}
+
+
+def _spoken(name: str, summary: str) -> dict[str, Any]:
+    """Return the operation of a path that hears speech."""
+    operation = _post(name, summary, SpeechRequest, SpeechText)
+    operation["requestBody"]["content"] = {MULTIPART: {"schema": _reference(SpeechRequest)}}
+    answers = operation["responses"]["200"]["content"]
+    answers["application/json"] = {"schema": {"anyOf": [_reference(SpeechText), _reference(SpeechReport)]}}
+    answers |= {"text/plain": {}, "text/vtt": {}}
+    return operation
 
 
 def _path_parameter(name: str) -> dict[str, Any]:
@@ -306,12 +324,15 @@ def make_app(
 def _routes(context: GatewayContext, metrics: Metrics) -> list[BaseRoute]:
     models, status = ModelEndpoint(context), StatusEndpoint(context, metrics)
     chat = ChatEndpoint(context)
+    audio = AudioEndpoint(context)
     messages = MessagesEndpoint(context, chat)
     responses = ResponsesEndpoint(context, chat)
     ollama = OllamaEndpoint(context, chat)
     ranks = RerankEndpoint(context)
     return [
         Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
+        Route("/v1/audio/transcriptions", audio.transcriptions, methods=["POST"]),
+        Route("/v1/audio/translations", audio.translations, methods=["POST"]),
         Route("/v1/responses", responses.responses, methods=["POST"]),
         Route("/v1/responses/input_tokens", responses.input_tokens, methods=["POST"]),
         Route("/v1/responses/{response_id}", responses.response),

@@ -28,6 +28,7 @@ from fusionai.gateway.requests import (
     NamedChoice,
     plain,
 )
+from fusionai.gateway.sources import chat_text, read_source
 from fusionai.gateway.streaming import while_connected
 from fusionai.gateway.structured import enforced_form
 from fusionai.primitives.errors import UsageError
@@ -47,6 +48,8 @@ class ChatPrompt:
 
     tokens: tuple[int, ...]
     images: tuple[PlacedImage, ...]
+    start: tuple[int, ...] = ()
+    """Its last tokens, which a decoder behind an encoder begins with."""
 
 
 class ChatEndpoint:
@@ -81,6 +84,10 @@ class ChatEndpoint:
         _check_depth(body, context.config.limits.template_depth)
         await context.check_length(_texts((messages, offered, body.chat_template_kwargs)), "messages")
         images = await read_images(context, body.messages, scope)
+        if text.source is not None:
+            source = await context.off_loop(text.text_tokens, chat_text(messages))
+            asked = await read_source(context, source, scope, "messages")
+            return ChatPrompt(asked.tokens, asked.images, asked.start)
         tokens = await context.off_loop(
             text.chat_tokens, messages, tools=offered, variables=self._variables(body, tools), images=images
         )
@@ -96,7 +103,7 @@ class ChatEndpoint:
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise invalid("Give `max_completion_tokens` or the older `max_tokens`, not both.", "max_tokens")
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        room = context.room_for(len(prompt), asked, at_most, "messages")
+        room = context.room_for(len(prompt), asked, at_most, "messages", start=len(asked_for.start))
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid("`top_logprobs` needs `logprobs: true`.", "top_logprobs")
         shared, stops = context.generation(request, body)
@@ -107,6 +114,7 @@ class ChatEndpoint:
         choices: list[Choice] = []
         for index in range(count):
             constraint = None if form is None else await context.constraint(form, free)
+            constraint = context.ruled(asked_for.start, constraint)
             choices.append(
                 Choice(
                     index=index,

@@ -17,9 +17,11 @@ from starlette.responses import Response
 from fusionai.gateway import answers
 from fusionai.gateway.chunks import ChunkForm
 from fusionai.gateway.context import GatewayContext, Heading, numbered
+from fusionai.gateway.errors import invalid
 from fusionai.gateway.generation import AnswerLogprob, Choice, Delta, PromptProcessed
 from fusionai.gateway.prompts import prompts_of
 from fusionai.gateway.requests import CompletionRequest
+from fusionai.gateway.sources import SourcePrompt, read_source
 from fusionai.gateway.streaming import while_connected
 from fusionai.gateway.structured import enforced_form
 from fusionai.serving.interface import PromptRead, TokenLogprob
@@ -62,18 +64,29 @@ class CompletionEndpoint:
         form = enforced_form(body)
         choices: list[Choice] = []
         echoes: list[_Echo | None] = []
-        for number, prompt in enumerate(prompts):
-            room = context.room_for(len(prompt), body.max_tokens, _DEFAULT_TOKENS, "prompt")
+        if text.source is not None and body.echo:
+            raise invalid("`echo`: the encoder reads the prompt, so there is nothing to repeat.", "echo")
+        for number, given in enumerate(prompts):
+            asked = await self._prompt(request, given)
+            prompt, default = asked.tokens, _DEFAULT_TOKENS if text.source is None else None
+            room = context.room_for(len(prompt), body.max_tokens, default, "prompt", start=len(asked.start))
             echo = await context.off_loop(self._echo, prompt) if body.echo else None
             with_prompt = echo is not None and body.logprobs is not None
             for index in range(number * each, (number + 1) * each):
                 constraint = None if form is None else await context.constraint(form)
                 generation = numbered(shared, index, prompt, room, logprobs=body.logprobs, prompt_logprobs=with_prompt)
-                generation = replace(generation, constraint=constraint)
-                decoder = text.decoder(stops=stops, after=prompt)
+                constraint = context.ruled(asked.start, constraint)
+                generation = replace(generation, constraint=constraint, images=asked.images)
+                decoder = text.decoder(stops=stops, after=() if asked.images else prompt)
                 choices.append(Choice(index, number, generation, decoder, keeps=None if room else 0))
                 echoes.append(echo)
         return choices, echoes
+
+    async def _prompt(self, request: Request, tokens: tuple[int, ...]) -> SourcePrompt:
+        """Return the prompt that the model reads for the tokens of a text."""
+        if self._context.text.source is None:
+            return SourcePrompt(tokens, (), ())
+        return await read_source(self._context, tokens, request.state.holder.scope, "prompt")
 
     def _echo(self, prompt: Sequence[int]) -> _Echo:
         decoder = self._context.text.decoder()

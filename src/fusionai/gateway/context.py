@@ -40,11 +40,13 @@ _WORDS: Final[Mapping[Gift, str]] = {
     "tokens": "text",
     "vectors": "vectors of texts",
     "scores": "scores of pairs of texts",
+    "speech": "texts of speech",
 }
 _PATHS: Final[Mapping[Gift, str]] = {
     "tokens": "`/v1/chat/completions`",
     "vectors": "`/v1/embeddings`",
     "scores": "`/v1/rerank`, `/v1/score`",
+    "speech": "`/v1/audio/transcriptions`",
 }
 """Where requests for each of these go."""
 _SEEDS: Final = 2**63
@@ -106,7 +108,7 @@ class GatewayContext:
         loader: AdapterLoader | None = None,
     ) -> None:
         limits = config.limits
-        if text.images is not None:
+        if text.images is not None or (text.source is not None and text.source.speech is not None):
             limits = replace(limits, body_bytes=limits.image_body_bytes)
         self.config = replace(config, limits=limits)
         self.engine = engine
@@ -149,7 +151,7 @@ class GatewayContext:
         that `kind` lacks. `any_type`: its `Content-Type` does not matter. `gift`: what the model must give."""
         self.check_ready()
         if gift is not None:
-            self._check_gives(gift)
+            self.check_gives(gift)
         ignored = None if self.config.is_strict else request.state.ignored
         return await read(request, kind, self.config.limits, others, ignored, any_type=any_type)
 
@@ -175,8 +177,12 @@ class GatewayContext:
             message = f"The model is not ready ({status.state}{f': {status.detail}' if status.detail else ''})."
             raise ApiError(503, message, code="not_ready", retry_after_s=2.0)
 
-    def _check_gives(self, gift: Gift) -> None:
+    def check_gives(self, gift: Gift) -> None:
+        """Check that the model gives what a request asks for."""
+        source = self.text.source
         gives = GIFTS[self.engine.purpose]
+        if source is not None:
+            gives = ("tokens",) if source.speech is None else ("speech",)
         if gift not in gives:
             paths = ", ".join(f"{_WORDS[one]} ({_PATHS[one]})" for one in gives)
             message = f"The model `{self.config.model}` gives no {_WORDS[gift]}. It gives {paths}."
@@ -208,10 +214,18 @@ class GatewayContext:
             raise invalid(f"The request asks for {n * prompts} generations; at most {most} are allowed.", "n")
         return n * prompts
 
-    def room_for(self, prompt: int, asked: int | None, default: int | None, param: str) -> int:
-        """Return the largest number of tokens of the answer, which with the prompt must fit into the context."""
+    def room_for(self, prompt: int, asked: int | None, default: int | None, param: str, start: int = 0) -> int:
+        """Return the largest number of tokens of the answer, which with the prompt must fit into the context. `start`:
+        tokens of the prompt that a decoder behind an encoder begins with."""
         room = self.engine.context_tokens - prompt
         wanted = default if asked is None else asked
+        if self.text.source is not None:
+            places = self.text.source.room(start)
+            room = room if places is None else min(room, places)
+            wanted = self.text.source.length(start) if wanted is None else wanted
+            if places is not None and asked is not None and asked > places:
+                message = f"The model's decoder has places for {places} tokens of an answer, not for {asked}."
+                raise ApiError(400, message, code="context_length_exceeded", param=param)
         if room < 1 or (asked is not None and asked > room):
             message = (
                 f"The model's limit is {self.engine.context_tokens} tokens for prompt and answer; the prompt has "
@@ -271,6 +285,13 @@ class GatewayContext:
                 )
             compiled = await self._compiler.compile(form)
         return compiled if thinking is None else ThinkingFirst(compiled, thinking, vocabulary=self.engine.vocabulary)
+
+    def ruled(self, start: Sequence[int], inner: Constraint | None) -> Constraint | None:
+        """Return the constraint `inner` together with the rules of a decoder that begins with `start`."""
+        source = self.text.source
+        if source is None:
+            return inner
+        return source.constraint(start, self.engine.vocabulary, self.stop_tokens, inner)
 
     async def reply(self, request: Request, choices: list[Choice], form: AnswerForm, *, is_stream: bool) -> Response:
         """Start the generations and answer: with a stream, or with the whole answer once it is there."""

@@ -34,6 +34,7 @@ from fusionai.gateway.app import description
 from fusionai.gateway.config import GatewayConfig
 from fusionai.gateway.context import json_response
 from fusionai.gateway.errors import ApiError, ClientGone, error_handlers, no_such_model
+from fusionai.gateway.forms import is_form, parts_of
 from fusionai.gateway.metrics import CONTENT_TYPE, HttpMetrics
 from fusionai.gateway.ollama import TAG, version
 from fusionai.gateway.pages import page_routes
@@ -213,7 +214,9 @@ class _Forwarder:
         name = None
         if request.method == "POST":
             # All streams would wait while a long body is read.
-            name = _model_of(body) if len(body) < SMALL_BYTES else await asyncio.to_thread(_model_of, body)
+            kind = request.headers.get("content-type", "")
+            small = len(body) < SMALL_BYTES
+            name = _model_of(body, kind) if small else await asyncio.to_thread(_model_of, body, kind)
         if name is None:
             async with AsyncExitStack() as stack:
                 await self._relay(await self._sent(request, body, self._last(), stack), passage)
@@ -305,12 +308,14 @@ def _abort(scope: Scope) -> None:
         abort()
 
 
-def _model_of(body: bytes) -> str | None:
-    """Return the model that a request names; None if its body is not such a request, which the model's own gateway then
-    explains."""
+def _model_of(body: bytes, content_type: str) -> str | None:
+    """Return the model that a request names, in JSON or in a form; None if its body is not such a request, which the
+    model's own gateway then explains."""
     try:
+        if is_form(content_type):
+            return next((part.text for part in parts_of(body, content_type) if part.name == "model"), None)
         return msgspec.json.decode(body, type=_Named).model
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ApiError):
         return None
 
 

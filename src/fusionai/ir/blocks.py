@@ -26,10 +26,10 @@ from typing import Final
 
 import msgspec
 
-from fusionai.ir.graph import cheap_nodes, consumers, nodes_by_block, producers, reads, renamed
+from fusionai.ir.graph import cheap_nodes, consumers, needed_nodes, nodes_by_block, producers, reads, renamed
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, Node, ParamSpec, Ref, ValueSpec
-from fusionai.ir.serving import COPY, LOGITS
+from fusionai.ir.serving import COPY, IMAGE_ROWS, LOGITS
 from fusionai.primitives.tensors import tensor_bytes
 
 LABELS: Final = "labels"
@@ -66,8 +66,18 @@ def assign_blocks(graph: Graph) -> Graph:
                 break
         else:
             break
-    nodes = tuple(msgspec.structs.replace(node, block=found[node.id]) for node in graph.nodes)
+    first = _in_front(graph)
+    nodes = tuple(
+        msgspec.structs.replace(node, block=0 if node.id in first else found[node.id]) for node in graph.nodes
+    )
     return msgspec.structs.replace(graph, nodes=nodes)
+
+
+def _in_front(graph: Graph) -> frozenset[int]:
+    """Return the ids of nodes that put rows in the place of embeddings, and of what they need: with the embedding they
+    stay where the tokens are, also if the first layer does it."""
+    putting = [value for node in graph.nodes if IMAGE_ROWS in reads(node) for value in node.outputs]
+    return frozenset(node.id for node in needed_nodes(graph, putting))
 
 
 def _numbered(graph: Graph, loss: frozenset[int], cheap: frozenset[int], layer_of: dict[int, int]) -> dict[int, int]:

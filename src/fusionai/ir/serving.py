@@ -77,7 +77,8 @@ def serving_graph(graph: Graph) -> Graph:
         if row_dimension(plain, plain.outputs[LOGITS]) is None:
             return _with_own_tables(plain)
         plain = _without_identities(by_positions(plain))
-        return msgspec.structs.replace(plain, outputs={**plain.outputs, HIDDEN: _hidden(plain)})
+        plain = plain if serves_from_caches(plain) else _with_own_tables(plain)
+        return _with_head_operand(msgspec.structs.replace(plain, outputs={**plain.outputs, HIDDEN: _hidden(plain)}))
     made = next((name for name in (LAST_STATES, HIDDEN) if name in graph.outputs), None)
     if made is None or row_dimension(graph, graph.outputs[made]) != 1:
         raise GraphError(
@@ -132,17 +133,26 @@ def _plain(graph: Graph, *outputs: str) -> Graph:
 def _with_tail(graph: Graph) -> Graph:
     """Add a last block that only passes the hidden states on. It is the part of an encoder that stays with the job
     owner, so that all layers can run on other machines, and it needs only the rows that vectors are made of."""
+    return _passed_on(graph, 1 + max(node.block for node in graph.nodes))
+
+
+def _with_head_operand(graph: Graph) -> Graph:
+    """Let the head's block pass its operand on if a layer makes it, as in models without a norm behind the last layer:
+    outputs come from the last stage alone."""
+    made_by = producers(graph)
+    makers = [made_by.get(graph.outputs[name]) for name in (HIDDEN, LOGITS)]
+    before, head = (None if node is None else node.block for node in makers)
+    return graph if before is None or head is None or before == head else _passed_on(graph, head)
+
+
+def _passed_on(graph: Graph, block: int) -> Graph:
+    """Let `block` pass the hidden states on."""
     made = graph.outputs[HIDDEN]
     passed = f"{made}:tail"
-    tail = Node(
-        id=1 + max(node.id for node in graph.nodes),
-        op=COPY,
-        args=(Ref(made),),
-        outputs=(passed,),
-        block=1 + max(node.block for node in graph.nodes),
-    )
+    tail = Node(id=1 + max(node.id for node in graph.nodes), op=COPY, args=(Ref(made),), outputs=(passed,), block=block)
     values = {**graph.values, passed: graph.values[made]}
-    return msgspec.structs.replace(graph, nodes=(*graph.nodes, tail), values=values, outputs={HIDDEN: passed})
+    outputs = {**graph.outputs, HIDDEN: passed}
+    return msgspec.structs.replace(graph, nodes=(*graph.nodes, tail), values=values, outputs=outputs)
 
 
 def _with_own_tables(graph: Graph) -> Graph:

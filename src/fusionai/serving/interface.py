@@ -69,7 +69,7 @@ class Constraint(Protocol):
         ...
 
 
-Gift = Literal["tokens", "vectors", "scores"]
+Gift = Literal["tokens", "vectors", "scores", "speech"]
 GIFTS: Final[Mapping[Purpose, tuple[Gift, ...]]] = {
     "generate": ("tokens", "vectors"),
     "embed": ("vectors",),

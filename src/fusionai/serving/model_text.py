@@ -24,6 +24,7 @@ from fusionai.serving.reasoning import (
     with_one_analysis,
 )
 from fusionai.serving.sentences import NO_FILES, SentenceFiles
+from fusionai.serving.sources import Source
 from fusionai.serving.text import Decoder, Tokenizer, read_json
 from fusionai.serving.thinking_first import FreeThinking
 from fusionai.serving.tools import ToolForm, tool_form
@@ -50,6 +51,8 @@ class ModelText:
     """What the model's files for sentence-transformers say."""
     images: ImageReader | None = None
     """Reads images for the model; None if it reads text only."""
+    source: Source | None = None
+    """What the encoder reads before the decoder answers; None for a model without an encoder."""
 
     @classmethod
     def load(cls, directory: Path) -> ModelText:
@@ -72,7 +75,7 @@ class ModelText:
     @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings of every chat; without a template the model would continue with the next speaker's text."""
-        return PLAIN_STOPS if self.template.is_plain else ()
+        return PLAIN_STOPS if self.template.is_plain and self.source is None else ()
 
     def chat_tokens(
         self,

@@ -126,8 +126,9 @@ def take_images(module: nn.Module) -> tuple[int, int]:
 
 
 def holder_of(module: nn.Module) -> Holder | None:
-    """Return the holder of the module's rows; None for a module that takes no images."""
-    return next((child.holder for child in module.modules() if isinstance(child, _Taking)), None)
+    """Return the holder of the rows that the module takes in place of embeddings; None for one that takes none."""
+    found = (getattr(child, "holder", None) for child in module.modules())
+    return next((holder for holder in found if isinstance(holder, Holder)), None)
 
 
 def has_axes(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,44 @@ class MaskRule:
         """Return a part of the mask [b, 1, s, s] as a tensor, true where a key is seen, for a model that cuts it."""
         batch, length = self.sizes
         return (_masked(torch.zeros(batch, 1, length, length), self) == 0)[place]
+
+
+class RowsAndText(Protocol):
+    """A sequence of an encoder's rows and of text. `is_row`: [b, s, 1], where the rows are."""
+
+    is_row: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hiding:
+    """Which keys of a sequence an attention does not see: the encoder's rows (`rows`), or all others."""
+
+    sequence: RowsAndText
+    rows: bool
+
+
+_HIDDEN: Final = -30_000.0
+"""Added to the scores of hidden keys, before they are scaled. Every format of a cache can hold it, and its exponential
+is 0 also after scaling by the root of the largest heads' widths."""
+_COLUMNS: Final = 16
+"""Floats in a cache line: keys that are a multiple of it wide are read fastest."""
+
+
+def _with_hidden(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, rule: MaskRule
+) -> tuple[torch.Tensor, torch.Tensor, MaskRule]:
+    """Return query and key with further columns, whose product hides keys, and the rule of such attention; what was
+    given for a module that hides nothing."""
+    hiding: Hiding | None = getattr(module, "hiding", None)
+    if hiding is None:
+        return query, key, rule
+    is_row = hiding.sequence.is_row
+    assert is_row is not None
+    count = _COLUMNS - key.shape[-1] % _COLUMNS
+    hidden = torch.where(is_row if hiding.rows else ~is_row, _HIDDEN, 0.0)[:, None].to(key.dtype)
+    of_key = hidden.expand(*key.shape[:3], count)
+    of_query = torch.ones_like(hidden).expand(*query.shape[:3], count)
+    return torch.cat([query, of_query], -1), torch.cat([key, of_key], -1), MaskRule(causal=True)
 
 
 @torch.library.custom_op("fusion::attention", mutates_args=())
@@ -153,20 +191,22 @@ def attention_forward(
             own = attention_mask if attention_mask.is_floating_point() else _added(attention_mask, query.dtype)
             position_bias = own if position_bias is None else position_bias + own
             rule = MaskRule(causal=False)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, rule = _with_hidden(module, query, key, rule)
     if position_bias is not None:
         if softcap is not None or s_aux is not None:
             raise ModelError(
                 f"{type(module).__name__} has an attention bias and a softcap or sinks, which no operator combines.",
                 hint="Choose a model that has only one of them.",
             )
-        return _with_bias(module, query, key, value, position_bias, rule, scaling, dropout), None
+        return _with_bias(module, query, key, value, position_bias, rule, scale, dropout), None
     result = attention(
         query,
         key,
         value,
         s_aux,
         rule.key_mask,
-        float(scaling if scaling is not None else query.shape[-1] ** -0.5),
+        float(scale),
         rule.causal,
         rule.window,
         None if softcap is None else float(softcap),
@@ -190,10 +230,9 @@ def _with_bias(
     value: torch.Tensor,
     bias: torch.Tensor,
     rule: MaskRule,
-    scaling: float | None,
+    scale: float,
     dropout: float,
 ) -> torch.Tensor:
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = query @ _shared(query, key).transpose(-1, -2) * scale + bias
     weights = F.softmax(_masked(scores, rule), dim=-1)
     weights = F.dropout(weights, p=dropout, training=module.training)

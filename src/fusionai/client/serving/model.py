@@ -27,10 +27,12 @@ from fusionai.capture.models.build import build
 from fusionai.capture.models.eagle import EagleFiles
 from fusionai.capture.models.huggingface import has_image_input, model_directory
 from fusionai.capture.models.images import ImageEncoder, NoImages
+from fusionai.capture.models.seq2seq import is_decoding
 from fusionai.capture.models.source import DirectorySource, HubSource
 from fusionai.capture.models.state import rounding
 from fusionai.capture.served import LONGEST_PASS, capture_served
 from fusionai.capture.tracing.attention import SEEN_WHOLE
+from fusionai.client.serving.encoders import with_source
 from fusionai.client.serving.names import CHECKPOINTS, model_name, source_of
 from fusionai.ir.cost import EMBEDDING, WeightFormat
 from fusionai.ir.packed import packed_bytes
@@ -42,6 +44,7 @@ from fusionai.primitives.errors import GraphError, ModelError
 from fusionai.serving.images import ImageMarks, ImageReader
 from fusionai.serving.job import weight_keys
 from fusionai.serving.model_text import ModelText
+from fusionai.serving.sources import Source
 from fusionai.serving.text import read_json
 from fusionai.storage.adapter_files import CONFIG_FILE, AdapterFiles, read_adapter
 from fusionai.storage.reader import open_latest
@@ -206,6 +209,8 @@ def open_model(
     if head is not None:
         captured = featured(head, captured)
     texts = replace(texts, images=reader)
+    if captured.source.built.huggingface is not None and is_decoding(captured.source.built.module):
+        texts = with_source(files.directory, captured, texts)
     graph = serving_graph(captured.graph)
     purpose = purpose_of(graph)
     whole = purpose == "generate" and not _has_caches(graph, captured)
@@ -217,7 +222,7 @@ def open_model(
             f"{files.name} classifies texts by {labels} labels, and only models with one (rerankers) are served.",
             hint="Serve a cross-encoder whose config.json has one label.",
         )
-    positions = _positions(captured.config or {})
+    positions = _positions(captured.config or {}) if texts.source is None else _both_positions(texts.source)
     if whole or purpose != "generate":
         longest = graph.symbols.get(SEQUENCE, (1, LONGEST_PASS))[1]
         positions = min(positions or longest, texts.sentences.longest_tokens or longest, longest)
@@ -285,7 +290,8 @@ def _has_caches(graph: Graph, captured: Captured) -> bool:
     except GraphError:
         if graph.state_writes:
             raise
-        require_causal(captured)
+        if not is_decoding(captured.source.built.module):  # those were tried when they were captured
+            require_causal(captured)
         return False
     return True
 
@@ -327,6 +333,12 @@ def job_name(model: str) -> str:
     """Return the model's name as a valid job name."""
     plain = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
     return plain[:80].strip("-") or "model"
+
+
+def _both_positions(source: Source) -> int | None:
+    """Return the longest sequence of an encoder's rows and of the tokens behind them."""
+    sizes = (source.longest, source.rules.positions)
+    return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 def _positions(config: Mapping[str, Any]) -> int | None:

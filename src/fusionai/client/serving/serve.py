@@ -32,6 +32,7 @@ from fusionai.client.pool.reporting import ServedNote, end_leftovers, report_sta
 from fusionai.client.pool.session import PoolMember, PoolSession, near_links, owner_membership
 from fusionai.client.pool.watch import PoolWatch, watch_trust
 from fusionai.client.serving.adapters import RunningAdapters
+from fusionai.client.serving.encoders import close_encoders, encoder_notes
 from fusionai.client.serving.guessing import (
     DraftModel,
     Guesser,
@@ -283,9 +284,9 @@ class _Start:
         model = await opening
         for text in (*(adapter.words for adapter in model.adapters), *model.captured.notes):
             self._on_event(Noted(text))
-        if model.texts.images is not None:
-            stack.callback(model.texts.images.close)
-            self._on_event(Noted(f"{model.files.name} reads images; this machine encodes them"))
+        stack.callback(close_encoders, model.texts)
+        for text in encoder_notes(model.files.name, model.texts):
+            self._on_event(Noted(text))
         threads = request.threads or (None if request.local is None else local_threads(request.local))
         machine = await stack.enter_async_context(
             own_machine(request.device, threads, request.home, lambda text: self._on_event(Noted(text)))
