@@ -36,7 +36,7 @@ from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.transport.enrolment import InvitationContent, format_invitation
 from fusionai.transport.interface import Remote
-from fusionai.transport.routes.addresses import vouched
+from fusionai.transport.routes.addresses import is_near, vouched
 from fusionai.transport.security.certificates import Authority
 from fusionai.transport.security.identity import peer_of, public_key_of
 from fusionai.transport.security.revocation import RevocationList, sign_revocations
@@ -110,7 +110,7 @@ class BrokerService:
         """Return exactly one answer to a message. Raises only `JournalTaken`: another broker has taken over."""
         try:
             if remote.peer is None:
-                return self._admit(connection, message)
+                return self._admit(remote, connection, message)
             check_welcome(self.state, remote.peer)
             if not self.state.knows(remote.peer):
                 raise Refusal("unknown_peer", "This certificate is of a pool that no longer knows it; join again.")
@@ -123,12 +123,15 @@ class BrokerService:
             _LOG.error("nothing could be journalled: %s", error)
             return Replies(answer=wire.Refused(code="failed", reason=str(error)))
 
-    def _admit(self, connection: int, message: wire.Message) -> Replies:
+    def _admit(self, remote: Remote, connection: int, message: wire.Message) -> Replies:
         """Answer a stranger."""
         match message:
             case wire.JoinRequest():
                 return self._enrol(message)
             case wire.CodeOffer() | wire.CodeProof():
+                if not (is_near(remote.host) or _is_loopback(remote.host)):
+                    # A code has few values, so that its tries are not for all of the internet.
+                    raise Refusal("bad_code", "Codes are for machines in the broker's network; use an invitation.")
                 try:
                     return Replies(answer=self.codes.answer(connection, message))
                 except RefusedError as error:

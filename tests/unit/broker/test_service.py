@@ -26,6 +26,8 @@ from fusionai.transport.security.identity import peer_of, public_bytes
 from fusionai.transport.security.signed import verify_ticket
 from fusionai.wire.frame import describe
 from fusionai.wire.messages import (
+    CodeAnswer,
+    CodeOffer,
     Done,
     Fence,
     Heartbeat,
@@ -204,6 +206,29 @@ def test_a_stranger_gets_one_answer_and_only_to_one_question(play):
             with pytest.raises(ChannelClosed):
                 await stranger.hear()
         assert list(bench.on_disk().members) == [OWNER]
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_local"),
+    [
+        ("192.168.1.9", True),
+        ("127.0.0.1", True),
+        ("fd00::9", True),
+        ("8.8.8.8", False),
+        ("2001:db8::9", False),
+        ("", False),
+    ],
+)
+def test_codes_are_exchanged_with_machines_of_local_networks_only(play, host: str, is_local: bool):
+    async def scene(bench: Bench) -> None:
+        bench.service.codes.make()
+        offer = CodeOffer(share=b"A" + bytes(32))
+        answer = bench.service.receive(Remote(None, "stranger", host, 5000), 90, offer).answer
+        assert isinstance(answer, CodeAnswer if is_local else Refused)
+        if isinstance(answer, Refused):
+            assert answer.code == "bad_code"
 
     play(scene)
 
