@@ -32,7 +32,7 @@ _COMMON: dict[str, Any] = {
 _TEXT = _COMMON | {"max_position_embeddings": 64, "decoder_start_token_id": 258, "forced_eos_token_id": None}
 _T5: dict[str, Any] = {
     "vocab_size": 272, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 4, "num_heads": 4,
-    "pad_token_id": 257, "eos_token_id": 258, "decoder_start_token_id": 257, "initializer_factor": 4.0,
+    "pad_token_id": 257, "eos_token_id": 258, "decoder_start_token_id": 257, "initializer_factor": 2.0,
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -409,7 +410,8 @@ class _Door:
         )
         write_json(self.json_file, "serve", self.written)
         purpose = ready.model.purpose
-        if purpose == "generate" and ready.model.texts.template.is_plain:
+        source = ready.model.texts.source
+        if purpose == "generate" and ready.model.texts.template.is_plain and source is None:
             console.line(f"{name} has no chat template: chats are passed to it as lines of `role: text`.")
         at = "" if self.is_behind else f" at {self.url}/v1"
         console.line(f"ready: a probe token has crossed all stages and matched; {name}{at}")
@@ -418,9 +420,13 @@ class _Door:
         if self.is_behind:
             return
         console.line(f"page: {self.url}/ (also the base URL for clients of Anthropic and Ollama)")
+        key = "" if self.keys is None else " -H 'Authorization: Bearer YOUR-KEY'"
+        if source is not None and source.speech is not None:
+            form = f"-F {shlex.quote(f'model={name}')} -F file=@SPEECH.wav"
+            console.line(f"curl {self.url}/v1/audio/transcriptions{key} {form}")
+            return
         path, fields = _EXAMPLES[purpose]
         body = json.dumps({"model": name, **fields})
-        key = "" if self.keys is None else " -H 'Authorization: Bearer YOUR-KEY'"
         quoted = body.replace("'", "'\\''")
         console.line(f"curl {self.url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{quoted}'")
 
