@@ -68,6 +68,7 @@ def heard(directory: Path, samples: NDArray[np.float32], **more: Any) -> list[in
     return answer[: answer.index(258)] if 258 in answer else answer
 
 
+@pytest.mark.long
 def test_speech_is_written_down_by_openais_client(tmp_path: Path):
     """Two windows; the second one is shorter. Language given and detected; every form of the answer; refusals."""
     directory = write_seq2seq_model("whisper", tmp_path / "model")

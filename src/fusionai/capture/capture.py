@@ -316,7 +316,7 @@ class _Run:
             for key in map(built.key, lowered.buffers.values())
             if key in saved and buffers[key].is_complex()
         )
-        if self.task != "none" and (nodes < layers or (nodes != layers and not carrying)):
+        if self.task not in ("none", "seq2seq_lm") and (nodes < layers or (nodes != layers and not carrying)):
             self.notes.append(f"{nodes} of {layers} attention layers were recognised: no cache can serve it.")
         if carrying:
             self.notes.append(f"{carrying} layers carry a state from position to position.")
