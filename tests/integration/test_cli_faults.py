@@ -107,7 +107,7 @@ def test_an_interrupt_while_it_waits_ends_in_order_and_resumes(pool: LivePool, l
     pool.kill(lost)
     job.wait_for("the job waits")
     job.interrupt()
-    assert job.ended() == 0, job.text
+    assert job.ended() == 130, job.text
     assert "stopped (Ctrl-C)" in job.text
     assert "Traceback" not in job.text
     assert figures(tmp_path)["steps"] >= 4

@@ -78,6 +78,8 @@ def test_text_and_a_configuration_with_everything_switched_on(pool: LivePool, tm
     assert all(0 < stage["measured_compute_s"] < 10 for stage in observed["stages"])
     assert "Predicted and measured" in said.out
     assert "Busiest: " in said.out
+    trained_model = json.loads((tmp_path / "train.json").read_text())["checkpoint"]
+    assert f"serve it: fusion serve {trained_model}" in said.out
     cores = os.cpu_count() or 1
     assert (figures["shared_cores"] is not None) == (cores < 3)  # two peers and the owner, a thread each
     assert [entry["step"] for entry in figures["evaluations"]] == [3, 6]
@@ -301,7 +303,7 @@ def test_interrupted_and_bereaved_it_ends_bit_equal_to_an_undisturbed_run(pool: 
     second = fusion(*command)
     assert (second.code, "in use by process" in second.err) == (1, True)
     first.interrupt()
-    assert first.ended() == 0, first.text
+    assert first.ended() == 130, first.text
     assert "stopped (Ctrl-C)" in first.text
     stopped_at = json.loads((tmp_path / "b.json").read_text())["steps"]
     assert "stopped" in fusion("jobs", "--home", pool.owner).out

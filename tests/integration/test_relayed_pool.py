@@ -49,5 +49,5 @@ def test_a_job_runs_over_the_relay_and_waits_for_a_broker_that_is_away(tmp_path:
         known = len(job.lines)
         assert job.wait_until(lambda: any("  loss " in line for line in job.lines[known:]) or None), job.text
         job.interrupt()
-        assert job.ended() == 0, job.text
+        assert job.ended() == 130, job.text
         assert "stopped (Ctrl-C)" in job.text

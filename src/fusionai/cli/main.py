@@ -93,6 +93,7 @@ COMMANDS: Final = {
             "Simulate hours of a job on a pool whose machines come and go.",
         ),
         "doctor": ("fusionai.cli.doctor:doctor", "Check this machine: devices, speed, network, and what to fix."),
+        "completion": ("fusionai.cli.completion:completion", "Print what makes a shell complete commands and flags."),
     }.items()
 }
 

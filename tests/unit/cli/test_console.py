@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import click
 import pytest
 
 from fusionai.cli import console
@@ -29,3 +30,19 @@ def test_a_framed_table_shows_markup_as_it_is(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     console.table(("name",), [("[red]x[/red]",)])
     assert "[red]x[/red]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("width", "left_out"), [(160, ""), (80, "links, speed"), (50, "device, links, speed")])
+def test_a_narrow_terminal_leaves_columns_out_and_breaks_no_word(
+    width: int, left_out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(width))
+    headers = ("peer", "name", "device", "links", "speed", "state")
+    row = ("wabunrbr", "gaming-tower", "NVIDIA GeForce RTX 3080", "2 direct, 1 relay", "29800 GFLOP/s", "standing by")
+    console.table(headers, [row], title="Pool", spare=("speed", "links", "device"))
+    out = click.unstyle(capsys.readouterr().out)
+    assert max(map(len, out.splitlines())) <= width
+    gone = {name for name in left_out.split(", ") if name}
+    assert all(cell in out for header, cell in zip(headers, row, strict=True) if header not in gone)
+    assert (f"A wider terminal also shows: {left_out}." in out) == bool(left_out)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fusionai.client.pool.session import PoolMember, PoolSession
 
 _STATES = {"idle": "standing by", "active": "working", "draining": "leaving", "silent": "silent", "lost": "lost"}
+_ENDED = ("done", "failed")
 TRUSTED = "yes"
 _COLUMNS = ("peer", "name", "device", "speed", "memory", "lent", "isolated", "state", "job", "part", "links", "heard")
 _HISTORY_LINES = 8
@@ -46,7 +47,7 @@ def pool(home: Path, json_file: Path | None) -> None:
 
     async def ask(session: PoolSession) -> tuple[str, tuple[PoolMember, ...], list[JobView]]:
         members = await session.pool()
-        running = [job for job in await session.jobs() if job.state not in ("done", "failed")]
+        running = [job for job in await session.jobs() if job.state not in _ENDED]
         # Requested one by one, because the broker sends a job's story only when asked about that job.
         return session.membership.pool, members, [view for job in running for view in await session.jobs(job.job)]
 
@@ -70,6 +71,7 @@ def pool(home: Path, json_file: Path | None) -> None:
         [(*_row(*_parts(member)), *([trust_states[member.view.peer]] if trust_states else [])) for member in members],
         title=f"Pool {console.printable(name)}",
         right=(3, 4, 5),
+        spare=("isolated", "links", "lent", "heard", "speed", "device", "trusted", "memory"),
     )
     if any(link.route == "relay" for member in members for link in best_links(member.view.links).values()):
         console.line(
@@ -223,7 +225,10 @@ def jobs(home: Path, json_file: Path | None) -> None:
         console.line("No jobs yet. `fusion train RECIPE.toml` starts one.")
         return
     console.table(
-        ("job", "title", "owner", "state", "step", "plan", "started"), [_job_row(job) for job in found], right=(4, 5)
+        ("job", "title", "owner", "state", "step", "plan", "started"),
+        [_job_row(job) for job in found],
+        right=(4, 5),
+        spare=("plan", "owner", "started"),
     )
 
 
@@ -232,11 +237,11 @@ def jobs(home: Path, json_file: Path | None) -> None:
 @home_option
 @json_option
 def logs(job: str, home: Path, json_file: Path | None) -> None:
-    """Show the event history of JOB (a name from `fusion jobs`) as the broker knows it. Losses and speeds are in the
-    run's directory on the job owner's machine."""
+    """Show the event history of JOB as the broker knows it. JOB: a name or title from `fusion jobs`, or how one begins.
+    Losses and speeds are in the run's directory on the job owner's machine."""
     from fusionai.cli.pool.session import in_pool
 
-    found = _one(in_pool(home, lambda session: session.jobs(job)), job)
+    found = in_pool(home, lambda session: _one(session, job))
     write_json(json_file, "logs", {**_job_figures(found), "story": list(found.story)})
     console.line(f"{found.job}: {_job_state(found)}, {_steps(found)}, plan version {found.plan_version}")
     for entry in found.story:
@@ -247,14 +252,15 @@ def logs(job: str, home: Path, json_file: Path | None) -> None:
 @click.argument("job")
 @home_option
 def stop(job: str, home: Path) -> None:
-    """Stop JOB (a name from `fusion jobs`) cleanly: it writes a last checkpoint and can be resumed. Only the
-    machines of the job's owner and of the broker may stop a job."""
+    """Stop JOB cleanly: it writes a last checkpoint and can be resumed. JOB: a name or title from `fusion jobs`, or how
+    one begins. Only the machines of the job's owner and of the broker may stop a job."""
     from fusionai.cli.pool.session import in_pool
     from fusionai.client.pool.session import OWNER_DIRECTORY
     from fusionai.transport.enrolment import MEMBERSHIP_FILE, load_membership
 
-    found = _one(in_pool(home, lambda session: session.jobs(job)), job)
-    if found.state in ("done", "failed"):
+    found = in_pool(home, lambda session: _one(session, job))
+    job = found.job
+    if found.state in _ENDED:
         console.line(f"{job} has already ended ({_job_state(found)}, {_steps(found)} steps).")
         return
     # Jobs belong to the machine's owner key, which differs from the key that it lends itself under.
@@ -265,10 +271,27 @@ def stop(job: str, home: Path) -> None:
     console.line(f"{job} was asked to stop; `fusion jobs` shows when it has stopped.")
 
 
-def _one(found: tuple[JobView, ...], job: str) -> JobView:
-    if not found:
-        raise UsageError(f"there is no job {job!r} in this pool.", hint="`fusion jobs` lists them.")
-    return found[0]
+async def _one(session: PoolSession, text: str) -> JobView:
+    """Return the job with this name or title, or the only one whose name or title begins like this; of several with one
+    title, the only one that runs. The broker sends a job's story only when asked about that job."""
+    known = await session.jobs()
+    fits = (
+        [one for one in known if one.job == text],
+        [one for one in known if one.title == text],
+        [one for one in known if one.title == text and one.state not in _ENDED],
+        [one for one in known if text and one.job.startswith(text)],
+        [one for one in known if text and one.title.startswith(text)],
+    )
+    found = next((fit for fit in fits if len(fit) == 1), None)
+    if found is not None:
+        return (await session.jobs(found[0].job) or tuple(found))[0]
+    several = next((fit for fit in fits if fit), None)
+    if several is None:
+        raise UsageError(
+            f"there is no job {text!r} in this pool, by name or by title.", hint="`fusion jobs` lists them."
+        )
+    names = ", ".join(one.job for one in several)
+    raise UsageError(f"{len(several)} jobs fit {text!r}: {names}.", hint="Give one of these names.")
 
 
 def _job_row(job: JobView) -> tuple[str, ...]:

@@ -162,7 +162,7 @@ def status(json_file: Path | None) -> None:
         console.line("No service is installed. `fusion service install join` lends this machine from login on.")
         return
     rows = [(each["name"], each["command"], each["state"], each["since"], str(each["restarts"])) for each in found]
-    console.table(("name", "command", "state", "for", "restarts"), rows, right=(4,))
+    console.table(("name", "command", "state", "for", "restarts"), rows, right=(4,), spare=("restarts", "for"))
     for each in found:
         if each["last_line"]:
             console.line(f"{each['name']}: {each['last_line']}")

@@ -7,6 +7,7 @@ its events with this module.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -14,6 +15,7 @@ from statistics import fmean
 from rich.console import Console
 
 from fusionai.cli import console
+from fusionai.cli.main import EXIT_DONE, EXIT_INTERRUPTED
 from fusionai.cli.options import attributes, write_json
 from fusionai.cli.planning.view import privacy_lines
 from fusionai.cli.running import run_until_stopped
@@ -26,7 +28,7 @@ from fusionai.client.training.kills import Killed, PeerReturned
 from fusionai.client.training.replicas import InReplica, ReplicasEvent, ReplicasResult, train_replicas
 from fusionai.client.training.train import Planned, RunEvent, TrainingResult, TrainOptions, train
 from fusionai.corpus.recipe import Recipe
-from fusionai.corpus.tables import Replicas
+from fusionai.corpus.tables import ConfigModel, FactoryModel, HubModel, LocalModel, Replicas
 from fusionai.dashboard.live import FaultLine, ReplicasView, TrainingView
 from fusionai.dashboard.report import write_report
 from fusionai.primitives.units import format_bytes, format_count, format_seconds
@@ -38,12 +40,12 @@ from fusionai.training.outer import RoundDone
 from fusionai.training.progress import StepDone
 
 
-def run_recipe(recipe: Recipe, options: TrainOptions, json_file: Path | None) -> None:
-    """Train the recipe, then print and write the results. Raises the errors of `client.training`."""
+def run_recipe(recipe: Recipe, options: TrainOptions, json_file: Path | None) -> int:
+    """Train the recipe, print and write the results, and return the exit code. Raises the errors of
+    `client.training`."""
     console.note(recipe.describe())
     if recipe.replicas is not None:
-        _run_replicas(recipe, recipe.replicas, options, json_file)
-        return
+        return _run_replicas(recipe, recipe.replicas, options, json_file)
     report = RunReport()
     with Watch(recipe.job.name, recipe.job.steps, report.faults) as watch:
 
@@ -61,6 +63,12 @@ def run_recipe(recipe: Recipe, options: TrainOptions, json_file: Path | None) ->
         "shared_cores": report.shared_cores() or None,
     }
     write_json(json_file, "train", {name: figures[name] for name in _KEYS.split()})
+    return _exit_code(result.stopped)
+
+
+def _exit_code(stopped: str | None) -> int:
+    """Return 130 if the user interrupted the job, so that a script does not take it for done."""
+    return EXIT_INTERRUPTED if stopped == "Ctrl-C" else EXIT_DONE
 
 
 _KEYS = (
@@ -100,14 +108,31 @@ def _show_result(recipe: Recipe, result: TrainingResult, report: RunReport) -> N
             f"spot checks: {checks['checked_tasks']} of {checks['tasks']} tasks of stages with a warm standby were "
             "recomputed on another machine, with the same results"
         )
-    if result.checkpoint is not None:
-        console.line(f"checkpoint (loads with transformers): {result.checkpoint}")
     if result.best is not None and result.best_checkpoint is not None:
         console.line(f"best: step {result.best.step}, evaluation loss {result.best.loss:.4f}: {result.best_checkpoint}")
+    if result.checkpoint is not None:
+        console.line(f"checkpoint (loads with transformers): {result.checkpoint}")
+        _show_serving(recipe, result.best_checkpoint or result.checkpoint)
     data = report.data(recipe, result)
     if data is not None and recipe.output.report:
         write_report(data, result.directory / "report.html")
         console.line(f"report: {result.directory / 'report.html'}")
+
+
+def _show_serving(recipe: Recipe, checkpoint: Path) -> None:
+    """Print the command that serves what was trained, if it is a language model."""
+    if recipe.model.task != "causal_lm":
+        return
+    served = shlex.quote(str(checkpoint))
+    if recipe.adapter is None:
+        console.line(f"serve it: fusion serve {served}")
+        return
+    match recipe.model.source:
+        case LocalModel(path=base) | HubModel(hub=base):
+            name = shlex.quote(recipe.job.name)
+            console.line(f"serve it: fusion serve {shlex.quote(base)} --adapter {name}={served}")
+        case ConfigModel() | FactoryModel():  # the base is in no file
+            pass
 
 
 def _state(stopped: str | None) -> str:
@@ -217,8 +242,8 @@ def _words(event: DemoEvent) -> str | None:
             return None
 
 
-def _run_replicas(recipe: Recipe, replicas: Replicas, options: TrainOptions, json_file: Path | None) -> None:
-    """Train the recipe with `replicas`, then print and write the results."""
+def _run_replicas(recipe: Recipe, replicas: Replicas, options: TrainOptions, json_file: Path | None) -> int:
+    """Train the recipe with `replicas`, print and write the results, and return the exit code."""
     with ReplicasView(recipe.job.name, recipe.job.steps) as view:
         watch = _ReplicasWatch(replicas, view)
         result = run_until_stopped(lambda stop: train_replicas(recipe, replicas, options, on_event=watch, stop=stop))
@@ -239,6 +264,7 @@ def _run_replicas(recipe: Recipe, replicas: Replicas, options: TrainOptions, jso
         console.line(str(exchange["sentence"]))
     if result.checkpoint is not None:
         console.line(f"checkpoint (loads with transformers): {result.checkpoint}")
+        _show_serving(recipe, result.checkpoint)
     if recipe.output.report:
         _write_reports(recipe, result, watch.reports)
     figures = {
@@ -255,6 +281,7 @@ def _run_replicas(recipe: Recipe, replicas: Replicas, options: TrainOptions, jso
         ],
     }
     write_json(json_file, "train", figures)
+    return _exit_code(result.stopped)
 
 
 def _replica_figures(number: int, first_step: int, figures: dict[str, object]) -> dict[str, object]:

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 @flags.privacy_option("the recipe's level, or split")
 @flags.home_option
 @flags.json_option
-def train(recipe: Path, privacy: PrivacyLevel | None, json_file: Path | None, **given: Any) -> None:
+def train(recipe: Path, privacy: PrivacyLevel | None, json_file: Path | None, **given: Any) -> int:
     """Train the model of RECIPE.toml on the pool. After an interruption or a stop, run the same command again to
-    resume."""
+    resume. Exit code: 0 if it is done or was stopped with `fusion stop`, 130 after Ctrl-C."""
     from fusionai.cli.training.run import run_recipe
     from fusionai.client.training.train import TrainOptions
     from fusionai.corpus.recipe import load_recipe
 
-    run_recipe(load_recipe(recipe, privacy=privacy), TrainOptions(**given), json_file)
+    return run_recipe(load_recipe(recipe, privacy=privacy), TrainOptions(**given), json_file)
 
 
 OPEN: Final = "[["

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import get_args
+import asyncio
+import re
+from typing import cast, get_args
 
 import msgspec
 import pytest
 
 from fusionai.backends.worker.confinement import Measure
 from fusionai.cli.pool import members as pool
+from fusionai.client.pool.session import PoolSession
+from fusionai.primitives.errors import UsageError
 from fusionai.scheduling.problem.types import PeerProfile
-from fusionai.wire.messages import LinkView, MemberView
+from fusionai.wire.messages import JobView, LinkView, MemberView
 
 PROFILE = PeerProfile(peer="a" * 52, name="attic", flops_per_s=1e9, memory_bytes=2**30)
 
@@ -69,3 +73,55 @@ def test_each_link_counts_by_its_best_route():
         {"peer": link.peer, "route": link.route, "way": link.route, "channels": link.channels, **unknown}
         for link in links
     ]
+
+
+class _Session:
+    """Answers as the broker does: all jobs without their stories, or the one of a name with it."""
+
+    def __init__(self, *known: JobView) -> None:
+        self.known = known
+
+    async def jobs(self, name: str = "") -> tuple[JobView, ...]:
+        return tuple(
+            msgspec.structs.replace(one, story=("began",)) if name else one
+            for one in self.known
+            if name in ("", one.job)
+        )
+
+
+def job(name: str, title: str, state: str = "running") -> JobView:
+    return JobView(
+        job=name, title=title, owner="a" * 52, state=state, step=3, steps=9, plan_version=1, started_at_s=0.0
+    )
+
+
+JOBS = (
+    job("llama-x1", "llama", "done"),
+    job("llama-x2", "llama"),
+    job("mistral-x3", "mistral"),
+    job("gemma-a", "gemma"),
+    job("gemma-b", "gemma"),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("llama-x1", "llama-x1"), ("llama", "llama-x2"), ("mis", "mistral-x3"), ("mistral", "mistral-x3")],
+)
+def test_a_job_is_named_by_id_by_title_or_by_how_one_begins(text: str, found: str):
+    view = asyncio.run(pool._one(cast(PoolSession, _Session(*JOBS)), text))
+    assert (view.job, view.story) == (found, ("began",))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("gemma", "2 jobs fit 'gemma': gemma-a, gemma-b"),
+        ("llama-x", "2 jobs fit"),
+        ("qwen", "there is no job 'qwen'"),
+        ("", "there is no job ''"),
+    ],
+)
+def test_a_job_that_is_not_clear_is_refused(text: str, problem: str):
+    with pytest.raises(UsageError, match=re.escape(problem)):
+        asyncio.run(pool._one(cast(PoolSession, _Session(*JOBS)), text))
