@@ -6,7 +6,7 @@ costs, `cli.planning.pool_file` or the live pool the machines. `cli.planning.rep
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -110,6 +110,7 @@ _TASKS: Final = ("train", "serve")
     ["any", "exact", "tolerant"],
     "any",
 )
+@click.option("--details", is_flag=True, help="Also show stages, proof, standbys, cost and what was assumed.")
 @flags.path_option(
     "--picture",
     "FILE.svg",
@@ -131,6 +132,7 @@ def plan(
     served: ServingOptions,
     least_speed: float | None,
     takeover: Literal["any", "exact", "tolerant"],
+    details: bool,
     picture_file: Path | None,
     catalogue_file: Path | None,
     home: Path,
@@ -162,7 +164,8 @@ def plan(
     )
     graph = captured(model, asked, home)
     problem = paced(problem_of(graph, pool, asked))
-    found = _planned(problem, graph, pool, asked)
+    smaller = list(_smaller(graph, pool, asked, lambda other: captured(model, other, home)))
+    found = _planned(problem, pool, smaller)
     problem = replicated.with_replicas(problem, found.replicas)
     found = msgspec.structs.replace(
         found,
@@ -170,7 +173,7 @@ def plan(
         excluded=(*found.excluded, *pool.absent),
     )
     report = PlanReport.of(found, problem, graph, pool, asked, least_speed)
-    report.show()
+    report.show(details=details)
     if picture_file is not None:
         report.draw(picture_file)
     write_json(json_file, "plan", report.figures())
@@ -237,20 +240,25 @@ def _level(served: ServingOptions, pool: PoolOnPaper) -> PrivacyLevel:
     return served.privacy if served.asked is not None or not ends_in_pool else "encrypted"
 
 
-def _planned(problem: Problem, graph: Graph, pool: PoolOnPaper, asked: Asked) -> Plan:
-    """Return the plan. Raises `PlanError`, with the changes that would give a plan if there are any."""
+def _planned(problem: Problem, pool: PoolOnPaper, smaller: Sequence[Change]) -> Plan:
+    """Return the plan. Raises `PlanError`, with the changes that would give a plan if there are any. `smaller`:
+    requests that need less memory."""
     try:
         return replicated.plan(problem)
     except PlanError as refusal:
-        changes = what_would_fit(problem, list(_smaller(graph, pool, asked)))
+        changes = what_would_fit(problem, smaller)
         absent = f" Not connected: {', '.join(entry.peer for entry in pool.absent)}." if pool.absent else ""
         if not changes:
             raise PlanError(refusal.message, hint=f"{refusal.hint or ''}{absent}".strip() or None) from refusal
         raise PlanError(refusal.message, hint=f"There is a plan {', or '.join(changes)}.{absent}") from refusal
 
 
-def _smaller(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Iterator[Change]:
-    """Yield changes of the request that need less memory."""
+_RANK: Final = 16
+"""Rank of the adapters that are tried if the whole model can't be trained (chosen)."""
+
+
+def _smaller(graph: Graph, pool: PoolOnPaper, asked: Asked, again: Callable[[Asked], Graph]) -> Iterator[Change]:
+    """Yield changes of the request that need less memory. `again` captures the model for another request."""
 
     def changed(words: str, smaller: Asked) -> Change:
         return Change(words=words, problem=lambda: problem_of(graph, pool, smaller))
@@ -272,6 +280,9 @@ def _smaller(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Iterator[Change]:
     if asked.sequence > 1:
         half = asked.sequence // 2
         yield changed(f"with --sequence {half}", replace(asked, sequence=half))
+    if asked.lora is None:
+        adapted = replace(asked, lora=_RANK)
+        yield Change(words=f"with --lora {_RANK}", problem=lambda: problem_of(again(adapted), pool, adapted))
 
 
 def _constraint_warnings(found: Plan, problem: Problem) -> Iterator[str]:

@@ -17,9 +17,11 @@ from fusionai.cli.options import MOST_SESSIONS, attributes
 from fusionai.cli.planning import view
 from fusionai.cli.planning.pool_file import PoolOnPaper
 from fusionai.cli.planning.request import Asked
+from fusionai.cli.planning.verdict import Help, show_help, what_would_help
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_seconds, format_speed
+from fusionai.scheduling.problem.embedding_and_head import owners_part
 from fusionai.scheduling.problem.memory_savings import savings_of_stage
 from fusionai.scheduling.problem.stage_costs import Crossing, StageCosts, crossings
 from fusionai.scheduling.problem.types import Plan, Problem, StagePlacement
@@ -56,6 +58,7 @@ class PlanReport:
     assumed: tuple[str, ...]
     parallel: ServingPipelines | None
     local_updates: ReplicaDivision | None
+    helps: tuple[Help, ...]
 
     @classmethod
     def of(
@@ -75,19 +78,43 @@ class PlanReport:
             assumed=(*pool.assumed, *_unknown_bandwidths(found, pool)),
             parallel=serving_pipelines(problem, found, MOST_SESSIONS, least_speed) if serves else None,
             local_updates=replica_division(problem, found) if found.replicas == 1 else None,
+            helps=what_would_help(found, problem, graph, pool, asked),
         )
 
-    def show(self) -> None:
-        """Print everything."""
+    def show(self, *, details: bool) -> None:
+        """Print the verdict and a picture, and with `details` everything."""
         found, names = self.plan, self.names
+        self._show_verdict()
+        console.line()
         view.show_picture(found, self.links, names)
-        view.show_plan(found, names)
+        if not details:
+            assumed = f"{_counted(len(self.assumed), 'figure')} assumed, not measured; " if self.assumed else ""
+            console.line(f"{assumed}--details shows stages, proof, standbys, cost and what was assumed.")
+            return
+        view.show_stages(found, names)
+        view.show_proof(found, names)
         if self.trained is not None:
             console.line(f"With AdamW, {self.trained.words}")
         for sentence in view.privacy_lines(self.asked.privacy, found):
             console.line(sentence)
         view.show_standbys(self.standbys, names)
         view.show_cost(self.cost, names)
+        for sentence in self.assumed:
+            console.line(f"Assumed: {sentence}")
+        if self.parallel is not None:
+            show_pipelines(self.parallel, found, names)
+        if self.local_updates is not None:
+            show_replica_division(self.local_updates, names)
+
+    def _show_verdict(self) -> None:
+        """Print what fits, how fast, what limits it, and what would be faster."""
+        found = self.plan
+        peers = {stage.peer for stage in found.stages}
+        owner = found.feed if found.feed in peers and owners_part(found) is not None else None
+        beside = "" if owner is None else " and this one"
+        console.line(f"Fits: {_counted(len(peers - {owner}), 'machine')}{beside} can {found.task} it.")
+        view.show_speed(found)
+        view.show_warnings(found)
         if self.smaller:
             offers = (
                 f"--compression {one.compression} at least {format_speed(one.tokens_per_s)} tokens/s "
@@ -95,12 +122,9 @@ class PlanReport:
                 for one in self.smaller
             )
             console.line(f"Links are the bottleneck: with {', '.join(offers)}; each raises the loss slightly.")
-        for sentence in self.assumed:
-            console.line(f"Assumed: {sentence}")
-        if self.parallel is not None:
-            show_pipelines(self.parallel, found, names)
+        show_help(self.helps, view.units(found))
         if self.local_updates is not None:
-            show_replica_division(self.local_updates, found, names)
+            console.line(described_division(self.local_updates, found))
 
     def draw(self, path: Path) -> None:
         """Draw the plan into `path`, and several serving pipelines into a second file beside it."""
@@ -147,6 +171,9 @@ class PlanReport:
             "codecs": list(found.codecs),
             "lighter": [{"compression": one.compression, "tokens_per_s": one.tokens_per_s} for one in self.smaller],
             "local_updates": replica_division_figures(self.local_updates, self.names),
+            "would_help": [
+                {"change": one.words, "tokens_per_s": one.tokens_per_s, "times": one.times} for one in self.helps
+            ],
         }
 
     def _name(self, peer: str) -> str:
@@ -214,14 +241,19 @@ def replica_division(problem: Problem, chain: Plan) -> ReplicaDivision | None:
     return ReplicaDivision(groups, tokens_per_s, len(groups) * share_s * USUAL.every)
 
 
-def show_replica_division(found: ReplicaDivision, chain: Plan, names: Mapping[str, str]) -> None:
-    console.line()
+def described_division(found: ReplicaDivision, chain: Plan) -> str:
+    """Return a sentence about the replicas' speed beside that of the one pipeline."""
     times = found.tokens_per_s / chain.tokens_per_s
-    console.line(
+    return (
         f"As {len(found.groups)} replicas that synchronise every {USUAL.every} steps ([replicas] in the recipe): "
-        f"{format_speed(found.tokens_per_s)} tokens/s together, {times:.3g} x the plan above. Each replica trains on "
+        f"{format_speed(found.tokens_per_s)} tokens/s together, {times:.3g} x the plan. Each replica trains on "
         f"its own batch; an exchange in {USUAL.codec} takes {format_seconds(found.exchange_s)} if nothing overlaps it."
     )
+
+
+def show_replica_division(found: ReplicaDivision, names: Mapping[str, str]) -> None:
+    """Print which machines each replica would use."""
+    console.line()
     rows: list[tuple[str, ...]] = []
     for number, group in enumerate(found.groups):
         stages = group.plan.stages
@@ -270,7 +302,7 @@ def show_pipelines(found: ServingPipelines, chain: Plan, names: Mapping[str, str
         f"{format_speed(found.tokens_per_s)} tokens/s, {found.over_one_chain:.3g} x as much; a session gets at least "
         f"{format_speed(found.slowest_session_tokens_per_s)} tokens/s. If each session must get "
         f"{format_speed(found.least_tokens_per_s)}, no layout can give more than "
-        f"{format_speed(found.bound_tokens_per_s)} ({found.optimality_gap:.1%} more; {METHOD})."
+        f"{format_speed(found.bound_tokens_per_s)} ({found.bound_tokens_per_s / found.tokens_per_s:.3g} x; {METHOD})."
     )
     for pipeline in pipelines_picture(found, names):
         console.line(console.printable(pipeline))

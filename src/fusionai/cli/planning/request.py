@@ -198,15 +198,15 @@ def what_would_fit(problem: Problem, others: Sequence[Change] = ()) -> list[str]
     if len(problem.peers) > MOST_TRIED_PEERS:
         return []
     found: list[str] = []
-    for change in (*_lifted(problem), *others):
+    for change in (*lifted(problem), *others):
         if _tried(change):
             found.append(change.words)
     # More machines or memory are tried only if no other change helps.
     found = found or list(_more_machines(problem)) or list(_more_memory(problem))
-    return [*found, *(change.words for change in _with_owners(problem) if _tried(change))]
+    return [*found, *(change.words for change in with_owners(problem) if _tried(change))]
 
 
-def _lifted(problem: Problem) -> Iterator[Change]:
+def lifted(problem: Problem) -> Iterator[Change]:
     """Yield changes that lift one of the user's constraints."""
     if problem.required:
         yield _change("without `required`", problem, required=())
@@ -225,7 +225,7 @@ def _lifted(problem: Problem) -> Iterator[Change]:
         yield _change("with embedding and head in the pool", problem, roles=roles)
 
 
-def _with_owners(problem: Problem) -> Iterator[Change]:
+def with_owners(problem: Problem) -> Iterator[Change]:
     """Yield the change that also lends the job owner's machine, with the memory that its own part leaves free."""
     owner = problem.owner
     if owner is None or not owner.flops_per_s > 0 or any(peer.peer == owner.peer for peer in problem.peers):
@@ -256,13 +256,13 @@ def _more_machines(problem: Problem) -> Iterator[str]:
         yield f"with at least {low + 1} more machines {machines}"
         return
     count = low + 1
-    while not _plans(_grown(problem, largest, count)):
+    while not _plans(grown(problem, largest, count)):
         low, count = count, 2 * count
         if count > MOST_COPIES:
             return
     while count - low > 1:
         middle = (low + count) // 2
-        if _plans(_grown(problem, largest, middle)):
+        if _plans(grown(problem, largest, middle)):
             count = middle
         else:
             low = middle
@@ -292,7 +292,7 @@ def _roomier(problem: Problem, times: float) -> Problem:
     return msgspec.structs.replace(problem, peers=peers)
 
 
-def _grown(problem: Problem, largest: PeerProfile, count: int) -> Problem:
+def grown(problem: Problem, largest: PeerProfile, count: int) -> Problem:
     copies = [
         msgspec.structs.replace(largest, peer=f"{largest.peer} (more {n})", name=f"{largest.name} (more {n})")
         for n in range(1, count + 1)

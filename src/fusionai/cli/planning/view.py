@@ -29,7 +29,15 @@ _REASONS: Final = 8
 
 
 def show_plan(found: Plan, names: Mapping[str, str]) -> None:
-    """Print the stages, the predicted speed, the optimality gap, the spares and the peers left out."""
+    """Print the stages, the predicted speed, the optimality gap, the spares, the peers left out and the warnings."""
+    show_stages(found, names)
+    show_speed(found)
+    show_proof(found, names)
+    show_warnings(found)
+
+
+def show_stages(found: Plan, names: Mapping[str, str]) -> None:
+    """Print a table: who holds what, and the time and memory that it takes."""
     rows = [
         (
             str(stage.stage),
@@ -48,7 +56,10 @@ def show_plan(found: Plan, names: Mapping[str, str]) -> None:
         title="Plan, per microbatch" if found.serving is None else f"Plan, per {_unit(found)}",
         right=(4, 5),
     )
-    _show_speed(found)
+
+
+def show_proof(found: Plan, names: Mapping[str, str]) -> None:
+    """Print what saves memory and traffic, how far the plan can be from the best, the spares and the peers left out."""
     if found.codecs:
         console.line(f"Between stages, activations and gradients are compressed: {shown(found.codecs)}.")
     for sentence in describe_savings(found):
@@ -58,11 +69,11 @@ def show_plan(found: Plan, names: Mapping[str, str]) -> None:
         console.line(f"Proven best ({certificate.method}).")
     else:
         console.line(
-            f"No plan can be more than {certificate.optimality_gap:.1%} faster ({certificate.method}; bound "
-            f"{format_speed(certificate.bound_tokens_per_s)} {_units(found)}/s)."
+            f"No plan can be {faster(certificate.optimality_gap)} ({certificate.method}; bound "
+            f"{format_speed(certificate.bound_tokens_per_s)} {units(found)}/s)."
         )
     if found.single_peer_tokens_per_s is not None:
-        console.line(f"One machine alone: {format_speed(found.single_peer_tokens_per_s)} {_units(found)}/s.")
+        console.line(f"One machine alone: {format_speed(found.single_peer_tokens_per_s)} {units(found)}/s.")
     if found.spares:
         console.line(f"Spares: {_list([names.get(peer, peer) for peer in found.spares])}.")
     reasons = _by_reason(found.excluded, names)
@@ -71,6 +82,9 @@ def show_plan(found: Plan, names: Mapping[str, str]) -> None:
     if len(reasons) > _REASONS:
         more = sum(len(peers) for peers in list(reasons.values())[_REASONS:])
         console.line(f"Left out: {more} more; --json lists all with their reasons.")
+
+
+def show_warnings(found: Plan) -> None:
     for warning in found.warnings:
         console.warning(warning)
 
@@ -154,17 +168,23 @@ def show_cost(found: TokenCost, names: Mapping[str, str]) -> None:
             )
 
 
+def faster(gap: float) -> str:
+    """Return a gain in speed in words: a share up to a half, a factor beyond."""
+    return f"more than {gap:.1%} faster" if gap <= 0.5 else f"more than {1 + gap:.2g} times as fast"
+
+
 def _unit(found: Plan) -> str:
     """Return what a serving plan's speeds count."""
     text_tokens = 0 if found.serving is None else found.serving.text_tokens
     return f"text of {text_tokens} tokens" if text_tokens else "token"
 
 
-def _units(found: Plan) -> str:
+def units(found: Plan) -> str:
     return "texts" if found.serving is not None and found.serving.text_tokens else "tokens"
 
 
-def _show_speed(found: Plan) -> None:
+def show_speed(found: Plan) -> None:
+    """Print the predicted speed and what limits it."""
     sizes = found.serving
     if sizes is None:
         console.line(
@@ -178,11 +198,11 @@ def _show_speed(found: Plan) -> None:
             )
         return
     console.line(
-        f"One session: {format_speed(found.tokens_per_s)} {_units(found)}/s, a {_unit(found)} in "
+        f"One session: {format_speed(found.tokens_per_s)} {units(found)}/s, a {_unit(found)} in "
         f"{format_seconds(found.step_time_s)}; slowest: {found.bottleneck}."
     )
     console.line(
-        f"{sizes.sessions} sessions together: {format_speed(sizes.tokens_per_s_together)} {_units(found)}/s with "
+        f"{sizes.sessions} sessions together: {format_speed(sizes.tokens_per_s_together)} {units(found)}/s with "
         f"{sizes.passes_in_flight} passes in flight."
     )
     if sizes.prompt_tokens_per_s > 0:

@@ -114,7 +114,9 @@ def planned(files: Path, *flags: str, pool: str = "pool.toml") -> int:
     figures = str(files / "plan.json")
     sizes = ("--batch", "4", "--microbatches", "2", "--sequence", "32")
     level = () if {"serve", "--privacy"} & set(flags) else ("--privacy", "encrypted")
-    return main(["plan", "model.json", "--pool", str(files / pool), "--json", figures, *sizes, *level, *flags])
+    return main(
+        ["plan", "model.json", "--pool", str(files / pool), "--details", "--json", figures, *sizes, *level, *flags]
+    )
 
 
 @pytest.mark.slow

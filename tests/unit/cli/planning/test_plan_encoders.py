@@ -39,7 +39,7 @@ def test_a_text_s_arithmetic_decides(tmp_path: Path, capsys: pytest.CaptureFixtu
     figures = tmp_path / "plan.json"
     asked = ["plan", str(tmp_path / "bert.json"), "--pool", str(tmp_path / "pool.toml"), "--task", "serve"]
     asked += ["--home", str(tmp_path / "home"), "--json", str(figures)]
-    assert main([*asked, "--stages", "2"]) == 0
+    assert main([*asked, "--details", "--stages", "2"]) == 0
     shown = capsys.readouterr().out
     assert "Plan, per text of 256 tokens" in shown
     assert "texts/s, a text of 256 tokens in" in shown
