@@ -20,6 +20,7 @@ from fusionai.capture.tasks import ExampleInput, TaskModule
 from fusionai.ir.partition import Partition, cut
 from fusionai.wire.messages import OptimizerSpec, StageOptions
 from harness.staged import STAGES, Staged, by_blocks
+from harness.variants import kept
 from harness.zoo import Convolutions
 
 pytestmark = pytest.mark.slow
@@ -126,7 +127,7 @@ def test_one_graph_serves_every_size(captured: Captured, sizes: Mapping[str, int
     assert torch.equal(from_host(got["logits"], torch.float32), expected["logits"])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize("name", kept(["gpt2", "bert"], ["bert"]))
 def test_with_dropout_the_cut_equals_the_uncut_graph(name: str) -> None:
     with_dropout = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
     if name == "bert":

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from harness.live_pool import TINY, LivePool, Process, fusion, write_recipe, write_text
+from harness.variants import kept
 
 pytestmark = pytest.mark.slow
 
@@ -88,9 +89,7 @@ FAULTS: dict[str, Callable[[int], object]] = {
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limits of another process can be set on Linux only")
-@pytest.mark.parametrize(
-    "fault", [name if name != "hang" else pytest.param(name, marks=pytest.mark.long) for name in FAULTS]
-)
+@pytest.mark.parametrize("fault", kept(FAULTS, ["crash"]))
 def test_the_job_goes_on_bit_for_bit_and_the_daemon_lives(
     pool: LivePool, losses: list[float], tmp_path: Path, fault: str
 ):

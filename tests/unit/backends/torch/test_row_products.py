@@ -35,6 +35,7 @@ from fusionai.wire.serving import WeightFormat
 from harness.levels import LEVELS as PROCESSORS
 from harness.levels import run_as
 from harness.patience import CEILING_S
+from harness.variants import kept
 
 FORMS: tuple[WeightFormat, ...] = ("fp32", "bf16", "fp16", "int8", "int4")
 FLOATS: tuple[WeightFormat, ...] = ("fp32", "bf16", "fp16")
@@ -398,7 +399,7 @@ def test_products_are_near_those_of_the_weights_that_came(form: WeightFormat, er
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", PROCESSORS)
+@pytest.mark.parametrize("level", kept(PROCESSORS, ["avx2"]))
 def test_bits_do_not_depend_on_rows_at_lower_instruction_sets(level: str) -> None:
     """This file's own tests of bits and of sums, in a process that takes the processor for a smaller one."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
