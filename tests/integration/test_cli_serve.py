@@ -76,8 +76,10 @@ def test_a_local_pool_serves_transformers_tokens_and_outlives_a_peer(model: Path
         assert server.ended() == 0
         ended = json.loads(figures.read_text())
         assert {key: ended[key] for key in ready} == ready
-        (row,) = [row for row in ended["observed"] if row["version"] == ready["plan"]["version"]]
-        assert (row["answers"], row["at_once"]) == (3, 1.0)
+        # On a busy machine the peers' speeds may call for another plan in between.
+        assert sum(row["answers"] for row in ended["observed"]) >= 4
+        row = next(row for row in ended["observed"] if row["version"] == ready["plan"]["version"])
+        assert (row["answers"] >= 1, row["at_once"]) == (True, 1.0)
         assert 0 < row["measured_first_token_s"] < 60
         assert row["measured_tokens_per_s"] > 0
         assert row["predicted_tokens_per_s"] == pytest.approx(ready["plan"]["tokens_per_s"], rel=0.5)

@@ -340,7 +340,7 @@ async def run_broker(
     announce: Callable[[Announcement], None],
     stop: asyncio.Event,
     clock: Clock | None = None,
-    notice: Callable[[str], None] = _LOG.warning,
+    notice: Callable[[str], None] = _LOG.info,
 ) -> None:
     """Keep the pool until `stop` is set. `announce` is called once, when members can connect. `notice` gets sentences
     for the broker's owner. Raises `UsageError`
@@ -361,7 +361,7 @@ async def run_broker(
         server.observer = Observer(transport, udp.opened)
         try:
             watch = _watch_addresses(options, home, service, listener)
-            service.codes.notice = notice
+            service.codes.notice = service.notice = notice
             pool, invitation, code = service.state.pool, "", ""
             if pool == Pool() if options.invites is None else options.invites:
                 invitation = service.invite(uses=options.invitation_uses, lifetime_s=options.invitation_lifetime_s)

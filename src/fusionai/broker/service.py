@@ -26,13 +26,14 @@ from fusionai.broker.journal import Journal, JournalTaken
 from fusionai.broker.reachability import Introducer
 from fusionai.coordination.broker import pool, requests, state
 from fusionai.coordination.broker.decisions import check_inviter, check_welcome, handle
-from fusionai.coordination.broker.events import MemberPlacement
+from fusionai.coordination.broker.events import Fact, MemberLeft, MemberLost, MemberPlacement, MemberRegistered
 from fusionai.coordination.broker.join_code import CODE_LIFETIME_S
 from fusionai.coordination.broker.requests import Refusal, Request
 from fusionai.coordination.broker.state import BrokerRules, BrokerState, Decision, recovered
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import FusionError, RefusedError, StorageError, TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
+from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.transport.enrolment import InvitationContent, format_invitation
 from fusionai.transport.interface import Remote
@@ -68,6 +69,10 @@ class Replies:
     """Peers whose connections must end."""
 
 
+PRESENT: Final = ("idle", "active", "draining")
+"""Phases of a member whose process is here."""
+
+
 @dataclass(kw_only=True)
 class BrokerService:
     """One pool's state and its journal. Calls are made from one thread; none of them waits for the network. Writing the
@@ -85,6 +90,8 @@ class BrokerService:
     admits: Callable[[PeerId, Sequence[bytes]], None] | None = None
     addresses: tuple[str, ...] = ()
     """Addresses of this broker, for invitations."""
+    notice: Callable[[str], None] = _LOG.info
+    """Gets a sentence when a machine comes or goes."""
     announces: bool = False
     """Whether machines nearby can find this broker, so that codes are of use."""
     _links: dict[PeerId, tuple[wire.LinkView, ...]] = field(default_factory=dict)
@@ -294,7 +301,10 @@ class BrokerService:
             self._sequence = self.journal.append(self._sequence, decision.facts)
             for fact in decision.facts:
                 _LOG.info("%s", type(fact).__name__)
-        self.state = decision.desk
+        before, self.state = self.state.pool, decision.desk
+        for fact in decision.facts:
+            if (sentence := _coming_or_going(fact, before, self.state.pool)) is not None:
+                self.notice(sentence)
         if self.journal.compaction_due:
             self._compact()
         return self._perform(decision, invitation)
@@ -465,6 +475,26 @@ def _check_profile(profile: msgspec.Raw, peer: PeerId) -> PeerProfile:
     if decoded.peer != peer:
         raise Refusal("not_authorised", f"Expected the profile of {short(peer)}, got another's.")
     return decoded
+
+
+def _coming_or_going(fact: Fact, before: pool.Pool, after: pool.Pool) -> str | None:
+    """Return a sentence about a machine that has come or gone, None for other facts and for one that was here."""
+    match fact:
+        case MemberRegistered(peer=peer, profile=encoded):
+            if peer in before.members and before.members[peer].phase in PRESENT:
+                return None
+            profile = msgspec.msgpack.decode(encoded, type=PeerProfile)
+            what = f"lends {profile.device_name or profile.device} with {format_bytes(profile.memory_bytes)}"
+        case MemberLeft(peer=peer):
+            what = "has left"
+        case MemberLost(peer=peer, reason=reason):
+            what = f"is lost ({reason.rstrip('.')})"
+        case _:
+            return None
+    member = after.members[PeerId(peer)]
+    name = msgspec.msgpack.decode(member.profile, type=PeerProfile).name if member.profile else ""
+    here = sum(one.phase in PRESENT for one in after.members.values())
+    return f"{name or short(PeerId(peer))} {what}; {here} {'machine is' if here == 1 else 'machines are'} here."
 
 
 def _digest(token: bytes) -> str:

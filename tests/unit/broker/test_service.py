@@ -16,7 +16,7 @@ from fusionai.broker.server import BrokerServer
 from fusionai.broker.service import MAX_PROFILE_BYTES, BrokerService, Replies, remembered
 from fusionai.coordination.broker.state import BrokerRules
 from fusionai.primitives.errors import ChannelClosed, StorageError
-from fusionai.primitives.ids import PeerId
+from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import host_tensor
 from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, StagePlacement, Standby
 from fusionai.transport.enrolment import parse_invitation
@@ -720,5 +720,27 @@ def test_the_timer_is_set_anew_when_an_earlier_lease_comes(play):
         assert bench.server._waiting_for_s == 12.0
         stop.set()
         await keeping
+
+    play(scene)
+
+
+def test_the_brokers_owner_hears_who_comes_and_goes(play):
+    async def scene(bench: Bench) -> None:
+        heard: list[str] = []
+        bench.service.notice = heard.append
+        first, second = await bench.member(2), await bench.member(3)
+        await first.ask(registration(A))
+        await first.ask(registration(A))
+        await second.ask(registration(B))
+        await second.ask(Leave(drain=False))
+        await first.channel.close()
+        bench.clock.advance(3600.0)
+        bench.service.tick()
+        assert heard == [
+            f"{short(A)} lends cpu with 1 GB; 1 machine is here.",
+            f"{short(B)} lends cpu with 1 GB; 2 machines are here.",
+            f"{short(B)} has left; 1 machine is here.",
+            f"{short(A)} is lost (not heard for 12 s); 0 machines are here.",
+        ]
 
     play(scene)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -134,10 +135,14 @@ def broker(
         write_json(json_file, "broker", figures, is_secret=True)
         _say_open(pool, uses, lifetime, endorsed=bool(trusted_only) or trust_file is not None)
 
-    run_until_stopped(
-        lambda stop: run_broker(options, announce=opened, stop=stop, notice=console.line), lifeline=lifeline
-    )
+    run_until_stopped(lambda stop: run_broker(options, announce=opened, stop=stop, notice=_say), lifeline=lifeline)
     console.line("The pool is closed; run `fusion broker` again to reopen it.")
+
+
+def _say(sentence: str) -> None:
+    """Print a sentence. A broker whose output is closed goes on."""
+    with suppress(OSError):
+        console.line(console.printable(sentence))
 
 
 def _say_open(pool: Announcement, uses: int, lifetime_s: float, *, endorsed: bool) -> None:
