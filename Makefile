@@ -7,6 +7,7 @@
 #   make test-levels  what is promised about bits, on other processors than this one
 #   make bench      side-by-side measurements
 #   make clients    what the tests of litellm, openai-agents, lm-eval, guidellm and llama-index need, 930 MB
+#   make release    what a release consists of, in dist/
 #   make docs       regenerate the generated pages, then build the documentation as a site in `site/`
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ WORKERS ?= 2
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo check lint types contracts quick whole test test-long test-levels bench clients docs release-files
+.PHONY: setup demo check lint types contracts quick whole test test-long test-levels bench clients docs release-files release
 .DEFAULT_GOAL := check
 
 setup: $(STAMP)
@@ -99,3 +100,10 @@ release-files: setup
 	sed -i.whole '/^| *| *|/d' release/licences.md && rm release/licences.md.whole  # some packages give the whole text
 	$(VENV)/release/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
 		--output-file build/sbom.json release/requirements.txt
+
+# A release in dist/: wheel, source, the pinned packages with their hashes, SBOM, changelog, and the SHA-256 of each.
+release: release-files
+	$(VENV)/release/bin/python -m pip install --quiet --disable-pip-version-check build==1.6.1
+	rm -rf dist && $(VENV)/release/bin/python -m build --quiet --outdir dist
+	cp release/requirements.txt release/licences.md build/sbom.json CHANGELOG.md dist/
+	cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS

@@ -481,7 +481,8 @@ def _coming_or_going(fact: Fact, before: pool.Pool, after: pool.Pool) -> str | N
     """Return a sentence about a machine that has come or gone, None for other facts and for one that was here."""
     match fact:
         case MemberRegistered(peer=peer, profile=encoded):
-            if peer in before.members and before.members[peer].phase in PRESENT:
+            known = before.members.get(PeerId(peer))
+            if known is not None and known.phase in PRESENT:
                 return None
             profile = msgspec.msgpack.decode(encoded, type=PeerProfile)
             what = f"lends {profile.device_name or profile.device} with {format_bytes(profile.memory_bytes)}"
