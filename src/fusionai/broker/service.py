@@ -22,18 +22,18 @@ from typing import Final
 import msgspec
 
 from fusionai.broker.code_door import CodeDoor
+from fusionai.broker.comings import coming_or_going
 from fusionai.broker.journal import Journal, JournalTaken
 from fusionai.broker.reachability import Introducer
 from fusionai.coordination.broker import pool, requests, state
 from fusionai.coordination.broker.decisions import check_inviter, check_welcome, handle
-from fusionai.coordination.broker.events import Fact, MemberLeft, MemberLost, MemberPlacement, MemberRegistered
+from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.coordination.broker.join_code import CODE_LIFETIME_S
 from fusionai.coordination.broker.requests import Refusal, Request
 from fusionai.coordination.broker.state import BrokerRules, BrokerState, Decision, recovered
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import FusionError, RefusedError, StorageError, TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
-from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.transport.enrolment import InvitationContent, format_invitation
 from fusionai.transport.interface import Remote
@@ -67,10 +67,6 @@ class Replies:
     notices: tuple[Notice, ...] = ()
     evicted: frozenset[PeerId] = frozenset()
     """Peers whose connections must end."""
-
-
-PRESENT: Final = ("idle", "active", "draining")
-"""Phases of a member whose process is here."""
 
 
 @dataclass(kw_only=True)
@@ -303,7 +299,7 @@ class BrokerService:
                 _LOG.info("%s", type(fact).__name__)
         before, self.state = self.state.pool, decision.desk
         for fact in decision.facts:
-            if (sentence := _coming_or_going(fact, before, self.state.pool)) is not None:
+            if (sentence := coming_or_going(fact, before, self.state.pool)) is not None:
                 self.notice(sentence)
         if self.journal.compaction_due:
             self._compact()
@@ -475,27 +471,6 @@ def _check_profile(profile: msgspec.Raw, peer: PeerId) -> PeerProfile:
     if decoded.peer != peer:
         raise Refusal("not_authorised", f"Expected the profile of {short(peer)}, got another's.")
     return decoded
-
-
-def _coming_or_going(fact: Fact, before: pool.Pool, after: pool.Pool) -> str | None:
-    """Return a sentence about a machine that has come or gone, None for other facts and for one that was here."""
-    match fact:
-        case MemberRegistered(peer=peer, profile=encoded):
-            known = before.members.get(PeerId(peer))
-            if known is not None and known.phase in PRESENT:
-                return None
-            profile = msgspec.msgpack.decode(encoded, type=PeerProfile)
-            what = f"lends {profile.device_name or profile.device} with {format_bytes(profile.memory_bytes)}"
-        case MemberLeft(peer=peer):
-            what = "has left"
-        case MemberLost(peer=peer, reason=reason):
-            what = f"is lost ({reason.rstrip('.')})"
-        case _:
-            return None
-    member = after.members[PeerId(peer)]
-    name = msgspec.msgpack.decode(member.profile, type=PeerProfile).name if member.profile else ""
-    here = sum(one.phase in PRESENT for one in after.members.values())
-    return f"{name or short(PeerId(peer))} {what}; {here} {'machine is' if here == 1 else 'machines are'} here."
 
 
 def _digest(token: bytes) -> str:
