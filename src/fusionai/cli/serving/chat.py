@@ -42,6 +42,7 @@ from fusionai.primitives.units import format_bytes, format_seconds
 URL: Final = "http://127.0.0.1:8000"
 HELP: Final = """\
 /peers   show which machines gave the last answer and how long each took; before the first answer, who holds what
+/model [NAME]   go on with another model or adapter of the gateway, or list them
 /image FILE   show the model a picture with the next question (JPEG, PNG, WebP or GIF)
 /new     forget the conversation
 /system TEXT   start a new conversation with this system message
@@ -63,6 +64,12 @@ class _Ready(msgspec.Struct, frozen=True):
 @click.command()
 @click.argument("model", required=False)
 @click.option("--url", metavar="URL", help=f"Chat with the model of this running gateway.  [default: {URL}]")
+@click.option(
+    "--model",
+    "wanted",
+    metavar="NAME",
+    help="Chat with this model or adapter of the gateway.  [default: its first model]",
+)
 @path_option(
     "--api-key-file",
     "FILE",
@@ -91,6 +98,7 @@ class _Ready(msgspec.Struct, frozen=True):
 def chat(
     model: str | None,
     url: str | None,
+    wanted: str | None,
     key_file: Path | None,
     local: int | None,
     served: ServingOptions,
@@ -106,9 +114,11 @@ def chat(
         raise UsageError("give a MODEL to serve or the --url of a running gateway, not both.")
     if model is None and local is not None:
         raise UsageError("--local needs a MODEL to serve: `fusion chat MODEL --local N`.")
+    if model is not None and wanted is not None:
+        raise UsageError("--model names a model of a running gateway; it can't be given with a MODEL to serve.")
     key = None if key_file is None else _key(key_file)
     serving = nullcontext(url or URL) if model is None else _served(model, local, served, home)
-    with serving as address, ChatClient(address, key) as client:
+    with serving as address, ChatClient(address, key, wanted) as client:
         ChatHistory(client, max_tokens=max_tokens, temperature=temperature, seed=seed, system=system).run()
 
 
@@ -154,6 +164,8 @@ class ChatHistory:
                 return False
             case "/peers":
                 self._peers()
+            case "/model":
+                self._choose(rest.strip())
             case "/image":
                 self._show(Path(rest.strip()).expanduser())
             case "/new":
@@ -168,6 +180,20 @@ class ChatHistory:
             case _:
                 console.line(f"There is no command {word}.\n{HELP}")
         return True
+
+    def _choose(self, name: str) -> None:
+        """Go on with another model, which reads the conversation so far; without a name, list the models."""
+        models = self.client.models()
+        if not name:
+            for each in models:
+                console.line(f"{'*' if each == self.client.model else ' '} {console.printable(each)}")
+            return
+        try:
+            self.client.choose(name, models)
+        except UsageError as wrong:
+            console.line(wrong.message)
+            return
+        console.line(f"{console.printable(name)} answers from here on.")
 
     def _show(self, file: Path) -> None:
         try:

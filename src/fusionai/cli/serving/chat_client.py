@@ -5,6 +5,7 @@ keeps the conversation; `gateway` is the server."""
 
 from __future__ import annotations
 
+import difflib
 import http.client
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, TypeVar
@@ -160,10 +161,11 @@ class _Cards(msgspec.Struct, frozen=True):
 
 
 class ChatClient:
-    """A connection to a gateway, used as `with ChatClient(url, key) as client:`. Raises `TransportError` if the gateway
-    does not answer, `ApiRefusal` if it refuses a request."""
+    """A connection to a gateway, used as `with ChatClient(url, key) as client:`. `wanted`: the model or adapter to chat
+    with; None: the gateway's first one. Raises `TransportError` if the gateway does not answer, `ApiRefusal` if it
+    refuses a request, `UsageError` if it does not serve `wanted`."""
 
-    def __init__(self, address: str, key: str | None) -> None:
+    def __init__(self, address: str, key: str | None, wanted: str | None = None) -> None:
         try:
             parts = urlsplit(address if "://" in address else f"http://{address}")
             host, port = parts.hostname, parts.port
@@ -173,6 +175,7 @@ class ChatClient:
             raise UsageError(f"--url: expected http:// or https:// and a host, got {address!r}.", hint=_URL_HINT)
         self.address = f"{parts.scheme}://{parts.netloc}"
         self.model = ""
+        self._wanted = wanted
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json", "User-Agent": "fusion-chat"}
         if key is not None:
@@ -181,14 +184,30 @@ class ChatClient:
         self._connection = kind(host, port, timeout=CONNECT_S)
 
     def __enter__(self) -> ChatClient:
-        models = self._get("/v1/models", _Cards).data
-        if not models:
-            raise ApiRefusal(f"{self.address} serves no model.")
-        self.model = models[0].id
+        try:
+            models = self.models()
+            if not models:
+                raise ApiRefusal(f"{self.address} serves no model.")
+            self.choose(self._wanted or models[0], models)
+        except BaseException:
+            self._connection.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self._connection.close()
+
+    def models(self) -> list[str]:
+        """Return the names of the gateway's models and adapters."""
+        return [card.id for card in self._get("/v1/models", _Cards).data]
+
+    def choose(self, name: str, models: Sequence[str]) -> None:
+        """Send further questions to this one of `models`."""
+        if name not in models:
+            near = difflib.get_close_matches(name, models, n=1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            raise UsageError(f"{self.address} serves no {name!r}, but {', '.join(models)}.{meant}")
+        self.model = name
 
     def status(self) -> ServerStatus:
         """Return the state of the engine and of its stages."""

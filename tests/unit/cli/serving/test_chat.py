@@ -61,6 +61,7 @@ class Gateway:
     asked: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     address: str = ""
+    models: tuple[str, ...] = ("tiny",)
 
 
 def chunk(text: str | None = None, **more: object) -> str:
@@ -89,7 +90,7 @@ def gateway() -> Iterator[Gateway]:
             if told.status == 401:
                 self._answer(401, {"error": {"message": "The API key is not valid for this gateway."}})
                 return
-            self._answer(200, {"data": [{"id": "tiny"}]} if self.path == "/v1/models" else STATUS)
+            self._answer(200, {"data": [{"id": each} for each in told.models]} if self.path == "/v1/models" else STATUS)
 
         def do_POST(self) -> None:
             told.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
@@ -266,3 +267,22 @@ def test_a_picture_goes_with_the_next_question_only(
     printed = capsys.readouterr().out
     assert "cat.png goes with the next question." in printed
     assert "dog.png: the picture can't be read: No such file" in printed
+
+
+def test_a_gateways_other_models_and_adapters_are_chosen_by_name(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.models = ("qwen", "qwen-poems", "llama")
+    said = iter(["hi", "/model", "/model lama", "/model llama", "again", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    gateway.lines = [chunk("Good day"), *ending()]
+    assert main(["chat", "--url", gateway.address, "--model", "qwen-poems"]) == 0
+    shown = capsys.readouterr().out
+    assert "  qwen\n* qwen-poems\n  llama\n" in shown
+    assert "Did you mean 'llama'?" in shown
+    assert "llama answers from here on." in shown
+    assert [one["model"] for one in gateway.asked] == ["qwen-poems", "llama"]
+    assert len(gateway.asked[1]["messages"]) == 3
+    assert main(["chat", "--url", gateway.address, "--model", "qwen-poem"]) == 2
+    assert "Did you mean 'qwen-poems'?" in capsys.readouterr().err
+    assert main(["chat", "./model", "--model", "qwen"]) == 2
