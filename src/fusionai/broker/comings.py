@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import msgspec
 
 from fusionai.coordination.broker.events import Fact, MemberLeft, MemberLost, MemberRegistered
 from fusionai.coordination.broker.pool import Pool
+from fusionai.coordination.broker.state import PRESENT
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.problem.types import PeerProfile
-
-PRESENT: Final = ("idle", "active", "draining")
-"""Phases of a member whose process is here."""
 
 
 def coming_or_going(fact: Fact, before: Pool, after: Pool) -> str | None:

@@ -93,7 +93,7 @@ def _changes(found: Plan, problem: Problem, graph: Graph, pool: PoolOnPaper, ask
         if asked.replicas == 1 and asked.constraints.stages is None:
             several = replace(asked, replicas="auto")
             yield _asking("--replicas auto", graph, pool, several)
-    yield from (replace(change, words=change.words) for change in lifted(problem) if "--privacy" not in change.words)
+    yield from (change for change in lifted(problem) if "--privacy" not in change.words)
     yield from with_owners(problem)
     usable = [peer for peer in problem.peers if peer.flops_per_s > 0 and "stage" in peer.roles]
     if usable and problem.stages is None:
