@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 _PAGE: Final = {
     "": ("index.html", "text/html; charset=utf-8"),
+    "style.css": ("style.css", "text/css; charset=utf-8"),
     "page.css": ("page.css", "text/css; charset=utf-8"),
     "page.js": ("page.js", "text/javascript; charset=utf-8"),
     "pool.js": ("pool.js", "text/javascript; charset=utf-8"),
