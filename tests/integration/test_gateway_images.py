@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
-from fusionai.capture.models.image_processor import picture_of
-from fusionai.capture.models.images import EncodedImage
 from fusionai.gateway import images as gateway_images
 from fusionai.gateway.config import GatewayConfig, RequestLimits
-from fusionai.serving.images import ImageMarks, ImageReader, is_image
+from fusionai.serving.images import is_image
 from harness.gateway_stand import Stand, gateway_stand
 from harness.image_models import picture
 from harness.patience import CEILING_S
 from harness.scripted_engine import ScriptedEngine
-from harness.tiny_text import write_tiny_text
+from harness.seeing_engine import MARK, ROWS, seeing_engine
 
 pytestmark = pytest.mark.slow
 
@@ -29,32 +25,15 @@ openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 ollama = pytest.importorskip("ollama")
 
-TEMPLATE = """\
-{%- for message in messages %}<|im_start|>{{ message['role'] }}
-{% if message['content'] is string %}{{ message['content'] }}{% else %}
-{%- for part in message['content'] %}{% if part['type'] == 'image' %}<|image|>{% else %}{{ part['text'] }}{% endif %}
-{%- endfor %}{% endif %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-MARK = "<|image|>"
-ROWS = 3
 IMAGE = picture(20, 10, 0)
 WRITTEN = base64.b64encode(IMAGE).decode()
 URL = f"data:image/png;base64,{WRITTEN}"
 PART = {"type": "image_url", "image_url": {"url": URL}}
 
 
-def encode(data: bytes) -> EncodedImage:
-    assert picture_of(data).mode == "RGB"
-    return EncodedImage(MARK * ROWS, np.zeros((ROWS, 4), np.float32), None, ROWS)
-
-
 @pytest.fixture
 def seeing(tmp_path: Path) -> ScriptedEngine:
-    text = write_tiny_text(tmp_path, TEMPLATE, [MARK])
-    marks = ImageMarks(MARK, text.tokenizer.added[MARK])
-    return ScriptedEngine(replace(text, images=ImageReader(encode, marks)))
+    return seeing_engine(tmp_path)
 
 
 def shape(engine: ScriptedEngine) -> str:

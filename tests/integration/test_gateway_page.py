@@ -14,7 +14,9 @@ import pytest
 from fusionai.gateway.config import GatewayConfig, KeyRing
 from fusionai.serving.interface import FaultNote, Generation
 from harness.gateway_stand import Stand, gateway_stand, until
+from harness.image_models import picture
 from harness.scripted_engine import ScriptedEngine
+from harness.seeing_engine import seeing_engine
 from harness.tiny_text import TEMPLATE, write_tiny_text
 
 playwright = pytest.importorskip("playwright.async_api")
@@ -64,6 +66,14 @@ async def serious(page: Any) -> list[str]:
     ]
 
 
+async def ask(page: Any, text: str) -> None:
+    await page.locator("#state[data-state=ready]").wait_for()
+    await page.fill("#prompt", text)
+    await page.keyboard.press("Enter")
+    await page.locator(".turn.user .words", has_text=text).wait_for()
+    await page.locator(".turn:last-child .actions", has_text="Try again").wait_for()
+
+
 def test_an_answer_streams_and_its_way_is_shown(engine: ScriptedEngine):
     async def scenario() -> None:
         async with gateway_stand(engine) as stand, page_of(stand) as page:
@@ -82,7 +92,7 @@ def test_an_answer_streams_and_its_way_is_shown(engine: ScriptedEngine):
             await page.keyboard.type("How?")
             await page.keyboard.press("Enter")
             await page.locator(".turn.assistant .facts").wait_for()
-            assert await page.locator(".turn.assistant pre").inner_text() == "one machine"
+            assert await page.locator(".turn.assistant pre").inner_text() == "one machine\n"
             facts = await page.locator(".turn.assistant .facts").inner_text()
             assert facts.startswith("owner → laptop → tower → owner")
             assert "attic takes its place" in facts
@@ -174,7 +184,7 @@ def test_a_checker_of_accessibility_finds_nothing_serious(engine: ScriptedEngine
     asyncio.run(scenario())
 
 
-def test_a_model_or_adapter_is_chosen_in_the_settings(engine_text: Any):
+def test_a_model_or_adapter_is_chosen(engine_text: Any):
     said: list[str | None] = []
 
     def script(prompt: str, generation: Generation) -> str:
@@ -186,7 +196,6 @@ def test_a_model_or_adapter_is_chosen_in_the_settings(engine_text: Any):
         config = GatewayConfig("tiny", adapters=("law", "poems"))
         async with gateway_stand(ScriptedEngine(engine_text, script=script), config) as stand, page_of(stand) as page:
             await page.locator("#state[data-state=ready]").wait_for()
-            await page.locator("#settings summary").click()
             assert await page.locator("#picker option").all_inner_texts() == ["tiny", "law", "poems"]
             await page.get_by_label("Model", exact=True).select_option("poems")
             await page.locator("#prompt").fill("hello")
@@ -196,7 +205,122 @@ def test_a_model_or_adapter_is_chosen_in_the_settings(engine_text: Any):
             assert await serious(page) == []
         async with gateway_stand(ScriptedEngine(engine_text), GatewayConfig("tiny")) as stand, page_of(stand) as page:
             await page.locator("#state[data-state=ready]").wait_for()
-            await page.locator("#settings summary").click()
             assert not await page.locator("#picking").is_visible(), "there is nothing to choose"
+
+    asyncio.run(scenario())
+
+
+MARKDOWN = """\
+Here is **bold** text with <b>tags</b>, ![a picture](http://127.0.0.1:1/x.png) and [a link](https://example.org).
+
+| machine | speed |
+| :-- | --: |
+| tower | 40 |
+
+```python
+def fast():
+    return True
+```
+"""
+
+
+def test_markdown_is_shown_without_html_and_foreign_images(engine_text: Any):
+    async def scenario() -> None:
+        engine = ScriptedEngine(engine_text, context_tokens=2048, script=lambda prompt, generation: MARKDOWN)
+        options = {"permissions": ["clipboard-read", "clipboard-write"]}
+        async with gateway_stand(engine) as stand, page_of(stand, **options) as page:
+            asked: list[str] = []
+            page.on("request", lambda request: asked.append(request.url))
+            await ask(page, "How fast?")
+            words = page.locator(".turn.assistant .words")
+            assert await words.locator("strong").inner_text() == "bold"
+            assert "<b>tags</b>" in await words.inner_text()
+            assert await words.locator("b, img, script").count() == 0
+            assert await words.locator("a", has_text="a link").get_attribute("rel") == "noopener noreferrer nofollow"
+            speed = words.locator("td", has_text="40")
+            assert await speed.evaluate("cell => getComputedStyle(cell).textAlign") == "right"
+            await words.get_by_role("button", name="Copy").click()
+            await words.get_by_role("button", name="Copied").wait_for()
+            assert await page.evaluate("() => navigator.clipboard.readText()") == "def fast():\n    return True"
+            assert all(url.startswith(stand.url) for url in asked)
+            assert not await serious(page)
+
+    asyncio.run(scenario())
+
+
+def test_chats_are_kept_in_the_browser_until_they_are_deleted(engine_text: Any):
+    async def scenario() -> None:
+        async with gateway_stand(ScriptedEngine(engine_text)) as stand, page_of(stand) as page:
+            await ask(page, "first question")
+            await page.locator(".chats .fresh").click()
+            assert await page.locator(".turn").count() == 0
+            await ask(page, "second question")
+            await page.reload()
+            titles = page.locator("#chat-list .open")
+            await titles.first.wait_for()
+            assert await titles.all_inner_texts() == ["second question", "first question"]
+            await page.locator("#state[data-state=ready]").wait_for()
+            await titles.last.click()
+            assert "You said: first question" in await page.locator(".turn.assistant .words").inner_text()
+            assert (await page.locator(".turn.assistant .facts").inner_text()).startswith("owner → laptop")
+            # It goes on with what was said before.
+            await ask(page, "third question")
+            sent = stand.engine.text.tokenizer.decode(list(stand.engine.given[-1].prompt))
+            assert "first question" in sent
+            assert "second question" not in sent
+            assert await titles.all_inner_texts() == ["first question", "second question"]
+            page.on("dialog", lambda dialog: asyncio.ensure_future(dialog.accept()))
+            await page.get_by_role("button", name="Delete the chat “first question”").click()
+            await page.locator(".turn").first.wait_for(state="detached")
+            await page.get_by_role("button", name="Delete all").click()
+            await page.locator("#no-chats").wait_for()
+            await page.reload()
+            await page.locator("#no-chats").wait_for()
+
+    asyncio.run(scenario())
+
+
+def test_the_last_answer_is_asked_for_again_and_the_last_question_edited(engine_text: Any):
+    async def scenario() -> None:
+        async with gateway_stand(ScriptedEngine(engine_text)) as stand, page_of(stand) as page:
+            await ask(page, "one")
+            await ask(page, "two")
+            given = stand.engine.given
+            await page.get_by_role("button", name="Try again").click()
+            await until(lambda: len(given) == 3 and stand.engine.live == 0)
+            assert given[2].prompt == given[1].prompt
+            await page.get_by_role("button", name="Edit").click()
+            assert await page.locator("#prompt").input_value() == "two"
+            await ask(page, "three")
+            assert await page.locator(".turn.user .words").all_inner_texts() == ["one", "three"]
+            assert "two" not in stand.engine.text.tokenizer.decode(list(given[3].prompt))
+
+    asyncio.run(scenario())
+
+
+def test_images_are_offered_to_a_model_that_reads_them(engine: ScriptedEngine, tmp_path: Path):
+    (tmp_path / "large.png").write_bytes(picture(3000, 1500, 0))
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+
+    async def scenario() -> None:
+        seeing = seeing_engine(tmp_path)
+        async with gateway_stand(seeing) as stand, page_of(stand) as page:
+            await page.locator("#attach").wait_for()
+            await page.set_input_files("#choose", tmp_path / "broken.png")
+            await page.locator("#problem", has_text="The browser can't read broken.png as an image.").wait_for()
+            await page.set_input_files("#choose", tmp_path / "large.png")
+            await page.locator("#pictures img").wait_for()
+            assert await page.locator("#pictures img").evaluate("image => image.naturalWidth") == 1536
+            assert not await serious(page)
+            await ask(page, "What is it?")
+            assert len(seeing.given[-1].images) == 1
+            assert await page.locator(".turn.user img").count() == 1
+            assert await page.locator("#pictures img").count() == 0
+            await page.get_by_role("button", name="Try again").click()
+            await until(lambda: len(seeing.given) == 2 and seeing.live == 0)
+            assert len(seeing.given[-1].images) == 1
+        async with gateway_stand(engine) as stand, page_of(stand) as page:
+            await page.locator("#state[data-state=ready]").wait_for()
+            assert not await page.locator("#attach").is_visible()
 
     asyncio.run(scenario())

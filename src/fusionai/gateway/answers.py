@@ -221,12 +221,14 @@ class Completion(_Headed, frozen=True):
 
 class ModelCard(Struct, frozen=True):
     """A model that can be used. `max_model_len`: upper limit of prompt plus answer, in tokens. `parent`: an adapter's
-    base model. `task`: what it gives: text and vectors, vectors alone, or scores alone."""
+    base model. `task`: what it gives: text and vectors, vectors alone, or scores alone. `input_modalities`: what it
+    reads, in OpenRouter's words."""
 
     id: str
     created: int
     max_model_len: int
     task: Purpose
+    input_modalities: tuple[Literal["text", "image", "audio"], ...]
     owned_by: str = "fusionai"
     object: Literal["model"] = "model"
     parent: str | None = None

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -66,8 +68,13 @@ class ModelEndpoint:
     def _card(self, name: str) -> ModelCard:
         config = self._context.config
         parent = config.model if name in self._context.adapters else None
-        engine = self._context.engine
-        return ModelCard(name, config.created_s, engine.context_tokens, engine.purpose, parent=parent)
+        engine, text = self._context.engine, self._context.text
+        reads: tuple[Literal["text", "image", "audio"], ...] = ("text",)
+        if text.images is not None:
+            reads = ("text", "image")
+        elif text.source is not None and text.source.speech is not None:
+            reads = ("audio",)
+        return ModelCard(name, config.created_s, engine.context_tokens, engine.purpose, reads, parent=parent)
 
 
 def _said(text: str) -> Response:

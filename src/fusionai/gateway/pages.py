@@ -10,17 +10,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-_PAGE: Final = {
-    "": ("index.html", "text/html; charset=utf-8"),
-    "style.css": ("style.css", "text/css; charset=utf-8"),
-    "page.css": ("page.css", "text/css; charset=utf-8"),
-    "page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "pool.js": ("pool.js", "text/javascript; charset=utf-8"),
-    "icon.svg": ("icon.svg", "image/svg+xml"),
+_MEDIA: Final = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
 }
+_FILES: Final = (
+    "style.css",
+    "page.css",
+    "page.js",
+    "chats.js",
+    "markdown.js",
+    "markdown-it.js",
+    "pictures.js",
+    "pool.js",
+    "icon.svg",
+)
 _PAGE_HEADERS: Final = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
@@ -31,10 +40,11 @@ _PAGE_HEADERS: Final = {
 
 def page_routes() -> list[Route]:
     """Return the routes of the page's files."""
-    return [Route(f"/{path}", _page(*_PAGE[path])) for path in _PAGE]
+    return [Route("/", _page("index.html")), *(Route(f"/{file}", _page(file)) for file in _FILES)]
 
 
-def _page(file: str, media: str) -> Callable[[Request], Awaitable[Response]]:
+def _page(file: str) -> Callable[[Request], Awaitable[Response]]:
+    media = _MEDIA[file.rpartition(".")[2]]
     content = resources.files("fusionai.gateway").joinpath("page", file).read_bytes()
 
     async def page(request: Request) -> Response:

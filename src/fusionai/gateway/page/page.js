@@ -1,13 +1,20 @@
-// The conversation: sends it, shows the answer while it streams, and keeps the pool's state up to date.
+// The conversation: sends it, shows the answer while it streams, keeps chats and the pool's state up to date.
 
+import { newChat, openChats, titleOf } from "./chats.js";
+import { copyButton, markdownIn } from "./markdown.js";
+import { picture, pictureBox } from "./pictures.js";
 import { duration, element, showRoute, showState, showStatus } from "./pool.js";
 
 const place = (id) => document.getElementById(id);
 const log = place("log"), prompt = place("prompt"), send = place("send"), problem = place("problem");
+const welcome = place("welcome"), pictures = pictureBox(place("pictures"), complain);
 const RETRY_MS = [500, 1000, 2000, 5000];
-let conversation = [];
+const REMEMBERED = ["temperature", "max-tokens", "system"];
+let chats = null;
+let chat = newChat();
 let running = null;
 let model = "";
+let cards = [];
 let wake = () => {};
 
 function headers() {
@@ -79,24 +86,32 @@ async function watchPool() {
   }
 }
 
-// Offers the models and adapters, if there is more than one name.
+// Offers the models and adapters, if there is more than one name, and images, if the chosen model reads them.
 async function listModels() {
   const answer = await fetch("v1/models", { headers: headers() });
   if (!answer.ok) return;
-  const names = (await answer.json()).data.map((card) => card.id);
-  const picker = place("picker"), chosen = picker.value;
+  cards = (await answer.json()).data;
+  const names = cards.map((card) => card.id), picker = place("picker"), chosen = picker.value || chat.model;
   picker.replaceChildren(...names.map((name) => new Option(name)));
   if (names.includes(chosen)) picker.value = chosen;
   place("picking").hidden = names.length < 2;
+  offerImages();
+}
+
+function readsImages() {
+  const card = cards.find((each) => each.id === place("picker").value) ?? cards[0];
+  return card?.input_modalities?.includes("image") ?? false;
+}
+
+function offerImages() {
+  place("attach").hidden = !readsImages();
 }
 
 // Half of the context at most, so that the question fits too.
 function suggestLength(contextTokens) {
   const field = place("max-tokens");
-  if (!field.dataset.suggested) {
-    field.dataset.suggested = "yes";
-    field.value = `${Math.max(1, Math.min(512, Math.floor(contextTokens / 2)))}`;
-  }
+  if (!field.value && !field.dataset.suggested) field.value = `${Math.max(1, Math.min(512, Math.floor(contextTokens / 2)))}`;
+  field.dataset.suggested = "yes";
 }
 
 function complain(text) {
@@ -104,30 +119,76 @@ function complain(text) {
   problem.textContent = text;
 }
 
-function turn(role, text) {
-  place("welcome")?.remove();
+// Shows a turn of the chat; returns its row and the element of its words.
+function showTurn({ role, text, images = [], thinking = "", facts = null }) {
+  welcome.remove();
   const row = element("div", `turn ${role}`);
   row.append(element("span", "unseen", role === "user" ? "You: " : "Answer: "));
   const words = element("div", "words");
-  setWords(words, text);
   row.append(words);
+  if (role === "user") {
+    words.append(...images.map((url, at) => picture(url, `Image ${at + 1} of this message`)), text);
+  } else {
+    markdownIn(words)(text);
+    if (thinking) thinkingAbove(words).append(thinking);
+    if (facts) row.append(factsOf(facts.fusion, facts.usage));
+  }
   log.append(row);
-  log.scrollTop = log.scrollHeight;
   return { row, words };
 }
 
 // Puts the model's thinking above its answer, folded; returns the element for its text.
 function thinkingAbove(words) {
-  const fold = element("details", "thinking"), thought = element("div", "words");
+  const fold = element("details", "thinking"), thought = element("div", "words plain");
   fold.append(element("summary", "", "Thinking"), thought);
   words.before(fold);
   return thought;
 }
 
-// Shows text as it is, and text between code fences as code.
-function setWords(target, text) {
-  const parts = text.split(/^```[^\n]*\n?/m);
-  target.replaceChildren(...parts.map((part, at) => (at % 2 ? element("pre", "", part.replace(/\n$/, "")) : part)));
+// The last question can be edited and the last answer asked for again; each answer can be copied.
+function offerActions() {
+  for (const old of log.querySelectorAll(".actions")) old.remove();
+  const rows = [...log.querySelectorAll(".turn")], last = chat.turns.length - 1;
+  chat.turns.forEach((turn, at) => {
+    const actions = element("div", "actions");
+    if (turn.role === "assistant") actions.append(copyButton("Copy", () => turn.text));
+    if (at === last) actions.append(action("Try again", () => askAgain()));
+    if (turn.role === "user" && at >= last - 1) actions.append(action("Edit", () => editLast()));
+    if (actions.children.length) rows[at]?.append(actions);
+  });
+}
+
+function action(label, act) {
+  const button = element("button", "quiet", label);
+  button.type = "button";
+  button.addEventListener("click", () => { if (!running) act(); });
+  return button;
+}
+
+function dropLast() {
+  if (chat.turns.at(-1)?.role === "assistant") chat.turns.pop();
+  return chat.turns.pop();
+}
+
+async function askAgain() {
+  const { text, images } = dropLast();
+  showChat(chat);
+  await ask(text, images);
+}
+
+async function editLast() {
+  const { text, images } = dropLast();
+  showChat(chat);
+  prompt.value = text;
+  pictures.put(images ?? []);
+  grow();
+  prompt.focus();
+}
+
+function messageOf({ role, text, images = [] }) {
+  if (!images.length) return { role, content: text };
+  const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return { role, content: text ? [...parts, { type: "text", text }] : parts };
 }
 
 function requestBody() {
@@ -135,7 +196,7 @@ function requestBody() {
   const temperature = place("temperature").value, longest = place("max-tokens").value;
   return {
     model: place("picker").value || model,
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...conversation],
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...chat.turns.map(messageOf)],
     stream: true,
     stream_options: { include_usage: true },
     fusion_route: true,
@@ -144,80 +205,171 @@ function requestBody() {
   };
 }
 
-async function ask(text) {
-  complain("");
-  conversation.push({ role: "user", content: text });
-  turn("user", text);
-  const { row, words } = turn("assistant", "");
-  row.classList.add("streaming");
-  const held = element("p", "held");
-  held.hidden = true;
-  row.append(held);
-  running = new AbortController();
-  log.setAttribute("aria-busy", "true");
-  send.textContent = "Stop";
-  send.classList.add("stop");
-  let thought = null, said = "", usage = null, fusion = null, failure = "";
-  try {
-    const answer = await fetch("v1/chat/completions", {
-      method: "POST", headers: headers(), body: JSON.stringify(requestBody()), signal: running.signal,
-    });
-    if (!answer.ok) throw new Error((await refusal(answer)).message);
-    let isDone = false;
-    for await (const [kind, piece] of pieces(answer.body)) {
-      if (kind === "comment") {
-        const told = /^(recovering|waiting|running): (.*)$/.exec(piece);
-        if (told) { held.hidden = told[1] === "running"; held.textContent = told[2]; }
-        continue;
-      }
-      if (piece === "[DONE]") { isDone = true; break; }
+// Reads the answer's stream into `heard`, and calls `show` after each piece.
+async function listen(body, heard, show) {
+  for await (const [kind, piece] of pieces(body)) {
+    if (kind === "comment") {
+      const state = /^(recovering|waiting|running): (.*)$/.exec(piece);
+      if (state) heard.waits = state[1] === "running" ? "" : state[2];
+    } else if (piece === "[DONE]") {
+      return;
+    } else {
       const chunk = JSON.parse(piece);
       if (chunk.error) throw new Error(chunk.error.message);
-      usage = chunk.usage ?? usage;
-      fusion = chunk.fusion ?? fusion;
-      const { content: fresh, reasoning_content: thinking } = chunk.choices[0]?.delta ?? {};
-      if (fresh || thinking) {
-        const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
-        if (thinking) (thought ??= thinkingAbove(words)).append(thinking);
-        if (fresh) setWords(words, said += fresh);
-        if (isAtEnd) log.scrollTop = log.scrollHeight;
-      }
+      heard.usage = chunk.usage ?? heard.usage;
+      heard.fusion = chunk.fusion ?? heard.fusion;
+      const delta = chunk.choices[0]?.delta ?? {};
+      heard.text += delta.content ?? "";
+      heard.thinking += delta.reasoning_content ?? "";
     }
-    if (!isDone) throw new Error("The connection to the gateway was lost.");
-  } catch (wrong) {
-    failure = running.signal.aborted ? "" : wrong.message || "The gateway can't be reached.";
+    show();
   }
-  const wasStopped = running.signal.aborted;
-  running = null;
-  held.remove();
-  row.classList.remove("streaming");
-  log.removeAttribute("aria-busy");
-  send.textContent = "Send";
-  send.classList.remove("stop");
-  if (said) conversation.push({ role: "assistant", content: said });
-  else conversation.pop();
-  if (failure) {
-    complain(failure);
-    row.classList.add("failed");
-    if (!said) { words.textContent = "No answer."; prompt.value ||= text; }
-  }
-  if (fusion) { row.append(facts(fusion, usage)); showRoute(fusion); }
-  else if (wasStopped) row.append(element("p", "facts", "Stopped."));
-  place("announce").textContent = failure || (wasStopped ? "Stopped." : `Answer: ${said}`);
-  if (log.scrollHeight - log.scrollTop - log.clientHeight < 160) log.scrollTop = log.scrollHeight;
+  throw new Error("The connection to the gateway was lost.");
 }
 
-function facts(fusion, usage) {
+// Shows what was heard, at most once for each picture that the browser draws.
+function shower(row, words, heard) {
+  const held = element("p", "held"), write = markdownIn(words);
+  let thought = null, isDue = false;
+  row.append(held);
+  held.hidden = true;
+  return () => {
+    if (isDue) return;
+    isDue = true;
+    requestAnimationFrame(() => {
+      isDue = false;
+      if (!row.isConnected) return;
+      const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
+      held.hidden = !heard.waits || !row.classList.contains("streaming");
+      held.textContent = heard.waits;
+      if (heard.thinking) (thought ??= thinkingAbove(words)).textContent = heard.thinking;
+      write(heard.text);
+      if (isAtEnd) log.scrollTop = log.scrollHeight;
+    });
+  };
+}
+
+async function ask(text, images = []) {
+  complain("");
+  const asked = chat;
+  asked.model = place("picker").value || model;
+  asked.title ||= titleOf(text);
+  asked.turns.push({ role: "user", text, images });
+  showTurn(asked.turns.at(-1));
+  const { row, words } = showTurn({ role: "assistant", text: "" });
+  offerActions();
+  log.scrollTop = log.scrollHeight;
+  const heard = { text: "", thinking: "", usage: null, fusion: null, waits: "" };
+  const stop = running = new AbortController();
+  showRunning(row, true);
+  let failure = "";
+  try {
+    const answer = await fetch("v1/chat/completions", {
+      method: "POST", headers: headers(), body: JSON.stringify(requestBody()), signal: stop.signal,
+    });
+    if (!answer.ok) throw new Error((await refusal(answer)).message);
+    await listen(answer.body, heard, shower(row, words, heard));
+  } catch (wrong) {
+    failure = stop.signal.aborted ? "" : wrong.message || "The gateway can't be reached.";
+  }
+  finish(asked, row, heard, failure, stop.signal.aborted);
+}
+
+function showRunning(row, isRunning) {
+  row.classList.toggle("streaming", isRunning);
+  log.toggleAttribute("aria-busy", isRunning);
+  if (isRunning) log.setAttribute("aria-busy", "true");
+  send.textContent = isRunning ? "Stop" : "Send";
+  send.classList.toggle("stop", isRunning);
+}
+
+// Puts what was heard into the chat and shows the chat as it is now, if it is still the one that is shown.
+function finish(asked, row, heard, failure, wasStopped) {
+  running = null;
+  showRunning(row, false);
+  const facts = heard.fusion ? { fusion: heard.fusion, usage: heard.usage } : null;
+  if (heard.text) asked.turns.push({ role: "assistant", text: heard.text, thinking: heard.thinking, facts });
+  const unanswered = heard.text ? null : asked.turns.pop();
+  if (asked.turns.length) keep(asked);
+  if (asked !== chat) return;
+  const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 160;
+  row.remove();
+  if (heard.text) row = showTurn(asked.turns.at(-1)).row;
+  else row = showTurn({ role: "assistant", text: "No answer." }).row;
+  if (wasStopped && !facts) row.append(element("p", "facts", "Stopped."));
+  if (facts) showRoute(facts.fusion);
+  if (failure) { complain(failure); row.classList.add("failed"); }
+  if (unanswered && !prompt.value) { prompt.value = unanswered.text; pictures.put(unanswered.images); grow(); }
+  offerActions();
+  place("announce").textContent = failure || (wasStopped ? "Stopped." : `Answer: ${heard.text}`);
+  if (isAtEnd) log.scrollTop = log.scrollHeight;
+}
+
+function factsOf(fusion, usage) {
   const line = element("p", "facts");
   line.append(element("span", "way", fusion.route.join(" → ")));
-  const told = [];
-  if (usage) told.push(`${usage.completion_tokens} tokens`);
-  if (fusion.tokens_per_s) told.push(`${fusion.tokens_per_s.toFixed(fusion.tokens_per_s < 10 ? 1 : 0)} tokens/s`);
-  if (fusion.first_token_s !== null) told.push(`first token after ${duration(fusion.first_token_s)}`);
-  if (usage?.prompt_tokens_details?.cached_tokens) told.push(`${usage.prompt_tokens_details.cached_tokens} prompt tokens from the cache`);
-  for (const wait of fusion.waits) if (wait.state !== "running") told.push(wait.detail);
-  line.append(` · ${told.join(" · ")}`);
+  const parts = [];
+  if (usage) parts.push(`${usage.completion_tokens} tokens`);
+  if (fusion.tokens_per_s) parts.push(`${fusion.tokens_per_s.toFixed(fusion.tokens_per_s < 10 ? 1 : 0)} tokens/s`);
+  if (fusion.first_token_s !== null) parts.push(`first token after ${duration(fusion.first_token_s)}`);
+  if (usage?.prompt_tokens_details?.cached_tokens) parts.push(`${usage.prompt_tokens_details.cached_tokens} prompt tokens from the cache`);
+  for (const wait of fusion.waits) if (wait.state !== "running") parts.push(wait.detail);
+  line.append(` · ${parts.join(" · ")}`);
   return line;
+}
+
+async function keep(kept) {
+  kept.at = Date.now();
+  try {
+    await chats.put(kept);
+  } catch {
+    complain("The browser has no space left for this chat. Delete chats to make room.");
+  }
+  await listChats();
+}
+
+async function listChats() {
+  const all = await chats.all();
+  place("chat-list").replaceChildren(...all.map((each) => {
+    const item = element("li"), open = element("button", "open", each.title), remove = element("button", "remove", "×");
+    open.type = remove.type = "button";
+    if (each.id === chat.id) open.setAttribute("aria-current", "true");
+    open.addEventListener("click", () => openChat(each));
+    remove.setAttribute("aria-label", `Delete the chat “${each.title}”`);
+    remove.addEventListener("click", () => removeChat(each));
+    item.append(open, remove);
+    return item;
+  }));
+  place("no-chats").hidden = all.length > 0;
+  place("clear").hidden = all.length === 0;
+}
+
+function openChat(opened) {
+  running?.abort();
+  showChat(opened);
+  if (cards.some((card) => card.id === opened.model)) place("picker").value = opened.model;
+  offerImages();
+  show("chat");
+  listChats();
+  place("announce").textContent = opened.turns.length ? `Chat: ${opened.title}.` : "New chat.";
+  prompt.focus();
+}
+
+function showChat(shown) {
+  chat = shown;
+  log.replaceChildren();
+  complain("");
+  chat.turns.forEach(showTurn);
+  if (!chat.turns.length) log.append(welcome);
+  offerActions();
+  log.scrollTop = log.scrollHeight;
+}
+
+async function removeChat(removed) {
+  if (!confirm(`Delete the chat “${removed.title}”?`)) return;
+  await chats.remove(removed.id);
+  if (removed.id === chat.id) openChat(newChat());
+  else await listChats();
 }
 
 function grow() {
@@ -225,41 +377,82 @@ function grow() {
   prompt.style.height = `${prompt.scrollHeight}px`;
 }
 
-place("composer").addEventListener("submit", (event) => {
-  event.preventDefault();
-  if (running) { running.abort(); return; }
-  const text = prompt.value.trim();
-  if (!text) { prompt.focus(); return; }
-  prompt.value = "";
-  grow();
-  ask(text);
-});
-prompt.addEventListener("input", grow);
-prompt.addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  if (!running) place("composer").requestSubmit();
-});
-document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && running) running.abort();
-});
-log.addEventListener("click", (event) => {
-  const idea = event.target.closest(".idea");
-  if (idea && !running) { ask(idea.textContent); prompt.focus(); }
-});
-place("fresh").addEventListener("click", () => {
-  running?.abort();
-  conversation = [];
-  log.replaceChildren();
-  complain("");
-  place("announce").textContent = "New chat.";
-  prompt.focus();
-});
-place("key").addEventListener("change", () => wake());
-for (const button of document.querySelectorAll("[data-show]")) {
-  button.addEventListener("click", () => {
-    document.body.dataset.view = button.dataset.show;
-    for (const other of document.querySelectorAll("[data-show]")) other.setAttribute("aria-pressed", `${other === button}`);
+// On narrow screens one of the chats, the conversation and the pool is shown.
+function show(view) {
+  document.body.dataset.view = view;
+  for (const button of document.querySelectorAll("[data-show]")) {
+    button.setAttribute("aria-pressed", `${button.dataset.show === view}`);
+  }
+}
+
+// Settings are kept in this browser; the API key only until the tab closes.
+function rememberSettings() {
+  const stores = [...REMEMBERED.map((id) => [id, localStorage]), ["key", sessionStorage]];
+  for (const [id, store] of stores) {
+    const field = place(id);
+    field.value = store.getItem(`fusion-${id}`) ?? field.value;
+    field.addEventListener("change", () => store.setItem(`fusion-${id}`, field.value));
+  }
+}
+
+function wireComposer() {
+  place("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (running) { running.abort(); return; }
+    const text = prompt.value.trim();
+    if (!text && !pictures.count) { prompt.focus(); return; }
+    prompt.value = "";
+    grow();
+    ask(text, pictures.take());
+  });
+  prompt.addEventListener("input", grow);
+  prompt.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    if (!running) place("composer").requestSubmit();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && running) running.abort();
   });
 }
+
+function wireImages() {
+  const choose = place("choose");
+  const add = (event, files) => {
+    const images = [...(files ?? [])].filter((file) => file.type.startsWith("image/"));
+    if (!images.length || !readsImages()) return;
+    event.preventDefault();
+    pictures.add(images);
+  };
+  place("attach").addEventListener("click", () => choose.click());
+  choose.addEventListener("change", (event) => { add(event, choose.files); choose.value = ""; });
+  prompt.addEventListener("paste", (event) => add(event, event.clipboardData?.files));
+  document.addEventListener("dragover", (event) => { if (readsImages()) event.preventDefault(); });
+  document.addEventListener("drop", (event) => add(event, event.dataTransfer?.files));
+  place("picker").addEventListener("change", offerImages);
+}
+
+function wireChats() {
+  log.addEventListener("click", (event) => {
+    const idea = event.target.closest(".idea");
+    if (idea && !running) { ask(idea.textContent); prompt.focus(); }
+  });
+  for (const button of document.querySelectorAll(".fresh")) button.addEventListener("click", () => openChat(newChat()));
+  place("clear").addEventListener("click", async () => {
+    if (!confirm("Delete all chats that this browser keeps?")) return;
+    await chats.clear();
+    openChat(newChat());
+  });
+  place("key").addEventListener("change", () => wake());
+  for (const button of document.querySelectorAll("[data-show]")) button.addEventListener("click", () => show(button.dataset.show));
+  window.addEventListener("focus", listChats);
+}
+
+chats = await openChats();
+if (!chats.isKept) place("kept").textContent = "This browser keeps no chats: they are gone when the page closes.";
+rememberSettings();
+wireComposer();
+wireImages();
+wireChats();
+await listChats();
 watchPool();
