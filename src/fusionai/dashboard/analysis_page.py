@@ -39,9 +39,9 @@ def overall(comparison: Comparison) -> str:
 def document(comparisons: Sequence[Comparison]) -> str:
     """Findings, tables and assumptions as Markdown."""
     first = comparisons[0]
-    lines = [f"## {title(first)}", "", overall(first), ""]
-    lines += [f"- {sentence}" for sentence in tables.findings(first)]
-    lines.append("")
+    lines = [f"## {title(first)}", "", tables.answer(first), ""]
+    lines += [f"- {sentence}" for sentence in (*tables.findings(first), overall(first))]
+    lines += ["", *_markdown(tables.at_home(first))]
     shared = _tables(comparisons)
     by_task = (table for task in tables.TASKS for table in tables.optimisations(first, task, layouts=False))
     for table in (*shared[:3], *by_task, *shared[3:]):
@@ -89,9 +89,10 @@ def render_analysis(comparisons: Sequence[Comparison]) -> str:
     return environment.get_template("analysis.html.jinja").render(
         title=title(first),
         comparison=first,
-        verdict=overall(first),
+        verdict=tables.answer(first),
         mark=tables.MARKS[verdict(first.peaks[0].ratio)],
-        findings=tables.findings(first),
+        findings=(*tables.findings(first), overall(first)),
+        at_home=tables.at_home(first),
         **dict(zip(names, _tables(comparisons), strict=True)),
         training=tables.optimisations(first, "train"),
         decoding=tables.optimisations(first, "decode"),

@@ -6,6 +6,7 @@ Page, terminal and document are written from the same tables, so that they agree
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Final, Literal, NamedTuple
@@ -22,6 +23,8 @@ CROWDED: Final = "*"
 """Mark of a cell whose activations in flight don't fit into memory beside the state."""
 PLACES: Final = ((10, 100), (100, 50), (1_000, 20), (10_000, 1))
 """Networks in the tables of optimisations, as (Mbit/s, ms)."""
+HOME: Final = PLACES[1]
+"""The network that the summary is about."""
 GRIDS: Final[tuple[tuple[Task, str], ...]] = (
     ("train", cases.TEXTBOOK),
     ("train", cases.BEST),
@@ -382,26 +385,51 @@ def measured(comparison: Comparison) -> list[str]:
     ]
 
 
-def findings(comparison: Comparison) -> list[str]:
-    """The comparison in a few sentences, each derived from its cells."""
-    peak = comparison.peaks[0].ratio
-    found = [
-        f"On paper, {comparison.fleet.name} have {peak:.2f} of the dense fp16 peak of {comparison.reference.name}: "
-        f"the claim {_says(verdict(peak))}."
+def at_home(comparison: Comparison) -> AnalysisTable:
+    """A row per kind of work and model at 100 Mbit/s and 50 ms: as it stands, and with the best optimisations."""
+    rows = [
+        (
+            f"{work(task)}: {model}",
+            _entry(comparison.cell(task, model, plain, *HOME), layout=False),
+            _entry(comparison.cell(task, model, best, *HOME), layout=False),
+        )
+        for task, plain, best in _TOLD
+        for model in _MODELS[task]
     ]
-    for task, plain, best in _TOLD:
-        parts = [
-            f"{model} {_range(comparison, task, model, plain)}, with {best} {_range(comparison, task, model, best)}"
-            for model in _MODELS[task]
-            if comparison.cell(task, model, plain, 100, 50).ratio is not None
-        ]
-        found.append(f"{work(task)} at 100 Mbit/s and 50 ms: {'; '.join(parts)}.")
-    power = next(peak for peak in comparison.peaks if peak.what == "power")
-    found.append(
-        f"The fleet draws {power.ours:.3g} kW, the box {power.theirs:.3g} kW: energy per token is "
-        f"{power.ratio:.2g}x the box's at equal speed."
+    return _table(
+        f"Over home links: {network(*HOME)} one way",
+        ("work", "as it stands", "at its best"),
+        rows,
+        notes=(
+            f"Tokens per second, divided by those of {comparison.reference.name}. A star: memory has no room for the "
+            "microbatches that would hide the links, so the true ratio is lower.",
+            f"At its best: {'; '.join(f'{work(task).lower()} with {best}' for task, _, best in _TOLD)}.",
+        ),
     )
-    return found
+
+
+def answer(comparison: Comparison) -> str:
+    """The comparison over home links in a sentence."""
+    best = [comparison.cell(task, model, best, *HOME) for task, _, best in _TOLD for model in _MODELS[task]]
+    holds = [f"{work(cell.task).lower()} of {cell.model}" for cell in best if cell.verdict == "holds"]
+    near = sum(cell.verdict == "within 2x" for cell in best)
+    where = ", ".join(holds) or "nowhere"
+    return (
+        f"Over home links, {comparison.fleet.name} at their best are as fast as {comparison.reference.name} in "
+        f"{len(holds)} of {len(best)} cases ({where}); in {near} more they are within 2x."
+    )
+
+
+def findings(comparison: Comparison) -> list[str]:
+    """Peak and power in two sentences."""
+    peak = comparison.peaks[0].ratio
+    power = next(peak for peak in comparison.peaks if peak.what == "power")
+    return [
+        f"On paper, {comparison.fleet.name} have {peak:.2f} of the dense fp16 peak of {comparison.reference.name}: "
+        f"the claim {_says(verdict(peak))}.",
+        f"The fleet draws {power.ours:.3g} kW, the box {power.theirs:.3g} kW: energy per token is "
+        f"{power.ratio:.2g}x the box's at equal speed.",
+    ]
 
 
 def bandwidth(mbit: int) -> str:
@@ -418,12 +446,7 @@ def lines(table: AnalysisTable) -> Iterator[tuple[str, ...]]:
 
 
 def work(task: Task) -> str:
-    return TASKS[task].split(",")[0]
-
-
-def _range(comparison: Comparison, task: Task, model: str, name: str) -> str:
-    cell = comparison.cell(task, model, name, 100, 50)
-    return "does not fit" if cell.ratio is None else f"{cell.ratio:.2g} ({cell.verdict})"
+    return re.split(", | over ", TASKS[task])[0]
 
 
 def _entry(cell: Cell, *, layout: bool) -> Entry:

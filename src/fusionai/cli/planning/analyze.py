@@ -56,9 +56,15 @@ _FLEET: Final = re.compile(r"^\s*(?P<count>\d{1,9})\s*x\s+(?P<device>\S.*?)\s*$"
     default=Path("fusion-analysis"),
     file_okay=False,
 )
+@click.option("--details", is_flag=True, help="Print the effect of each optimisation on a few networks, too.")
 @json_option
 def analyze(
-    fleet: str, against: tuple[str, ...], catalogue_file: Path | None, out: Path, json_file: Path | None
+    fleet: str,
+    against: tuple[str, ...],
+    catalogue_file: Path | None,
+    out: Path,
+    details: bool,
+    json_file: Path | None,
 ) -> None:
     """Compare many machines on home links with a few machines in one box: by default 50 RTX 3080 with 4 H100.
 
@@ -70,7 +76,7 @@ def analyze(
 
     comparisons = _comparisons(read_catalogue(catalogue_file), fleet, against)
     _make(out)
-    show(comparisons)
+    show(comparisons, details=details)
     figures = figures_of(comparisons)
     write_json(out / "analysis.json", "analyze", figures)
     write_atomic(out / "analysis.csv", csv_of(comparisons).encode())
@@ -84,24 +90,29 @@ def shipped_comparisons() -> list[Comparison]:
     return _comparisons(shipped_catalogue(), FLEET, REFERENCES)
 
 
-def show(comparisons: list[Comparison]) -> None:
-    """Print the peak figures, the effect of each optimisation on a few networks, and a summary of all cells."""
+def show(comparisons: list[Comparison], *, details: bool) -> None:
+    """Print the answer over home links. `details`: also the effect of each optimisation on a few networks, and the
+    ratios to the other references."""
     from fusionai.dashboard import analysis_tables as tables
     from fusionai.dashboard.analysis_page import overall
 
     first = comparisons[0]
-    for table in (
-        tables.peaks(first),
-        *tables.optimisations(first, "train", layouts=False),
-        *tables.optimisations(first, "decode", layouts=False),
-        tables.against(comparisons),
-    ):
+    shown = [tables.at_home(first), tables.peaks(first)]
+    if details:
+        shown += tables.optimisations(first, "train", layouts=False)
+        shown += tables.optimisations(first, "decode", layouts=False)
+        shown.append(tables.against(comparisons))
+    console.line(tables.answer(first))
+    console.line()
+    for table in shown:
         console.table(table.headers, list(tables.lines(table)), title=table.title, right=table.right)
         for note in table.notes:
             console.line(note)
         console.line()
-    console.line(overall(first))
-    console.line("All of these are projections; analysis.html has every assumption.")
+    if details:
+        console.line(overall(first))
+    rest = "" if details else " --details prints what each optimisation changes."
+    console.line(f"All of these are projections; analysis.html has every assumption.{rest}")
 
 
 def figures_of(comparisons: list[Comparison]) -> dict[str, object]:

@@ -12,7 +12,7 @@ import pytest
 from fusionai.cli.main import main
 from fusionai.cli.planning.analyze import csv_of, figures_of, shipped_comparisons
 from fusionai.dashboard.analysis_page import document, overall
-from fusionai.dashboard.analysis_tables import assumptions, findings, grids, measured, sources
+from fusionai.dashboard.analysis_tables import answer, assumptions, at_home, findings, grids, measured, sources
 from fusionai.scheduling.analysis.cases import Comparison
 from fusionai.scheduling.analysis.fleets import Assumptions
 
@@ -68,12 +68,17 @@ def test_projections_are_not_passed_off_as_measurements(comparisons: list[Compar
 
 
 @pytest.mark.slow
-def test_the_findings_name_both_sides(comparisons: list[Comparison]):
-    said = " ".join(findings(comparisons[0]))
-    assert "50 x RTX 3080 have 0.75 of the dense fp16 peak of 4 x H100 SXM" in said
-    assert "Llama-3-8B 0.049 (fails), with overlap, 2-bit, local updates " in said
-    assert "Llama-3-8B 0.12 (fails), with 4-bit weights 1.6 (holds)" in said
-    assert overall(comparisons[0]).startswith("Training: the claim holds in no cell of 1120")
+def test_the_summary_counts_its_own_rows(comparisons: list[Comparison]):
+    first = comparisons[0]
+    assert "50 x RTX 3080 have 0.75 of the dense fp16 peak of 4 x H100 SXM" in " ".join(findings(first))
+    rows = {row[0].text: (row[1].text, row[2].text) for row in at_home(first).rows}
+    assert rows["Training: Llama-3-8B"] == ("0.049* fails", "0.41* fails")
+    assert rows["Decoding: Llama-3-8B"] == ("0.12 fails", "1.56 holds")
+    best = [shown for _, shown in rows.values()]
+    said = f"in {sum('holds' in one for one in best)} of {len(best)} cases (decoding of GPT-3 type, 24 layers, "
+    assert said in answer(first)
+    assert f"in {sum('within 2x' in one for one in best)} more they are within 2x." in answer(first)
+    assert overall(first).startswith("Training: the claim holds in no cell of 1120")
 
 
 @pytest.mark.slow
@@ -120,8 +125,12 @@ def test_the_three_files_and_what_is_printed(tmp_path: Path, capsys: pytest.Capt
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     shown = capsys.readouterr().out
+    assert shown.startswith("Over home links, 50 x RTX 3080 at their best are as fast as 4 x H100 SXM in ")
     assert "dense fp16, TFLOP/s" in shown
     assert "All of these are projections" in shown
+    assert "Decoding, all sessions together: Llama-3-8B" not in shown
+    assert main(["analyze", "--out", str(out), "--details"]) == 0
+    assert "Decoding, all sessions together: Llama-3-8B" in capsys.readouterr().out
 
 
 @pytest.mark.slow
