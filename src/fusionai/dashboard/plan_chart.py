@@ -25,10 +25,6 @@ _ROW_IN: Final = 0.62
 _STAGE_HEIGHT: Final = 0.5
 _LINK_HEIGHT: Final = 0.22
 _MOST_STAGES: Final = 60
-_COLOURS: Final = """<style>svg { --ink:#1b1f24; --muted:#59636e; --line:#d8dee4; --page:#ffffff; --blue:#2f6fc0; \
---green:#1f8a5b; --grey:#8b95a1; --red:#b42318; background: var(--page); }
-@media (prefers-color-scheme: dark) { svg { --ink:#e6edf3; --muted:#9aa6b2; --line:#30363d; --page:#0f141a; \
---blue:#5b9bea; --green:#46c18c; --grey:#7d8893; --red:#ff8a7a; } }</style>"""
 
 
 def plan_picture(plan: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]) -> str:
@@ -44,13 +40,7 @@ def plan_picture(plan: Plan, crossings: Sequence[Crossing], names: Mapping[str, 
         times.set_ylim(len(stages) - 0.4, -0.6)
         figure.suptitle(_title(plan), x=0.01, ha="left", fontsize=12)
         figure.supxlabel("\n".join(_below(plan, len(stages), names)), x=0.01, ha="left", fontsize=9.5, color=svg.MUTED)
-        return standing_alone(svg.inline_svg(figure, "plan"))
-
-
-def standing_alone(svg: str) -> str:
-    """Turn an inline figure into a separate SVG file that includes its colours."""
-    opening, rest = svg.replace(' aria-hidden="true"', ' role="img"', 1).split(">", 1)
-    return f'<?xml version="1.0" encoding="utf-8"?>\n{opening}>{_COLOURS}{rest}\n'
+        return svg.standing_alone(svg.inline_svg(figure, "plan"))
 
 
 def _times(axes: Axes, stages: Sequence[StagePlacement], links: Sequence[Crossing]) -> None:
@@ -167,4 +157,4 @@ def pipelines_picture(found: ServingPipelines) -> str:
         figure.supxlabel(
             "A projection: a serving job runs one pipeline today.", x=0.01, ha="left", fontsize=9.5, color=svg.MUTED
         )
-        return standing_alone(svg.inline_svg(figure, "pipelines"))
+        return svg.standing_alone(svg.inline_svg(figure, "pipelines"))

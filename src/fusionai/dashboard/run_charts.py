@@ -48,7 +48,7 @@ _LEAST_LABELLED_PART: Final = 0.011
 """Fraction of the time axis that a bar must span to show its microbatch's number."""
 
 
-def gantt_chart(spans: Mapping[int, Sequence[Span]], labels: Mapping[int, str]) -> str | None:
+def gantt_chart(spans: Mapping[int, Sequence[Span]], labels: Mapping[int, str], title: str = "") -> str | None:
     """Return an SVG with a row per stage and time in milliseconds from the first span; None if nothing was timed.
     Compute bars fill the row; sending is a thin bar below, because the two overlap. Waiting is blank."""
     shown = {stage: [span for span in row if span.kind in _COLOURS] for stage, row in sorted(spans.items())}
@@ -78,6 +78,8 @@ def gantt_chart(spans: Mapping[int, Sequence[Span]], labels: Mapping[int, str]) 
         kinds = [kind for kind in _COLOURS if any(span.kind == kind for span in flat)]
         patches = [Patch(facecolor=_COLOURS[kind], label=_LABELS[kind]) for kind in kinds]
         axes.legend(handles=patches, ncols=len(kinds), frameon=False, loc="lower left", bbox_to_anchor=(0, 1.0))
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         return inline_svg(figure, "gantt")
 
 

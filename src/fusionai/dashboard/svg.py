@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import resources
 from io import StringIO
 from typing import Final
 
@@ -112,3 +113,11 @@ def inline_svg(figure: Figure, name: str) -> str:
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, f"var({variable})")
     return text
+
+
+def standing_alone(inline: str) -> str:
+    """Turn an inline figure into a separate SVG file that includes its colours."""
+    colours = resources.files("fusionai.dashboard").joinpath("palette.css.jinja").read_text(encoding="utf-8")
+    opening, rest = inline.replace(' aria-hidden="true"', ' role="img"', 1).split(">", 1)
+    style = f"<style>{colours}:root {{ background: var(--page); }}</style>"
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{opening}>{style}{rest}\n'

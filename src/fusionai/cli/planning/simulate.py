@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import click
 import msgspec
@@ -32,9 +32,8 @@ from fusionai.scheduling.problem.types import Plan, Problem
 from fusionai.simulator.course import Course, simulate_course
 from fusionai.simulator.generation import TokenRun, simulate_tokens
 from fusionai.simulator.step import BARE, Rules, StepRun, simulate_steps
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from fusionai.storage.atomic import write_atomic
+from fusionai.wire.messages import Span
 
 
 @click.command()
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 @click.option(
     "--hours", type=click.FloatRange(min=0, min_open=True), help="Simulate this many hours instead of the scenario's."
 )
-@path_option("--plots", "DIR", "Draw one step and the whole time as PNG files into DIR.", file_okay=False)
+@path_option("--plots", "DIR", "Draw one step and the whole time as SVG files into DIR.", file_okay=False)
 @catalogue_option
 @json_option
 def simulate(
@@ -103,11 +102,16 @@ def _trained(
         figures |= course_figures(course, shown)
     if plots is not None:
         names = shown.names
-        console.line(f"Written: {draw_step(shown.steps, shown.plan, names, plots / 'step.png')}")
+        _write(plots / "step.svg", draw_step(shown.steps, shown.plan, names))
         if course is not None:
             tokens = found.microbatches * problem.microbatch_tokens
-            console.line(f"Written: {draw_course(course, tokens, plots / 'hours.png')}")
+            _write(plots / "hours.svg", draw_course(course, tokens))
     return figures
+
+
+def _write(path: Path, picture: str) -> None:
+    write_atomic(path, picture.encode())
+    console.line(f"Written: {path}")
 
 
 def _why_no_hours(problem: Problem) -> str | None:
@@ -369,103 +373,75 @@ def _part(ordered: list[float], part: float) -> float:
     return ordered[min(len(ordered) - 1, ceil(part * len(ordered)) - 1)]
 
 
-COLOURS: Final = {"forward": "#4c78a8", "backward": "#f58518", "weights": "#b279a2", "update": "#54a24b"}
-NUMBERED: Final = 24
-"""Most microbatches per step for which their numbers are written into the bars."""
 _SLOTS: Final = 120
+_CHART_WIDTH_IN: Final = 9.2
 
 
-def draw_step(run: StepRun, plan: Plan, names: Mapping[str, str], path: Path) -> Path:
-    """Draw the last simulated step into `path`: a lane per stage, and below it the transfers that its peer sends."""
-    figure = _figure(11, 1.6 + 0.5 * len(plan.stages))
-    axes = figure.subplots()
+def draw_step(run: StepRun, plan: Plan, names: Mapping[str, str]) -> str:
+    """Draw the last simulated step as an SVG file: a row per stage, with the transfers that its peer sends."""
+    from fusionai.dashboard import svg
+    from fusionai.dashboard.run_charts import gantt_chart
+
     begin_s, end_s = (0.0, *run.committed_s)[-2:]
-    shown = [span for span in run.spans if span.end_s > begin_s and span.start_s < end_s]
-    for kind, colour in COLOURS.items():
-        spans = [span for span in shown if span.kind == kind]
-        axes.barh(
-            [span.stage for span in spans],
-            [span.end_s - span.start_s for span in spans],
-            left=[span.start_s - begin_s for span in spans],
-            height=0.6,
-            color=colour,
-            linewidth=0,
-            label=kind if spans else None,
-        )
+    rows: dict[int, list[Span]] = {stage.stage: [] for stage in plan.stages}
+    for one in run.spans:
+        if one.end_s > begin_s and one.start_s < end_s:
+            kind = "apply" if one.kind == "update" else one.kind
+            rows[one.stage].append(Span(kind, one.microbatch, one.start_s, one.end_s))
     lane_of = {stage.peer: stage.stage for stage in reversed(plan.stages)}
-    sent = [one for one in run.transfers if one.end_s > begin_s and one.start_s < end_s and one.sender in lane_of]
-    axes.barh(
-        [lane_of[one.sender] + 0.4 for one in sent],
-        [one.end_s - one.start_s for one in sent],
-        left=[one.start_s - begin_s for one in sent],
-        height=0.12,
-        color="0.5",
-        alpha=0.5,
-        linewidth=0,
-        label="sending" if sent else None,
-    )
-    if plan.microbatches <= NUMBERED:
-        for span in shown:
-            if span.kind in ("forward", "backward") and span.end_s - span.start_s > (end_s - begin_s) / 60:
-                middle_s = (span.start_s + span.end_s) / 2 - begin_s
-                axes.text(middle_s, span.stage, str(span.microbatch), ha="center", va="center", fontsize=6, color="w")
-    axes.axvline(end_s - begin_s, color="0.4", linewidth=0.8, linestyle="--")
-    axes.set_yticks(
-        range(len(plan.stages)), [f"{stage.stage}  {names.get(stage.peer, stage.peer)}" for stage in plan.stages]
-    )
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.02 * (end_s - begin_s))
-    axes.set_xlabel("seconds since the previous commit")
-    axes.set_title(f"One step, {format_seconds(end_s - begin_s)}: {plan.microbatches} microbatches", loc="left")
-    axes.legend(ncols=5, loc="lower right", bbox_to_anchor=(1.0, 1.02), borderaxespad=0, frameon=False)
-    figure.savefig(path)
-    return path
+    for sent in run.transfers:
+        if sent.end_s > begin_s and sent.start_s < end_s and sent.sender in lane_of:
+            rows[lane_of[sent.sender]].append(Span("send", 0, sent.start_s, sent.end_s))
+    labels = {stage.stage: f"{stage.stage}  {names.get(stage.peer, stage.peer)}" for stage in plan.stages}
+    title = f"One step, {format_seconds(end_s - begin_s)}: {plan.microbatches} microbatches"
+    return svg.standing_alone(gantt_chart(rows, labels, title) or "")
 
 
-def draw_course(course: Course, step_tokens: int, path: Path) -> Path:
-    """Draw simulated hours into `path`: tokens per second in equal intervals, with the interruptions, and below it the
-    number of committed steps. `step_tokens`: tokens per step."""
-    figure = _figure(11, 6)
-    pace, total = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    undisturbed = step_tokens / course.undisturbed_step_s
-    count = max(1, min(_SLOTS, course.steps // 5 or 1))
-    width_s = course.lasted_s / count
-    edges = [0.0, *(until_s / 3600 for until_s, _ in slots(course, count))]
-    pace.stairs([steps * step_tokens / width_s for _, steps in slots(course, count)], edges, fill=True, color="#4c78a8")
-    pace.axhline(undisturbed, color="0.3", linestyle="--", linewidth=1, label="undisturbed")
-    for number, incident in enumerate(course.incidents):
-        ends_s = course.lasted_s if incident.recovered_s is None else incident.recovered_s
-        label = "stopped" if number == 0 else None
-        # The area shows the duration; the line makes interruptions of seconds visible among hours.
-        pace.axvspan(incident.at_s / 3600, ends_s / 3600, color="#e45756", alpha=0.35, linewidth=0, label=label)
-        pace.axvline(incident.at_s / 3600, color="#e45756", alpha=0.6, linewidth=0.7)
-    pace.set_ylabel("tokens/s")
-    pace.set_ylim(bottom=0)
-    pace.set_title(
-        f"{course.goodput:.1%} of an undisturbed run; {len(course.incidents)} interruptions, "
-        f"{course.lost_steps} steps lost; seed {course.seed}",
-        loc="left",
-    )
-    pace.legend(loc="lower right")
-    hours = [at_s / 3600 for at_s in course.commits_s]
-    total.plot([0.0, *hours], range(course.steps + 1), color="#4c78a8", drawstyle="steps-post", label="committed")
-    end = course.lasted_s / 3600
-    total.plot(
-        [0.0, end], [0.0, course.lasted_s / course.undisturbed_step_s], "--", color="0.3", linewidth=1,
-        label="undisturbed",
-    )  # fmt: skip
-    total.set_ylabel("steps")
-    total.set_xlabel("hours")
-    total.set_xlim(0, end)
-    total.set_ylim(bottom=0)
-    total.legend(loc="lower right")
-    figure.savefig(path)
-    return path
-
-
-def _figure(width: float, height: float) -> Figure:
-    import matplotlib as mpl
+def draw_course(course: Course, step_tokens: int) -> str:
+    """Draw simulated hours as an SVG file: tokens per second in equal intervals, with the interruptions, and below it
+    the number of committed steps. `step_tokens`: tokens per step."""
     from matplotlib.figure import Figure
 
-    mpl.use("Agg")
-    return Figure(figsize=(width, height), dpi=110, constrained_layout=True)
+    from fusionai.dashboard import svg
+
+    with svg.chart_style():
+        figure = Figure(figsize=(_CHART_WIDTH_IN, 5.0), layout="constrained")
+        pace, total = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+        for axes in (pace, total):
+            svg.quiet(axes)
+        undisturbed = step_tokens / course.undisturbed_step_s
+        count = max(1, min(_SLOTS, course.steps // 5 or 1))
+        width_s = course.lasted_s / count
+        edges = [0.0, *(until_s / 3600 for until_s, _ in slots(course, count))]
+        pace.stairs(
+            [steps * step_tokens / width_s for _, steps in slots(course, count)], edges, fill=True, color=svg.FORWARD
+        )
+        pace.axhline(undisturbed, color=svg.MUTED, linestyle="--", linewidth=1, label="undisturbed")
+        for number, incident in enumerate(course.incidents):
+            ends_s = course.lasted_s if incident.recovered_s is None else incident.recovered_s
+            label = "stopped" if number == 0 else None
+            # The area shows the duration; the line makes interruptions of seconds visible among hours.
+            pace.axvspan(incident.at_s / 3600, ends_s / 3600, color=svg.FAULT, alpha=0.35, linewidth=0, label=label)
+            pace.axvline(incident.at_s / 3600, color=svg.FAULT, alpha=0.6, linewidth=0.7)
+        pace.set_ylabel("tokens/s")
+        pace.set_ylim(bottom=0)
+        pace.set_title(
+            f"{course.goodput:.1%} of an undisturbed run; {len(course.incidents)} interruptions, "
+            f"{course.lost_steps} steps lost; seed {course.seed}",
+            loc="left",
+            fontsize=12,
+        )
+        pace.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False)
+        hours = [at_s / 3600 for at_s in course.commits_s]
+        total.plot([0.0, *hours], range(course.steps + 1), color=svg.FORWARD, drawstyle="steps-post", label="committed")
+        end = course.lasted_s / 3600
+        total.plot(
+            [0.0, end], [0.0, course.lasted_s / course.undisturbed_step_s], "--", color=svg.MUTED, linewidth=1,
+            label="undisturbed",
+        )  # fmt: skip
+        total.set_ylabel("steps")
+        total.set_xlabel("hours")
+        total.set_xlim(0, end)
+        total.set_ylim(bottom=0)
+        total.legend(loc="upper left", frameon=False)
+        return svg.standing_alone(svg.inline_svg(figure, "hours"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -156,8 +157,11 @@ def test_the_seed_decides_and_flags_win_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_plots_are_drawn(tmp_path: Path) -> None:
     figures(tmp_path, "--plots", str(tmp_path / "plots"))
-    for name in ("step.png", "hours.png"):
-        assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
+    for name, words in {"step.svg": ("forward", "sending", "milliseconds"), "hours.svg": ("tokens/s", "hours")}.items():
+        drawn = (tmp_path / "plots" / name).read_text(encoding="utf-8")
+        assert ElementTree.fromstring(drawn).tag.endswith("svg")
+        assert "prefers-color-scheme: dark" in drawn
+        assert all(f">{word}<" in drawn for word in words)
 
 
 def test_without_an_owner_a_step_is_simulated_and_no_hours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
