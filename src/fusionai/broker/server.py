@@ -35,7 +35,7 @@ from fusionai.transport.broker_addresses import BrokerAddresses
 from fusionai.transport.channels.link import answer_probe
 from fusionai.transport.discovery import Announcer, NearbyPool, fingerprint
 from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, keep_membership, load_membership
-from fusionai.transport.interface import Channel
+from fusionai.transport.interface import Channel, Remote
 from fusionai.transport.routes.addresses import host_of, is_loopback, parse_address, port_of
 from fusionai.transport.routes.relay import PAIR_BYTES_PER_S, Relay, RelayLimits
 from fusionai.transport.routes.tcp import TcpListener, TcpTransport
@@ -114,6 +114,12 @@ class BrokerServer:
             return None
         return await self.observer.answer(channel.remote, message)
 
+    def ask(self, message: Message) -> Message:
+        """Return the answer to a message of the broker's owner, from within this process."""
+        outcome = self._decided(Remote(self.service.state.rules.broker, "broker"), next(self._numbers), message)
+        self._dispatch(outcome)
+        return outcome.answer or Refused(code="failed", reason="The broker has no answer.")
+
     async def keep(self, stop: asyncio.Event) -> None:
         """Watch over leases until `stop`. Raises `JournalTaken` when another broker has taken the journal over."""
         timer = asyncio.create_task(self._watch())
@@ -133,8 +139,11 @@ class BrokerServer:
             return Replies(answer=Refused(code="bad_message", reason="A broker listens on the control stream only."))
         if carries:
             return Replies(answer=Refused(code="bad_message", reason="No tensor passes through a broker."))
+        return self._decided(channel.remote, number, message)
+
+    def _decided(self, remote: Remote, number: int, message: Message) -> Replies:
         try:
-            return self.service.receive(channel.remote, number, message)
+            return self.service.receive(remote, number, message)
         except JournalTaken as error:
             if not self._superseded.done():
                 self._superseded.set_exception(error)
@@ -341,11 +350,11 @@ async def run_broker(
     stop: asyncio.Event,
     clock: Clock | None = None,
     notice: Callable[[str], None] = _LOG.info,
+    opened: Callable[[BrokerServer], None] | None = None,
 ) -> None:
-    """Keep the pool until `stop` is set. `announce` is called once, when members can connect. `notice` gets sentences
-    for the broker's owner. Raises `UsageError`
-    (options, port in use, another broker on this home), `TrustError` (a key others can read), `StorageError` (a damaged
-    journal, a full disk)."""
+    """Keep the pool until `stop` is set. `announce` is called once, when members can connect, and before it `opened`.
+    `notice` gets sentences for the broker's owner. Raises `UsageError` (options, port in use, another broker on this
+    home), `TrustError` (a key others can read), `StorageError` (a damaged journal, a full disk)."""
     clock = clock or SystemClock()
     check(options)
     home = BrokerHome.open(options.home, options.pool, now_wall_s=clock.wall_s())
@@ -366,6 +375,8 @@ async def run_broker(
             if pool == Pool() if options.invites is None else options.invites:
                 invitation = service.invite(uses=options.invitation_uses, lifetime_s=options.invitation_lifetime_s)
                 code = service.codes.make() if service.announces else ""
+            if opened is not None:
+                opened(server)
             announce(
                 Announcement(
                     pool=home.authority.pool,

@@ -256,6 +256,12 @@ class BrokerService:
         connections = sorted(members | set(desk.drivers.values()))
         return tuple(Notice(connection=connection, message=notice) for connection in connections)
 
+    def plan_of(self, job: JobId) -> Plan | None:
+        """Return the plan in force for a job, None if it has ended or is unknown."""
+        known = self.state.pool.jobs.get(job)
+        minted = None if known is None or not known.live else self.state.pool.plans.get(known.plan_version)
+        return None if minted is None else msgspec.msgpack.decode(minted.plan, type=Plan)
+
     def _pool_view(self) -> wire.PoolView:
         def with_links(member: wire.MemberView) -> wire.MemberView:
             links = () if member.state == "lost" else self._links.get(PeerId(member.peer), ())

@@ -27,7 +27,7 @@ _FILES: Final = (
     "pool.js",
     "icon.svg",
 )
-_PAGE_HEADERS: Final = {
+PAGE_HEADERS: Final = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -49,6 +49,6 @@ def _page(file: str) -> Callable[[Request], Awaitable[Response]]:
 
     async def page(request: Request) -> Response:
         del request
-        return Response(content, headers={**_PAGE_HEADERS, "Content-Type": media})
+        return Response(content, headers={**PAGE_HEADERS, "Content-Type": media})
 
     return page

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -28,6 +28,7 @@ from fusionai.transport.security.trust import parse_key
 
 if TYPE_CHECKING:
     from fusionai.broker.server import Announcement
+    from fusionai.cli.page.run import OpenPage
     from fusionai.client.pool.session import PoolMember, PoolSession
     from fusionai.wire.messages import InvitationView
 
@@ -88,6 +89,41 @@ ID_CHARACTERS: Final = 12
     dir_okay=False,
     exists=True,
 )
+@flags.options(
+    click.option(
+        "--page",
+        is_flag=True,
+        help="Also keep a web page, on which the pool is watched and set up. Its address is printed.",
+    ),
+    click.option(
+        "--page-host",
+        metavar="ADDRESS",
+        help="Let the page listen on this address; others than loopback need a password and TLS.  [default: 127.0.0.1]",
+    ),
+    flags.number_option(
+        "--page-port",
+        "Let the page listen on this TCP port; 0: any free one.  [default: 4780]",
+        None,
+        0,
+        65_535,
+        metavar="PORT",
+    ),
+    flags.path_option(
+        "--page-password-file",
+        "FILE",
+        "Let the page ask for the password on the first line of this file. Beyond loopback and without this flag, "
+        "the password is asked for on the terminal.",
+        dir_okay=False,
+    ),
+    flags.path_option(
+        "--page-tls-cert",
+        "FILE",
+        "Let the page speak HTTPS with this certificate: a PEM file with the chain up to an authority that browsers "
+        "trust.",
+        dir_okay=False,
+    ),
+    flags.path_option("--page-tls-key", "FILE", "The PEM file of the certificate's private key.", dir_okay=False),
+)
 @lifeline_option
 @flags.home_option
 @flags.json_option
@@ -105,9 +141,11 @@ def broker(
     announce: bool,
     trusted_only: tuple[str, ...],
     trust_file: Path | None,
+    page: bool,
     lifeline: bool,
     home: Path,
     json_file: Path | None,
+    **of_page: Any,
 ) -> None:
     """Run the broker of a pool until Ctrl-C. Prints its addresses and, at its first start, an invitation. Restarted
     with the same --home it is the same pool: members reconnect by themselves, and running jobs continue while the
@@ -133,10 +171,32 @@ def broker(
     def opened(pool: Announcement) -> None:
         figures = attributes(pool, "pool peer addresses invitation code fingerprint healed")
         write_json(json_file, "broker", figures, is_secret=True)
-        _say_open(pool, uses, lifetime, endorsed=bool(trusted_only) or trust_file is not None)
+        link = "" if found is None else found.link
+        _say_open(pool, uses, lifetime, endorsed=bool(trusted_only) or trust_file is not None, page=link)
 
-    run_until_stopped(lambda stop: run_broker(options, announce=opened, stop=stop, notice=_say), lifeline=lifeline)
+    found = _page(page, home, of_page)
+    if found is not None:
+        from fusionai.cli.page.run import run_with_page
+
+        run_until_stopped(
+            lambda stop: run_with_page(options, found, announce=opened, stop=stop, notice=_say), lifeline=lifeline
+        )
+    else:
+        run_until_stopped(lambda stop: run_broker(options, announce=opened, stop=stop, notice=_say), lifeline=lifeline)
     console.line("The pool is closed; run `fusion broker` again to reopen it.")
+
+
+def _page(wanted: bool, home: Path, given: Mapping[str, Any]) -> OpenPage | None:
+    """Return the page with its address reserved, None if there is to be none. Raises `UsageError`."""
+    named = {name.removeprefix("page_"): value for name, value in given.items() if value is not None}
+    if not wanted:
+        if named:
+            flag = f"--page-{next(iter(named)).replace('_', '-')}"
+            raise UsageError(f"{flag} is for a broker with a page.", hint="Add --page.")
+        return None
+    from fusionai.cli.page.run import PageOptions, open_page
+
+    return open_page(PageOptions(**named), home)
 
 
 def _say(sentence: str) -> None:
@@ -145,8 +205,9 @@ def _say(sentence: str) -> None:
         console.line(console.printable(sentence))
 
 
-def _say_open(pool: Announcement, uses: int, lifetime_s: float, *, endorsed: bool) -> None:
-    """Print what a broker's owner needs. `endorsed`: only machines with endorsed keys may lend themselves."""
+def _say_open(pool: Announcement, uses: int, lifetime_s: float, *, endorsed: bool, page: str) -> None:
+    """Print what a broker's owner needs. `endorsed`: only machines with endorsed keys may lend themselves; `page`: the
+    address of the broker's page, empty without one."""
     for line in pool.healed:
         console.line(f"Repaired: {line}")
     console.line(f"Pool {pool.pool} is open; broker {short(pool.peer)}, key of the pool {pool.fingerprint}.")
@@ -161,6 +222,8 @@ def _say_open(pool: Announcement, uses: int, lifetime_s: float, *, endorsed: boo
             _print_code(pool.code, CODE_LIFETIME_S)
     else:
         console.line("`fusion invite` makes an invitation for further machines, `fusion invite --code` a code.")
+    if page:
+        console.line(f"Page: {page}")
     console.line("Press Ctrl-C to close the pool.")
 
 

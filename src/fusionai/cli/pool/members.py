@@ -141,16 +141,16 @@ def _row(member: MemberView, profile: PeerProfile) -> tuple[str, ...]:
         f"{profile.flops_per_s / 1e9:.3g} GFLOP/s",
         format_bytes(profile.memory_bytes),
         f"{profile.share:.0%}",
-        _isolated(profile.isolation),
-        _state(member),
+        isolation_words(profile.isolation),
+        state_words(member),
         member.job,
-        _part(member),
+        part_words(member),
         _links(member),
         f"{format_seconds(member.last_heard_s)} ago" if member.last_heard_s else "",
     )
 
 
-def _state(member: MemberView) -> str:
+def state_words(member: MemberView) -> str:
     if member.state == "resting":
         # Lost too often lately; gets work again after this time.
         return f"resting {format_seconds(member.rests_s)}"
@@ -159,13 +159,13 @@ def _state(member: MemberView) -> str:
     return _STATES.get(member.state, member.state)
 
 
-def _isolated(measures: Sequence[str]) -> str:
+def isolation_words(measures: Sequence[str]) -> str:
     """Return how well the member's machine is protected from jobs: `yes`, `no`, or the measures that hold."""
     held = [one for one in get_args(Measure) if one in measures]
     return "yes" if len(held) == len(get_args(Measure)) else ", ".join(held) or "no"
 
 
-def _part(member: MemberView) -> str:
+def part_words(member: MemberView) -> str:
     """Return what the member does in its job: the stages it runs, and those it is warm standby of."""
     runs = " ".join(str(stage) for stage in member.stages)
     standbys = " ".join(str(stage) for stage in member.standbys)
@@ -243,7 +243,7 @@ def logs(job: str, home: Path, json_file: Path | None) -> None:
 
     found = in_pool(home, lambda session: _one(session, job))
     write_json(json_file, "logs", {**_job_figures(found), "story": list(found.story)})
-    console.line(f"{found.job}: {_job_state(found)}, {_steps(found)}, plan version {found.plan_version}")
+    console.line(f"{found.job}: {job_state(found)}, {_steps(found)}, plan version {found.plan_version}")
     for entry in found.story:
         console.line(console.printable(entry))
 
@@ -261,7 +261,7 @@ def stop(job: str, home: Path) -> None:
     found = in_pool(home, lambda session: _one(session, job))
     job = found.job
     if found.state in _ENDED:
-        console.line(f"{job} has already ended ({_job_state(found)}, {_steps(found)} steps).")
+        console.line(f"{job} has already ended ({job_state(found)}, {_steps(found)} steps).")
         return
     # Jobs belong to the machine's owner key, which differs from the key that it lends itself under.
     own_home = home / OWNER_DIRECTORY
@@ -299,7 +299,7 @@ def _job_row(job: JobView) -> tuple[str, ...]:
         job.job,
         job.title,
         short(PeerId(job.owner)),
-        _job_state(job),
+        job_state(job),
         _steps(job),
         str(job.plan_version),
         datetime.fromtimestamp(job.started_at_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
@@ -308,7 +308,7 @@ def _job_row(job: JobView) -> tuple[str, ...]:
     )
 
 
-def _job_state(job: JobView) -> str:
+def job_state(job: JobView) -> str:
     """Return the job's state. The broker reports a stopped job as done; fewer steps than planned tell them apart."""
     return "stopped" if job.state == "done" and job.steps and job.step + 1 < job.steps else job.state
 
@@ -321,7 +321,7 @@ def _steps(job: JobView) -> str:
 def _job_figures(job: JobView) -> dict[str, object]:
     return {
         **attributes(job, "job title owner"),
-        "state": _job_state(job),
+        "state": job_state(job),
         "steps_done": job.step + 1,
         **attributes(job, "steps plan_version started_at_s"),
     }

@@ -91,6 +91,13 @@ class PoolMember:
         return self.view.state in ("idle", "active", "draining")
 
 
+def members_of(view: wire.PoolView) -> tuple[PoolMember, ...]:
+    """Return the members of a view with their profiles decoded."""
+    return tuple(
+        PoolMember(member, msgspec.msgpack.decode(member.profile, type=PeerProfile)) for member in view.members
+    )
+
+
 class PoolSession:
     """A session, used as `async with PoolSession(membership, trust=...) as pool:`.
 
@@ -130,9 +137,7 @@ class PoolSession:
 
     async def pool(self) -> tuple[PoolMember, ...]:
         view = await self._ask(wire.PoolQuery(), wire.PoolView)
-        members = tuple(
-            PoolMember(member, msgspec.msgpack.decode(member.profile, type=PeerProfile)) for member in view.members
-        )
+        members = members_of(view)
         if self._trust is not None:
             members = self._trust.among(members)
         if self._on_members is not None:

@@ -1,0 +1,53 @@
+"""What the page can ask for, and what it gets: the bodies of its requests, checked against their schemas.
+
+A body can't contain a flag or a command line. `desk` performs the actions, `app` decodes them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Id = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class _Action(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="do"):
+    """Base of all actions."""
+
+
+class MakeInvitation(_Action, frozen=True, kw_only=True, tag="invite"):
+    """Make an invitation for `uses` machines."""
+
+    uses: Annotated[int, Meta(ge=1, le=1000)] = 1
+    lifetime_s: Annotated[float, Meta(ge=60, le=30 * 86_400)] = 86_400.0
+
+
+class MakeCode(_Action, frozen=True, kw_only=True, tag="code"):
+    """Make a six-digit code for a machine nearby."""
+
+
+class EvictMachine(_Action, frozen=True, kw_only=True, tag="evict"):
+    """Send a member away for good."""
+
+    peer: Id
+
+
+class StopPoolJob(_Action, frozen=True, kw_only=True, tag="stop"):
+    """Stop a job cleanly."""
+
+    job: Id
+
+
+Action = MakeInvitation | MakeCode | EvictMachine | StopPoolJob
+
+
+class ActionDone(msgspec.Struct, frozen=True, kw_only=True):
+    """The action was done. `text`: a sentence for the page. The secrets are shown once: `invitation` with the command
+    that uses it and its QR code, a row of 0 and 1 per line of the picture; or `code`."""
+
+    text: str
+    command: str = ""
+    code: str = ""
+    qr: tuple[str, ...] = ()

@@ -1,0 +1,131 @@
+"""Reads the pool for the page and acts for its owner, through the broker that runs in this process.
+
+Requests are the messages that `fusion pool`, `fusion invite`, `fusion evict` and `fusion stop` send, so that the broker
+decides about them alike. Only what the broker does not keep is kept here: its last sentences, and when a machine's
+present state was first seen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeVar, assert_never
+
+import segno
+
+from fusionai.broker.server import BrokerServer
+from fusionai.cli.page.actions import Action, ActionDone, EvictMachine, MakeCode, MakeInvitation, StopPoolJob
+from fusionai.cli.page.overview import ENDED, MOST_EVENTS, PageNotice, PageOverview, job_rows, link_rows, machine_rows
+from fusionai.client.pool.session import OWNER_DIRECTORY, PoolMember, known_owner, members_of
+from fusionai.primitives.errors import FusionError, RefusedError, UsageError
+from fusionai.primitives.ids import JobId, PeerId, short
+from fusionai.primitives.units import format_seconds
+from fusionai.transport.enrolment import MEMBERSHIP_FILE
+from fusionai.wire import messages as wire
+
+_M = TypeVar("_M", bound=wire.Message)
+OWN: Final = "this machine"
+
+
+class BrokerDesk:
+    """The `PageDesk` of a running broker. `wall_s`: seconds since 1970."""
+
+    def __init__(self, server: BrokerServer, home: Path, wall_s: Callable[[], float] = time.time) -> None:
+        self._server = server
+        self._home = home
+        self._wall_s = wall_s
+        self._notices: deque[PageNotice] = deque(maxlen=MOST_EVENTS)
+        self._states: dict[str, tuple[str, float]] = {}
+        """Each member's state and when it was first seen."""
+
+    def notice(self, sentence: str) -> None:
+        """Show a sentence of the broker on the page."""
+        self._notices.append(PageNotice(at_s=self._wall_s(), text=sentence))
+        self._since_s(self._members())  # the state of a machine may have changed while no browser looks
+
+    def overview(self) -> PageOverview:
+        service = self._server.service
+        members = self._members()
+        jobs = self._ask(wire.JobQuery(), wire.JobList).jobs
+        live = [job for job in jobs if job.state not in ENDED]
+        # The broker sends a job's history only when asked about that job.
+        told = {view.job: view for job in live for view in self._job(job.job)}
+        plans = {JobId(job.job): plan for job in live if (plan := service.plan_of(JobId(job.job))) is not None}
+        names = {member.view.peer: member.named for member in members} | self._own_names()
+        return PageOverview(
+            pool=service.authority.pool,
+            broker=short(service.state.rules.broker),
+            addresses=service.addresses,
+            announces=service.announces,
+            machines=machine_rows(members, self._since_s(members)),
+            links=link_rows(members),
+            jobs=job_rows([told.get(job.job, job) for job in jobs], plans, names),
+            notices=tuple(self._notices),
+        )
+
+    def log(self, job: str) -> tuple[str, ...]:
+        found = self._job(job)
+        if not found:
+            raise UsageError(f"there is no job {job!r} in this pool.")
+        return found[0].story
+
+    async def act(self, action: Action) -> ActionDone:
+        match action:
+            case MakeInvitation(uses=uses, lifetime_s=lifetime_s):
+                return self._invite(uses, lifetime_s)
+            case MakeCode():
+                made = self._ask(wire.CodeRequest(), wire.CodeMade)
+                within = f"Valid for {format_seconds(made.lifetime_s)}, for one machine in this network."
+                beside = "" if made.announced else " This broker does not announce itself: no machine can find it."
+                return ActionDone(text=within + beside, command="fusion join", code=made.code)
+            case EvictMachine(peer=peer):
+                gone = self._ask(wire.Evict(peer=peer), wire.Evicted).peers
+                return ActionDone(text=f"Evicted: {', '.join(short(PeerId(one)) for one in gone)}.")
+            case StopPoolJob(job=job):
+                self._ask(wire.JobStop(job=job), wire.Done)
+                return ActionDone(text=f"{job} was asked to stop; it writes a last checkpoint first.")
+        assert_never(action)
+
+    def _invite(self, uses: int, lifetime_s: float) -> ActionDone:
+        text = self._ask(wire.InviteRequest(uses=uses, lifetime_s=lifetime_s), wire.Invited).invitation
+        rows = tuple("".join("1" if dark else "0" for dark in row) for row in segno.make(text, error="l").matrix)
+        machines = "one machine" if uses == 1 else f"{uses} machines"
+        return ActionDone(
+            text=f"For {machines}, valid for {format_seconds(lifetime_s)}. Keep it secret; it is shown once.",
+            command=f"fusion join {text}",
+            qr=rows,
+        )
+
+    def _job(self, job: str) -> tuple[wire.JobView, ...]:
+        return self._ask(wire.JobQuery(job=job), wire.JobList).jobs
+
+    def _members(self) -> tuple[PoolMember, ...]:
+        return members_of(self._ask(wire.PoolQuery(), wire.PoolView))
+
+    def _since_s(self, members: tuple[PoolMember, ...]) -> dict[str, float]:
+        now_s = self._wall_s()
+        for peer in self._states.keys() - {member.view.peer for member in members}:
+            del self._states[peer]
+        for member in members:
+            view = member.view
+            if self._states.get(view.peer, ("",))[0] != view.state:
+                self._states[view.peer] = (view.state, now_s)
+        return {peer: since_s for peer, (_, since_s) in self._states.items()}
+
+    def _own_names(self) -> dict[str, str]:
+        """Return the name of this machine as a job owner, if it has been one."""
+        if not (self._home / OWNER_DIRECTORY / MEMBERSHIP_FILE).is_file():
+            return {}
+        owner = known_owner(self._home)
+        return {} if owner is None else {owner.peer: OWN}
+
+    def _ask(self, message: wire.Message, expected: type[_M]) -> _M:
+        """Return the broker's answer. Raises `RefusedError`."""
+        answer = self._server.ask(message)
+        if isinstance(answer, wire.Refused):
+            raise RefusedError(answer.reason, code=answer.code)
+        if not isinstance(answer, expected):
+            raise FusionError(f"the broker answered {type(answer).__name__} to {type(message).__name__}.")
+        return answer

@@ -1,0 +1,114 @@
+"""The broker's page in a real browser: signed in by its link, live, reached by keyboard, readable for everybody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from fusionai.cli.page.actions import EvictMachine, MakeCode, MakeInvitation, StopPoolJob
+from fusionai.cli.page.app import BrokerPage
+from fusionai.cli.page.overview import PageNotice
+from fusionai.cli.page.run import PageOptions, open_page
+from fusionai.gateway.server import serve
+from fusionai.primitives.clock import SystemClock
+from harness.browser import DESK, PHONE, browsed, needs_browser, serious
+from harness.scripted_desk import OVERVIEW, ScriptedDesk, machine
+
+pytestmark = [pytest.mark.slow, needs_browser]
+
+
+@asynccontextmanager
+async def page_stand(desk: ScriptedDesk, home: Path) -> AsyncIterator[str]:
+    """The page's link, with its key."""
+    found = open_page(PageOptions(port=0), home)
+    stop, ready = asyncio.Event(), asyncio.Event()
+    app = BrokerPage(desk, found.gate, found.address, SystemClock())
+    served = asyncio.create_task(serve(app, found.listener, stop=stop, on_listening=ready.set))
+    try:
+        await ready.wait()
+        yield found.link
+    finally:
+        stop.set()
+        await served
+
+
+def test_the_pool_is_shown_live_and_changed_by_its_owner(tmp_path: Path):
+    desk = ScriptedDesk()
+
+    async def scenario() -> None:
+        async with page_stand(desk, tmp_path) as link, browsed(link) as page:
+            await page.locator("#state[data-state=ready]").wait_for()
+            assert "#" not in page.url, "the key does not stay in the address"
+            assert await page.locator("#machines .name").all_inner_texts() == [row.name for row in OVERVIEW.machines]
+            assert await page.locator("#present").inner_text() == "3"
+            assert await page.locator("#jobs .stages .name").all_inner_texts() == ["0 attic", "1 laptop", "2 job owner"]
+            assert await page.locator("#jobs progress").first.get_attribute("value") == "120"
+            assert "110 MB/s" in await page.locator("#links-body").inner_text()
+            assert await page.locator("#events .bad").count() == 2
+            # Live: a machine comes, another one is said to be lost.
+            desk.shown = msgspec.structs.replace(
+                OVERVIEW,
+                machines=(*OVERVIEW.machines, machine("cellar")),
+                notices=(*OVERVIEW.notices, PageNotice(at_s=1_700_000_060.0, text="cellar lends 8 GB.")),
+            )
+            await page.locator("#machines .name", has_text="cellar").wait_for()
+            assert "cellar lends" in await page.locator("#events li").first.inner_text()
+            await page.locator("#make-code").click()
+            await page.locator("#made-code", has_text="012 345").wait_for()
+            await page.locator("#make-invitation").click()
+            await page.locator("#made-command", has_text="fusion1-abc").wait_for()
+            await page.get_by_role("button", name="Evict cellar").click()
+            await page.keyboard.press("Enter")  # the focus is on Cancel
+            await page.get_by_role("button", name="Stop poems-a1").click()
+            await page.locator("#ask-yes").click()
+            await page.get_by_role("button", name="Evict laptop").click()
+            await page.locator("#ask-yes").click()
+            await page.locator("dialog[open]").wait_for(state="detached")
+            await page.get_by_role("button", name="History of poems-a1").click()
+            assert "office took its place" in await page.locator("#log-lines").inner_text()
+            await page.keyboard.press("Escape")
+            desk.refusal = "there is no such member."
+            await page.get_by_role("button", name="Evict attic").click()
+            await page.locator("#ask-yes").click()
+            await page.locator("#problem", has_text="no such member. Try another one.").wait_for()
+            await page.locator("#sign-out").click()
+            await page.locator("#sign-in").wait_for()
+            await page.reload()
+            await page.locator("#sign-in").wait_for()
+
+    asyncio.run(scenario())
+    assert desk.asked == [
+        MakeCode(),
+        MakeInvitation(),
+        StopPoolJob(job="poems-a1"),
+        EvictMachine(peer="peer-laptop"),
+        EvictMachine(peer="peer-attic"),
+    ]
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("light", DESK), ("dark", DESK), ("light", PHONE)])
+def test_a_checker_of_accessibility_finds_nothing_serious(scheme: str, size: Any, tmp_path: Path):
+    async def scenario() -> None:
+        # The checker is a script of its own, which the page's policy would rightly refuse.
+        options = {"color_scheme": scheme, "viewport": size, "bypass_csp": True, "reduced_motion": "reduce"}
+        async with page_stand(ScriptedDesk(), tmp_path) as link:
+            async with browsed(link.partition("#")[0], **options) as page:
+                await page.locator("#sign-in").wait_for()
+                assert await serious(page) == []
+            async with browsed(link, **options) as page:
+                await page.locator("#state[data-state=ready]").wait_for()
+                await page.locator("#make-invitation").click()
+                await page.locator("#made-qr summary").click()
+                assert await serious(page) == []
+                await page.get_by_role("button", name="Evict laptop").click()
+                assert await serious(page) == []
+                width = await page.evaluate("() => document.documentElement.scrollWidth")
+                assert width <= size["width"]
+
+    asyncio.run(scenario())

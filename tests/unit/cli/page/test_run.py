@@ -1,0 +1,59 @@
+"""Where the page listens and what opens it."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from fusionai.cli.main import main
+from fusionai.cli.page.run import KEY_FILE, OpenPage, PageOptions, open_page
+from fusionai.primitives.errors import UsageError
+from harness.certificates import self_signed
+
+LOCAL = PageOptions(port=0)
+
+
+def opened(options: PageOptions, home: Path) -> OpenPage:
+    page = open_page(options, home)
+    page.listener.close()
+    return page
+
+
+def test_on_loopback_the_key_is_in_the_link_and_stays_the_same(tmp_path: Path):
+    first, second = opened(LOCAL, tmp_path), opened(LOCAL, tmp_path)
+    key = first.link.partition("#")[2]
+    assert len(key) >= 24
+    assert second.link.endswith(key)
+    assert first.gate.open(key, 0.0)
+    assert stat.S_IMODE((tmp_path / "broker" / KEY_FILE).stat().st_mode) == 0o600
+
+
+def test_beyond_loopback_it_needs_a_password_over_tls(tmp_path: Path):
+    certificate, key = self_signed(tmp_path)
+    word = tmp_path / "word"
+    word.write_text("short\n")
+    everywhere = PageOptions(host="0.0.0.0", port=0)
+    tls = PageOptions(host="0.0.0.0", port=0, tls_cert=certificate, tls_key=key)
+    with pytest.raises(UsageError, match=r"needs TLS"):
+        open_page(everywhere, tmp_path)
+    with pytest.raises(UsageError, match=r"needs a password"):
+        open_page(tls, tmp_path)
+    with pytest.raises(UsageError, match=r"at least 12 characters"):
+        open_page(PageOptions(host="0.0.0.0", port=0, tls_cert=certificate, tls_key=key, password_file=word), tmp_path)
+    with pytest.raises(UsageError, match=r"can't be read"):
+        open_page(PageOptions(port=0, password_file=tmp_path / "none"), tmp_path)
+    with pytest.raises(UsageError, match=r"--page-tls-cert and --page-tls-key"):
+        open_page(PageOptions(port=0, tls_key=key), tmp_path)
+    word.write_text("a good long password\n")
+    page = opened(PageOptions(host="0.0.0.0", port=0, tls_cert=certificate, tls_key=key, password_file=word), tmp_path)
+    assert page.link.startswith("https://")
+    assert "#" not in page.link
+    assert page.gate.open("a good long password", 0.0)
+    assert "localhost" in page.address.hosts
+
+
+def test_flags_of_the_page_need_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["broker", "--page-port", "0", "--home", str(tmp_path)]) == 2
+    assert "--page-port is for a broker with a page" in capsys.readouterr().err
