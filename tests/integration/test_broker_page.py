@@ -71,7 +71,7 @@ def test_the_pool_is_shown_live_and_changed_by_its_owner(tmp_path: Path):
             await page.locator("#ask-yes").click()
             await page.locator("dialog[open]").wait_for(state="detached")
             await page.get_by_role("button", name="History of poems-a1").click()
-            assert "office took its place" in await page.locator("#log-lines").inner_text()
+            await page.locator("#log-lines", has_text="office took its place").wait_for()
             await page.keyboard.press("Escape")
             desk.refusal = "there is no such member."
             await page.get_by_role("button", name="Evict attic").click()

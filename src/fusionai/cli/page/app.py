@@ -156,7 +156,10 @@ class BrokerPage:
         """Yield each overview that differs from the last one, until the session or the program ends."""
         sent, quiet_s = b"", 0.0
         while not self._ending.is_set():
-            self._gate.check(token, self._clock.now_s())
+            try:
+                self._gate.check(token, self._clock.now_s())
+            except PageRefusal:
+                return
             shown = event(self._desk.overview())
             if shown != sent:
                 yield shown
