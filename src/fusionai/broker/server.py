@@ -48,7 +48,7 @@ from fusionai.transport.security.certificates import (
     pool_of,
 )
 from fusionai.transport.security.identity import Identity, load_identity, make_private_directory, read_private
-from fusionai.transport.security.trust import Endorsement, Signer, TrustList, TrustListFile, key_text, load_trust_list
+from fusionai.transport.security.trust import Signer, TrustList, TrustListFile, key_text, load_trust_list
 from fusionai.wire.frame import BROKER_LIMITS
 from fusionai.wire.messages import CodeAnswer, Message, Observe, Observed, Ping, Probe, Refused
 
@@ -371,10 +371,7 @@ async def run_broker(
         try:
             watch = _watch_addresses(options, home, service, listener)
             service.codes.notice = service.notice = notice
-            pool, invitation, code = service.state.pool, "", ""
-            if pool == Pool() if options.invites is None else options.invites:
-                invitation = service.invite(uses=options.invitation_uses, lifetime_s=options.invitation_lifetime_s)
-                code = service.codes.make() if service.announces else ""
+            pool, (invitation, code) = service.state.pool, _first_invitation(options, service)
             if opened is not None:
                 opened(server)
             announce(
@@ -407,6 +404,14 @@ async def run_broker(
             await listener.close()
     finally:
         home.close()
+
+
+def _first_invitation(options: BrokerOptions, service: BrokerService) -> tuple[str, str]:
+    """Return an invitation and a code; empty if none is wanted at the start, or no machine could find the broker."""
+    if not (service.state.pool == Pool() if options.invites is None else options.invites):
+        return "", ""
+    invitation = service.invite(uses=options.invitation_uses, lifetime_s=options.invitation_lifetime_s)
+    return invitation, service.codes.make() if service.announces else ""
 
 
 def _service(options: BrokerOptions, home: BrokerHome, clock: Clock, *, relays: bool) -> BrokerService:
@@ -462,7 +467,7 @@ async def _renew(home: BrokerHome, addresses: Callable[[], tuple[str, ...]], clo
                 _LOG.error("the renewed certificate is in use but could not be kept: %s", error)
 
 
-def _admission(options: BrokerOptions, clock: Clock) -> Callable[[PeerId, Sequence[bytes]], None] | None:
+def _admission(options: BrokerOptions, clock: Clock) -> Callable[[PeerId, Sequence[bytes]], object] | None:
     """Return the check of machines that want to lend; None: every member may. Raises `UsageError`, `TrustError`,
     `StorageError`."""
     if options.trust_file is not None:
@@ -470,15 +475,11 @@ def _admission(options: BrokerOptions, clock: Clock) -> Callable[[PeerId, Sequen
             raise UsageError("expected trusted keys or a trust file, got both.", hint="Leave one of them out.")
         load_trust_list(options.trust_file)  # raises errors of the file before the port is open
         file = TrustListFile(options.trust_file, clock.wall_s)
-        return lambda peer, carried: _discard(file.check(peer, carried))
+        return file.check
     if options.trusted_keys:
         trust_list = TrustList(signers=tuple(Signer(key_text(key)) for key in sorted(options.trusted_keys)))
-        return lambda peer, carried: _discard(trust_list.endorsement_of(peer, carried, clock.wall_s()))
+        return lambda peer, carried: trust_list.endorsement_of(peer, carried, clock.wall_s())
     return None
-
-
-def _discard(_endorsement: Endorsement) -> None:
-    """Drop the endorsement: the check raises if there is none."""
 
 
 def check(options: BrokerOptions) -> None:

@@ -83,7 +83,7 @@ class BrokerService:
     ticket_lifetime_s: float = 600.0
     draw_token: Callable[[], bytes] = lambda: secrets.token_bytes(TOKEN_BYTES)
     introducer: Introducer | None = None
-    admits: Callable[[PeerId, Sequence[bytes]], None] | None = None
+    admits: Callable[[PeerId, Sequence[bytes]], object] | None = None
     addresses: tuple[str, ...] = ()
     """Addresses of this broker, for invitations."""
     notice: Callable[[str], None] = _LOG.info

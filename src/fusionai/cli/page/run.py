@@ -138,7 +138,7 @@ async def run_with_page(
     stop: asyncio.Event,
     notice: Callable[[str], None],
 ) -> None:
-    """As `run_broker`, with the page beside it."""
+    """Run the broker like `run_broker`, with the page beside it."""
     closing_pool = asyncio.Event()
     running: asyncio.Future[BrokerServer] = asyncio.get_running_loop().create_future()
     desk: list[BrokerDesk] = []

@@ -187,7 +187,7 @@ def broker(
 
 
 def _page(wanted: bool, home: Path, given: Mapping[str, Any]) -> OpenPage | None:
-    """Return the page with its address reserved, None if there is to be none. Raises `UsageError`."""
+    """Return the page with its address reserved, None without `--page`. Raises `UsageError`."""
     named = {name.removeprefix("page_"): value for name, value in given.items() if value is not None}
     if not wanted:
         if named:
