@@ -474,8 +474,7 @@ def _admission(options: BrokerOptions, clock: Clock) -> Callable[[PeerId, Sequen
         if options.trusted_keys:
             raise UsageError("expected trusted keys or a trust file, got both.", hint="Leave one of them out.")
         load_trust_list(options.trust_file)  # raises errors of the file before the port is open
-        file = TrustListFile(options.trust_file, clock.wall_s)
-        return file.check
+        return TrustListFile(options.trust_file, clock.wall_s).check
     if options.trusted_keys:
         trust_list = TrustList(signers=tuple(Signer(key_text(key)) for key in sorted(options.trusted_keys)))
         return lambda peer, carried: trust_list.endorsement_of(peer, carried, clock.wall_s())
