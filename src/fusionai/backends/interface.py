@@ -89,7 +89,9 @@ class DeviceReport(Speeds):
     threads: int
     fingerprint: str
     """Hash of versions, instruction set, threads and the exact bits of a probe computation. Equal fingerprints mean
-    bit-equal results."""
+    bit-equal results; an empty one promises nothing, so that results are compared with tolerance."""
+    card: str = ""
+    """Name of the card that all processes of the machine share; empty for a device that is no card."""
     unsupported_ops: tuple[str, ...] = ()
     """Operators of the allow-list that this backend lacks."""
     tasks: tuple[Literal["train", "serve"], ...] = ("train", "serve")
@@ -130,6 +132,8 @@ class StageProgram(ABC):
         self._committed: dict[str, Any] = {}
         """Buffers rewritten since the last apply: their values at that apply."""
         self._optimizer: Any = None
+        self.repeats = True
+        """Whether this stage keeps the promise of the device's fingerprint. If not, it reports an empty one."""
 
     # ------------------------------------------------------------------------------------------------------ computing
 

@@ -27,7 +27,8 @@ LONGEST_AGE_S: Final = 7 * 86_400.0
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`measurement.json`. `fingerprint` is over versions, instruction set, device, processor, threads."""
+    """`measurement.json`. `fingerprint` is over versions, instruction set, device, processor, threads; it is empty for a
+    device that promises no bits, which `device`, its name and the framework's version, then stands for."""
 
     schema: Literal["fusionai.measurement/5"] = "fusionai.measurement/5"
     measured_at_s: float
@@ -35,6 +36,7 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     backend: str
     share: float
     fingerprint: str
+    device: str = ""
     speeds: Speeds
 
 
@@ -56,7 +58,7 @@ def measured_device(
         same = (kept.version, kept.backend, kept.share) == (__version__, backend.name, share)
         if same and 0 <= now_s - kept.measured_at_s <= LONGEST_AGE_S:
             report = backend.probe(kept.speeds)
-            if report.fingerprint == kept.fingerprint:
+            if report.fingerprint == kept.fingerprint and (report.fingerprint or kept.device == _device(report)):
                 return report, kept.measured_at_s
         log.info("the kept measurement does not fit this start; measuring again")
     meter = backend if measuring is None else measuring()
@@ -69,6 +71,7 @@ def measured_device(
         backend=backend.name,
         share=share,
         fingerprint=report.fingerprint,
+        device=_device(report),
         speeds=report.speeds,
     )
     try:
@@ -76,6 +79,10 @@ def measured_device(
     except StorageError as error:
         log.warning("the next start will measure again: %s", error)
     return report, None
+
+
+def _device(report: DeviceReport) -> str:
+    return f"{report.device_name}, {report.backend} {report.backend_version}"
 
 
 def _read(path: Path) -> _Kept | None:

@@ -21,6 +21,7 @@ from fusionai.backends.worker.client import WorkerBackend, WorkerOptions
 from fusionai.execution.host import ComputeThread, Host
 from fusionai.execution.measurement import measured_device
 from fusionai.peer.acceptor import JobAcceptor
+from fusionai.peer.card_claims import CardClaim, claim_card
 from fusionai.peer.lending import PeerOptions, PeerReady
 from fusionai.peer.profile import (
     UNMEASURED,
@@ -31,6 +32,8 @@ from fusionai.peer.profile import (
 )
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import Clock, PoolClock
+from fusionai.primitives.environment import cards_directory
+from fusionai.primitives.errors import FusionError
 from fusionai.scheduling.problem.types import Link, PeerProfile
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.channels.uplink import TransferLimits
@@ -68,15 +71,17 @@ async def candidates(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenWorker:
     """A device with the process that computes on it. `measured_at_s`: when its speeds were measured, in seconds since
-    1970; None: now."""
+    1970; None: now. `claim`: what is lent of a card."""
 
     options: PeerOptions
     compute: ComputeThread
     backend: Backend
     report: DeviceReport
     measured_at_s: float | None
+    claim: CardClaim
 
     async def close(self) -> None:
+        self.claim.release()
         await self.compute.run(self.backend.close)
         self.compute.close()
 
@@ -93,7 +98,10 @@ async def ready_worker(options: PeerOptions, clock: Clock) -> OpenWorker:
     """Start the worker of a device, measure it or take its kept measurement, and warm it up."""
     compute = ComputeThread(options.share)
 
-    def measured() -> tuple[Backend, DeviceReport, float | None]:
+    def lent(report: DeviceReport) -> int:
+        return lent_memory_bytes(report, options.memory_limit_bytes, parts=options.parts)
+
+    def measured() -> tuple[Backend, CardClaim, float | None]:
         backend = open_worker(options)
         report, measured_at_s = measured_device(
             backend,
@@ -103,15 +111,27 @@ async def ready_worker(options: PeerOptions, clock: Clock) -> OpenWorker:
             clock=clock,
             measuring=lambda: open_worker(options, confined=False),
         )
-        backend.limit_memory(lent_memory_bytes(report, options.memory_limit_bytes, parts=options.parts))
+        try:
+            claim = claim_card(report, cards_directory(), lent, str(options.home))
+        except FusionError:
+            backend.close()
+            raise
+        backend.limit_memory(lent(claim.report))
         backend.warm_up()
-        return backend, report, measured_at_s
+        return backend, claim, measured_at_s
 
-    (backend, report, measured_at_s), _ = await compute.run(measured)
+    (backend, claim, measured_at_s), _ = await compute.run(measured)
     compute.works_in(backend.works_in, backend.used_s)
     return_freed_memory()
     return_code_pages()
-    return OpenWorker(options=options, compute=compute, backend=backend, report=report, measured_at_s=measured_at_s)
+    return OpenWorker(
+        options=options,
+        compute=compute,
+        backend=backend,
+        report=claim.report,
+        measured_at_s=measured_at_s,
+        claim=claim,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

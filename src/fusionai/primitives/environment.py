@@ -9,8 +9,9 @@ USERDOMAIN, USERNAME  this user on Windows, for its Task Scheduler
 TMPDIR         where large temporary files go (default: /var/tmp if it is writable, else the system's)
 
 Variables that make libraries compute with other kernels are part of a machine's fingerprint (`arithmetic_limits`).
-Others are set here: CUBLAS_WORKSPACE_CONFIG, without which matrix products on a GPU may differ from run to run, and
-XLA_FLAGS, which limits JAX to one thread.
+Others are set here: CUBLAS_WORKSPACE_CONFIG, without which matrix products on a GPU may differ from run to run,
+PYTORCH_ALLOC_CONF, which lets the memory of PyTorch's allocator on a GPU grow without holes, and XLA_FLAGS, which limits
+JAX to one thread.
 """
 
 from __future__ import annotations
@@ -79,6 +80,25 @@ def fix_cublas_workspace() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+_ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def expand_card_segments(*, newer: bool) -> None:
+    """Have PyTorch's allocator on a GPU map pages behind the ones it has instead of asking for separate pieces, whose
+    holes fit no later tensor, unless the user chose settings. `newer`: PyTorch 2.9 or later, where the variable has
+    another name. Windows' drivers lack it. Takes effect only before the process uses CUDA."""
+    if sys.platform.startswith("linux") and not any(name in os.environ for name in _ALLOCATORS):
+        os.environ[_ALLOCATORS[0] if newer else _ALLOCATORS[1]] = "expandable_segments:True"
+
+
+def kernel_module_version() -> str:
+    """Version of NVIDIA's kernel module on Linux; empty elsewhere, and without one."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
 def limit_xla_threads(threads: int | None) -> int:
     """Limit JAX's CPU threads and return how many it may use: one, or as many as this process has cores. JAX supports
     no other number, so for more than one thread the process is restricted to that many cores. Takes effect only before
@@ -108,8 +128,15 @@ def arithmetic_limits() -> dict[str, str]:
     return {**limits, **({"XLA_FLAGS": " ".join(flags)} if flags else {})}
 
 
+_CARDS: Final = (
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    *("HSA_OVERRIDE_GFX_VERSION", *_ALLOCATORS),
+)
+"""Variables by which a user says how cards are used."""
 _OF_USERS: Final = (
-    *("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "CUDA_VISIBLE_DEVICES"),
+    *("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT"),
+    # Which cards there are, in which order, and how AMD's are driven.
+    *_CARDS,
     # Where compiled kernels are kept. Without a home directory none can be found or compiled.
     *("HOME", "USERPROFILE", "LOCALAPPDATA", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"),
 )
@@ -125,7 +152,7 @@ def for_workers() -> dict[str, str]:
 
 
 _OF_SERVICES: Final = (
-    *("FUSION_LOG", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE"),
+    *("FUSION_LOG", *_CARDS, "LD_LIBRARY_PATH", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE"),
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy", "SSL_CERT_FILE", *_LIMITS),
 )
 
@@ -139,6 +166,11 @@ def of_services() -> dict[str, str]:
 def services_directory() -> Path:
     """Directory of this user's services. FUSION_HOME does not move it."""
     return Path(platformdirs.user_data_dir("fusionai")) / "services"
+
+
+def cards_directory() -> Path:
+    """Directory in which this user's processes say what they have lent of each card. FUSION_HOME does not move it."""
+    return Path(platformdirs.user_data_dir("fusionai")) / "cards"
 
 
 def user_configuration() -> Path:

@@ -417,7 +417,8 @@ class Driver:
         match message:
             case wire.Status():
                 self._timeline.clock(message.stage, message.clock_s)
-                self._prints[peer] = message.fingerprint
+                # A peer promises bits only if all of its stages do.
+                self._prints[peer] = message.fingerprint if self._prints.get(peer, message.fingerprint) else ""
             case wire.Enlisted():
                 self._prints[peer] = message.fingerprint
             case wire.Prepared():

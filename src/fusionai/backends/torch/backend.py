@@ -17,6 +17,7 @@ with the speeds.
 from __future__ import annotations
 
 import importlib
+import logging
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Final, Protocol, get_args
 
-import psutil
 import torch
 import torch._decomp
 import torch._refs
@@ -38,7 +38,8 @@ from fusionai.backends.interface import Backend, DeviceReport, Speeds
 from fusionai.backends.semantics import Scores
 from fusionai.backends.serving.page_table import LayerShape, RowSpan
 from fusionai.backends.torch.blocked_linear import blocked_product, kernels
-from fusionai.backends.torch.host import to_host
+from fusionai.backends.torch.card_memory import free_and_total_bytes, limit_card_memory
+from fusionai.backends.torch.determinism import long_attention, prepare_card, promises_bits, repeated_bits
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN
 from fusionai.backends.torch.optimizers import TorchStageOptimizer, clip_scale
 from fusionai.backends.torch.packed_linear import PackedLinear, for_levels, pack
@@ -47,13 +48,15 @@ from fusionai.backends.torch.program import TorchStageProgram
 from fusionai.backends.torch.serving import TorchServingProgram
 from fusionai.backends.torch.slots import EMPTIED
 from fusionai.ir.levels import LevelLayout
-from fusionai.primitives.environment import fix_cublas_workspace
+from fusionai.primitives.environment import expand_card_segments, kernel_module_version
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.pace import ServingSpeed
 from fusionai.primitives.process import loading
 from fusionai.scheduling.kernels.compiled import available
 from fusionai.wire.messages import OptimizerSpec
 from fusionai.wire.serving import ServeOptions, WeightFormat
+
+log = logging.getLogger(__name__)
 
 
 def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
@@ -84,7 +87,14 @@ def device_name(device: torch.device) -> str:
 def fingerprint(device: torch.device) -> str:
     """Return a hex SHA-256 over versions, instruction set, device, threads and the bits of a small training
     computation. The device's name is included because kernels choose their blocking by vendor and cache sizes, for more
-    shapes than any probe can try."""
+    shapes than any probe can try. Empty if the device can't promise to repeat its bits (`determinism`)."""
+    if not promises_bits(device):
+        return ""
+    bits = repeated_bits(device, _probe_computation)
+    on_card = [] if device.type == "cpu" else repeated_bits(device, long_attention)
+    if bits is None or on_card is None:
+        log.warning("%s gives other bits when it computes again; its results are compared with tolerance", device)
+        return ""
     described = (
         torch.__version__,
         str(torch.version.cuda),
@@ -94,8 +104,17 @@ def fingerprint(device: torch.device) -> str:
         device.type,
         device_name(device),
         str(torch.get_num_threads()),
+        *(card_versions(device) if device.type == "cuda" else ()),
     )
-    return measurement.hashed(described, (to_host(tensor).data for tensor in _probe_computation(device)))
+    return measurement.hashed(described, [*bits, *on_card])
+
+
+def card_versions(device: torch.device) -> tuple[str, ...]:
+    """Return what chooses a card's kernels besides PyTorch's version: its compute capability, HIP's version, and the
+    driver's, which compiles kernels for cards newer than PyTorch."""
+    capability = torch.cuda.get_device_capability(device)
+    driver = torch._C._cuda_getDriverVersion()
+    return (f"capability {capability}", f"hip {torch.version.hip}", f"driver {driver} {kernel_module_version()}")
 
 
 def _probe_computation(device: torch.device) -> list[Tensor]:
@@ -247,7 +266,8 @@ class TorchBackend(Backend):
             partial(TorchServingProgram, device=self._device),
         )
         if self._device.type == "cuda":
-            _make_cuda_deterministic()
+            prepare_card()
+            expand_card_segments(newer=_newer_allocator())
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -256,15 +276,7 @@ class TorchBackend(Backend):
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Take about a second; a few milliseconds with `speeds`."""
         known = speeds or self._measured()
-        match self.device:
-            case "cuda":
-                free_bytes, memory_bytes = torch.cuda.mem_get_info(self._device)
-            case "mps":
-                memory_bytes = torch.mps.recommended_max_memory()
-                free_bytes = min(memory_bytes, psutil.virtual_memory().available)
-            case _:
-                memory = psutil.virtual_memory()
-                free_bytes, memory_bytes = memory.available, memory.total
+        free_bytes, memory_bytes = free_and_total_bytes(self._device)
         return DeviceReport(
             backend=self.name,
             backend_version=str(torch.__version__),  # a str subclass that msgspec refuses
@@ -273,6 +285,7 @@ class TorchBackend(Backend):
             **known.figures(),
             memory_bytes=memory_bytes,
             free_bytes=free_bytes,
+            card=_card_id(self._device),
             threads=torch.get_num_threads(),
             fingerprint=fingerprint(self._device),
             # Whether the compiler works is found out when it is first used: it takes seconds to import.
@@ -285,6 +298,9 @@ class TorchBackend(Backend):
             return 1 / calls_per_s(call, self._device)
 
         return measurement.with_pace(measure_speeds(self._device, self._scratch), self, seconds)
+
+    def limit_memory(self, memory_bytes: int) -> None:
+        limit_card_memory(self._device, memory_bytes)
 
     def warm_up(self) -> None:
         """Run a first gradient and optimizer step: torch then starts its threads and, on a GPU, loads its libraries.
@@ -300,15 +316,15 @@ class TorchBackend(Backend):
         return clip_scale(norms, max_norm, self._device)
 
 
-def _make_cuda_deterministic() -> None:
-    """Make CUDA give the same bits for the same inputs. An operator without a deterministic kernel warns and runs
-    anyway. The CPU needs no such settings: its kernels are deterministic for a given number of threads."""
-    fix_cublas_workspace()
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    # The mode would also fill every new tensor, although no operator of the table reads a tensor before writing it.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+def _newer_allocator() -> bool:
+    """Return whether settings of the allocator have the name that holds for all kinds of cards."""
+    major, minor, *_ = torch.__version__.split(".")
+    return (int(major), int(minor)) >= (2, 9)
+
+
+def _card_id(device: torch.device) -> str:
+    """Return what names this card whatever a process calls it; empty for other devices."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _cards() -> tuple[str, ...]:

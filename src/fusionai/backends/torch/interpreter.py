@@ -204,7 +204,8 @@ class Interpreter:
         return self.results(registers)
 
     def advance(self, registers: Registers, start: int, stop: int) -> None:
-        """Run steps [start, stop). Raises `ExecutionError` naming the node that failed."""
+        """Run steps [start, stop). Raises `ExecutionError` naming the node that failed; that memory ran out is left to
+        the caller, who may try again."""
         node: Node | None = None
         try:
             for step in self.steps[start:stop]:
@@ -212,6 +213,8 @@ class Interpreter:
                 step.run(registers)
                 for register in step.dead:
                     registers[register] = None
+        except torch.OutOfMemoryError:
+            raise
         except FusionError as error:
             raise ExecutionError(f"{describe(node)}: {error.message}", hint=error.hint) from error
         except OPERATOR_FAILURES as error:

@@ -31,7 +31,9 @@ from fusionai.backends.interface import (
 )
 from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.state import StateEntry, check_entry
+from fusionai.backends.torch.card_memory import with_memory
 from fusionai.backends.torch.compiled_stage import CompiledStage
+from fusionai.backends.torch.determinism import repeating, repeats_itself
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, StoredWeight
 from fusionai.backends.torch.operators import Left, TorchContext, add_to, deferrable, finish
@@ -44,6 +46,7 @@ from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import OptimizerSpec, StageOptions
 
+_HOST: Final = torch.device("cpu")
 MAX_CHECKED_SHAPES: Final = 64
 """Combinations of input shapes remembered as checked; chosen."""
 
@@ -96,6 +99,7 @@ class TorchStageProgram(StageProgram):
                 hint="Set `recompute` too.",
             )
         self._device = device
+        self.repeats = repeats_itself(graph, device)
         self._memory_limit_bytes = memory_limit_bytes
         self._scratch = scratch
         self._segments: dict[
@@ -148,8 +152,13 @@ class TorchStageProgram(StageProgram):
 
     def forward(self, call: Call, inputs: Tensors, wanted: Sequence[str] | None = None) -> dict[str, HostTensor]:
         """The bytes of `inputs` must not change until `backward`."""
-        training = call.mode == "train"
         names = self._begin(call, wanted)
+        with repeating(self._device, strict=self.repeats):
+            return with_memory(self._device, self._place(call), lambda: self._forward(call, inputs, names))
+
+    def _forward(self, call: Call, inputs: Tensors, names: frozenset[str]) -> dict[str, HostTensor]:
+        """Run forward. Nothing is kept before all results are made, so that it may run again if memory runs out."""
+        training = call.mode == "train"
         interpreter = self._compiled.interpreter(names, training, self._device)
         half_floats = self._options.precision == "bf16"
         symbols = bind_symbols(self._graph, inputs, interpreter.inputs, half_floats=half_floats)
@@ -160,10 +169,10 @@ class TorchStageProgram(StageProgram):
         gradients: dict[str, Tensor] = {}
         values: dict[str, Tensor | int] = {}
         for name in interpreter.inputs:
-            value = to_torch(inputs[name], self._device)
             if self._graph.values[name].dtype == "symint":
-                values[name] = int(value)
+                values[name] = int(to_torch(inputs[name], _HOST))
                 continue
+            value = to_torch(inputs[name], self._device)
             if training and name in self._grad_inputs:
                 enter: Callable[..., Any] = _Entry.apply
                 value = entered[name] = enter(value.requires_grad_(), name, gradients)
@@ -176,17 +185,25 @@ class TorchStageProgram(StageProgram):
                 outputs, writes = run_in_segments(interpreter, parts, context, values, params, precision, enter)
             else:
                 outputs, writes = interpreter.run(context, values, params)
+        made = {
+            name: to_host(value, own=self._is_parameter(value), laid_out=training) for name, value in outputs.items()
+        }
         if training:
             self._contexts[key_of(call)] = _InFlight(
                 {name: value for name, value in outputs.items() if _carries_gradient(value)}, entered, gradients, left
             )
         self._rewrite({buffer: value.detach() for buffer, value in writes.items()})
-        return {
-            name: to_host(value, own=self._is_parameter(value), laid_out=training) for name, value in outputs.items()
-        }
+        return made
 
     def backward(self, call: Call, gradients: Tensors, begun: Tensors = NOTHING_BEGUN) -> dict[str, HostTensor]:
         """An input that the named outputs do not depend on is absent from the result."""
+        # Not a second time: part of the gradients would be added twice.
+        with repeating(self._device, strict=self.repeats):
+            return with_memory(
+                self._device, self._place(call), lambda: self._backward(call, gradients, begun), again=False
+            )
+
+    def _backward(self, call: Call, gradients: Tensors, begun: Tensors) -> dict[str, HostTensor]:
         held = self._take(call, gradients, begun)
         roots: list[Tensor] = []
         root_gradients: list[Tensor] = []
@@ -216,6 +233,8 @@ class TorchStageProgram(StageProgram):
         if roots:
             try:
                 torch.autograd.backward(roots, root_gradients)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 raise ExecutionError(f"backward of step {call.step}, microbatch {call.microbatch}: {error}") from error
         for weight, value in later:
@@ -237,7 +256,8 @@ class TorchStageProgram(StageProgram):
     def weight_gradients(self, call: Call) -> None:
         left = self._lagging.pop(key_of(call), None)
         if left is not None:
-            finish(left)
+            with repeating(self._device, strict=self.repeats):
+                with_memory(self._device, self._place(call), lambda: finish(left), again=False)
 
     @property
     def _deferred_weights(self) -> frozenset[str]:
@@ -300,8 +320,9 @@ class TorchStageProgram(StageProgram):
             scale_gradients(gradients, scale)
         if self._offloaded is not None:
             self._offloaded.leave()
-        if self._optimizer is not None:
-            self._optimizer.step(learning_rate)
+        optimizer = self._optimizer
+        if optimizer is not None:
+            with_memory(self._device, "the update", lambda: optimizer.step(learning_rate), again=False)
         self._clear_gradients()
         self._committed.clear()
 
@@ -367,6 +388,10 @@ class TorchStageProgram(StageProgram):
             )
 
     # ----------------------------------------------------------------------------------------------------- details
+
+    @staticmethod
+    def _place(call: Call) -> str:
+        return f"microbatch {call.microbatch} of step {call.step}"
 
     def _given(self, spec: ParamSpec) -> Tensor | StoredWeight:
         tensor = self._tensors[spec.key]

@@ -28,6 +28,7 @@ from fusionai.backends.state import ProgramSize
 from fusionai.backends.torch import carried_states, packed_graph
 from fusionai.backends.torch.blocked_linear import kernels as row_kernels
 from fusionai.backends.torch.blocked_linear import scratch_bytes
+from fusionai.backends.torch.card_memory import with_memory
 from fusionai.backends.torch.carried_states import NodeStates
 from fusionai.backends.torch.compiled_stage import META, input_shapes, measure
 from fusionai.backends.torch.held_weights import ServingWeights, import_bytes, weight_bytes
@@ -95,7 +96,7 @@ class TorchServingProgram(ServingProgram):
         return tuple(sorted(self._weights.joined(keys)))
 
     def _import_weight(self, spec: ParamSpec, tensor: HostTensor) -> None:
-        self._weights.add(spec.key, tensor)
+        with_memory(self._device, f"weight {spec.key}", lambda: self._weights.add(spec.key, tensor), again=False)
 
     def _forget_compiled(self) -> None:
         self._row_programs.clear()
@@ -105,8 +106,12 @@ class TorchServingProgram(ServingProgram):
 
     def allocate(self) -> None:
         if self._caches is None:
-            self._caches = {shape.node: LayerCache(shape, self._options, self._device) for shape in self._layers}
-            self._held = {shape.node: NodeStates(shape, self._options, self._device) for shape in self._states}
+            self._caches, self._held = with_memory(self._device, "the caches", self._allocated)
+
+    def _allocated(self) -> tuple[dict[int, LayerCache], dict[int, NodeStates]]:
+        options, device = self._options, self._device
+        caches = {shape.node: LayerCache(shape, options, device) for shape in self._layers}
+        return caches, {shape.node: NodeStates(shape, options, device) for shape in self._states}
 
     def _placed(self) -> Iterable[PlacedCache]:
         return (*(self._caches or {}).values(), *self._held.values())
@@ -191,6 +196,10 @@ class TorchServingProgram(ServingProgram):
         return {name: host_tensor("float32", array.shape, array.data) for name, array in made.items()}
 
     def _by_operators(self, work: CheckedPass) -> dict[str, HostTensor]:
+        # Keys, values and states go to places that follow from the pass, so it may run again if memory runs out.
+        return with_memory(self._device, f"a pass of {work.positions} positions", lambda: self._operated(work))
+
+    def _operated(self, work: CheckedPass) -> dict[str, HostTensor]:
         rows, interpreter = work.rows, self._interpreter(work.wanted)
         with torch.inference_mode():
             if work.spans:

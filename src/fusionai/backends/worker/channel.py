@@ -41,10 +41,12 @@ Parts = tuple[Literal["model", "optimizer"], ...]
 
 
 class LoadedProgram(msgspec.Struct, frozen=True):
-    """A program that was loaded: the number that calls name it by, and its size."""
+    """A program that was loaded: the number that calls name it by, its size, and whether it repeats its bits
+    (`interface.StageProgram`)."""
 
     number: int
     size: ProgramSize
+    repeats: bool = True
 
 
 METHODS: Final[Mapping[str, tuple[Any, Any]]] = {

@@ -369,6 +369,7 @@ class _Program:
         self._process = process
         self._number = loaded.number
         self.size = loaded.size
+        self.repeats = loaded.repeats
         self.resident_bytes = size_bytes or 0
         """Bytes of memory after the last call that may have changed it. Reading it calls nothing, so
         that any thread may read it at any time."""

@@ -192,6 +192,7 @@ class Server:
                 return None
             case "limit_memory":
                 self._arena.limit_bytes = arguments[0]
+                self._backend.limit_memory(arguments[0])
                 return self._backend.device == "cpu" and limit_memory(arguments[0])
             case "warm_up":
                 self._backend.warm_up()
@@ -204,7 +205,7 @@ class Server:
     def _kept(self, program: StageProgram | ServingProgram) -> LoadedProgram:
         self._last += 1
         self._programs[self._last] = program
-        return LoadedProgram(self._last, program.size)
+        return LoadedProgram(self._last, program.size, not isinstance(program, StageProgram) or program.repeats)
 
     def _piece(self, target: int) -> tuple[bool, Named]:
         """Return whether more follows, and the next tensors of an export."""

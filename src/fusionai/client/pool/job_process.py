@@ -134,8 +134,8 @@ async def own_machine(
 
 
 def owner_profile(peer: PeerId, report: DeviceReport, memory_bytes: int | None = None) -> PeerProfile:
-    """Return the profile of this machine as a job's owner. `memory_bytes`: memory for the job, None: all that is
-    free."""
+    """Return the profile of this machine as a job's owner. `memory_bytes`: memory for the job, None: all that it has,
+    or on a card all that is free, because a card's memory can't be swapped out."""
     return PeerProfile(
         peer=peer,
         name="job owner",
@@ -147,7 +147,9 @@ def owner_profile(peer: PeerId, report: DeviceReport, memory_bytes: int | None =
         memory_bandwidth_bytes_per_s=report.memory_bandwidth_bytes_per_s,
         serving=report.serving,
         attention_flops_per_s=report.attention_flops_per_s,
-        memory_bytes=report.memory_bytes if memory_bytes is None else memory_bytes,
+        memory_bytes=(report.free_bytes if report.card else report.memory_bytes)
+        if memory_bytes is None
+        else memory_bytes,
         threads=report.threads,
         fingerprint=report.fingerprint,
         roles=("owner",),

@@ -240,7 +240,7 @@ class StageRuntime:
                         applied=applied,
                         prepared=prepared,
                         retained_from=retained_from,
-                        fingerprint=self._host.fingerprint,
+                        fingerprint=self._host.fingerprint if self.program.repeats else "",
                         clock_s=self._host.clock.now_s(),
                     )
                 )
