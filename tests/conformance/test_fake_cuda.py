@@ -38,8 +38,8 @@ TRAINING = {
     "qwen3_moe": {"forward": Budget(96, 4, 2, 1), "backward": Budget(155, 0, 1, 1)},
     "gemma2": {"forward": Budget(74, 0, 2, 1), "backward": Budget(118, 0, 1, 1)},
 }
-"""In float32: boundary values and rotary tables come in, one goes out. A mixture of experts checks its indices and reads
-how many rows each expert has, for each of its two products."""
+"""In float32: boundary values and rotary tables come in, one goes out. A mixture of experts checks its indices and
+reads how many rows each expert has, for each of its two products."""
 IN_BF16 = {
     "llama": {"forward": Budget(74, 0, 2, 1), "backward": Budget(181, 0, 1, 1)},
     "qwen3_moe": {"forward": Budget(127, 4, 2, 1), "backward": Budget(306, 4, 1, 1)},
@@ -51,8 +51,8 @@ SERVING = {
     "qwen3_moe": {"prompts": Budget(244, 4, 5, 1), "decode": Budget(202, 4, 5, 1)},
     "gemma2": {"prompts": Budget(185, 0, 5, 1), "decode": Budget(141, 0, 5, 1)},
 }
-"""Two sessions, weights in four bits, caches in eight. Rotary tables, places in the cache and pages of each session come
-in besides the values."""
+"""Two sessions, weights in four bits, caches in eight. Rotary tables, places in the cache and pages of each session
+come in besides the values."""
 
 
 @cache

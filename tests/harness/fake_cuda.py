@@ -1,8 +1,8 @@
 """Runs stage programs on device `cuda` without a card: tensors have shapes, dtypes and a device, and no memory.
 
-Every operator of another device than its operands raises, and so would every read of a value; the reads that stages make
-today are answered and counted, as are copies to and from the host. A card's choice of kernels is not seen. Kernels are
-counted as operators that make numbers on the device.
+Every operator of another device than its operands raises, and so would every read of a value; the reads that stages
+make today are answered and counted, as are copies to and from the host. A card's choice of kernels is not seen. Kernels
+are counted as operators that make numbers on the device.
 
 `python -m harness.fake_cuda NAME...` examines models of `harness.zoo` and prints JSON; `examined` starts it with
 `fake_cuda.cpp` preloaded, which makes a build of PyTorch without CUDA accept backward on such tensors.
@@ -293,7 +293,7 @@ def _train(captured: Any, result: Examined, precision: str, saving: Mapping[str,
             values |= program.forward(call, {name: values[source] for name, source in named.items()})
             if microbatch:
                 record.add("forward" + label, number)
-        for number, (stage, program) in enumerate(zip(partition.stages, programs, strict=True)):
+        for number, program in enumerate(programs):
             carrying = program._contexts[0, 0, microbatch].outputs
             program.backward(call, {name: values[name] for name in carrying})
             if microbatch:

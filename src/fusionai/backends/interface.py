@@ -402,6 +402,9 @@ class Backend(ABC):
     def limit_memory(self, memory_bytes: int) -> None:  # noqa: B027 - a backend in this process has no limit of its own
         """Limit the private memory of the process that computes, beyond what it has now."""
 
+    def release_memory(self) -> None:  # noqa: B027 - a processor's allocator is the process's own
+        """Give memory that no program uses back to the device."""
+
     def close(self) -> None:  # noqa: B027 - nothing is left of a backend in this process
         """End the process that computes, if it is another."""
 

@@ -107,6 +107,8 @@ class ComputeThread:
 
     def __init__(self, share: float = 1.0) -> None:
         self.share = share
+        self.busy_s = 0.0
+        """Seconds that pieces of work have taken so far, without rests."""
         self._used_s: Callable[[], float] = _used_clock("device")
         self._free_at_s = 0.0
         keep_freed_memory()
@@ -149,6 +151,7 @@ class ComputeThread:
             result = work()
         finally:
             ran_until_s = time.monotonic()
+            self.busy_s += ran_until_s - start_s
             used_s = min(ran_until_s - start_s, self._used_s() - used_s)
             self._free_at_s = ran_until_s + used_s * (1 / self.share - 1)
         return result, Timed(start_s, self._free_at_s, ran_until_s - start_s)

@@ -27,8 +27,8 @@ LONGEST_AGE_S: Final = 7 * 86_400.0
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`measurement.json`. `fingerprint` is over versions, instruction set, device, processor, threads; it is empty for a
-    device that promises no bits, which `device`, its name and the framework's version, then stands for."""
+    """`measurement.json`. `fingerprint` is over versions, instruction set, device, processor, threads. It is empty for
+    a device that promises no bits; `device`, its name and the framework's version, then stands for it."""
 
     schema: Literal["fusionai.measurement/5"] = "fusionai.measurement/5"
     measured_at_s: float

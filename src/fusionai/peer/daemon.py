@@ -17,6 +17,7 @@ from typing import Final
 
 import psutil
 
+from fusionai.peer.card_load import OthersCardLoad, find_cards
 from fusionai.peer.device import LentBox, LentDevice, OpenWorker, first_of, ready_worker
 from fusionai.peer.lending import Lending, PeerOptions, PeerReady, options_of_devices
 from fusionai.primitives.clock import Clock, PoolClock, SystemClock
@@ -82,7 +83,12 @@ async def _lend(
             device.siblings = tuple(
                 wire.Near(other.membership.peer, other.addresses) for other in devices if other is not device
             )
-        lending = Lending(options.schedule, pause_when_busy=options.pause_when_busy, clock=clock)
+        lending = Lending(
+            options.schedule,
+            pause_when_busy=options.pause_when_busy,
+            clock=clock,
+            card_load=_card_load(workers, notice) if options.pause_when_busy else None,
+        )
         while await _lent(lending, stop, notice) and await _stay(devices, announce, lending, stop, notice):
             pass
     finally:
@@ -90,6 +96,18 @@ async def _lend(
             await device.close()
         for worker in workers:
             await worker.close()
+
+
+def _card_load(workers: Sequence[OpenWorker], notice: Callable[[str], None]) -> Callable[[float], float] | None:
+    """Return what other programs use of the lent cards; None if none is lent, or none can be read."""
+    lent = [worker for worker in workers if worker.backend.device != "cpu"]
+    if not lent:
+        return None
+    cards = find_cards([worker.report.card for worker in lent])
+    if not cards:
+        notice("Other programs' use of the card can't be read here: --pause-when-busy watches the processor only.")
+        return None
+    return OthersCardLoad(cards, lambda: sum(worker.compute.busy_s for worker in lent)).measured
 
 
 async def _ready_workers(options: PeerOptions, clock: Clock) -> list[OpenWorker]:

@@ -121,25 +121,32 @@ BUSY_SHARE: Final = 0.25
 QUIET_SHARE: Final = 0.10
 BUSY_AFTER_S: Final = 8.0
 QUIET_AFTER_S: Final = 120.0
+LOOK_AT_CARDS_EVERY_S: Final = 0.5
+CARD_BUSY_SHARE: Final = 0.30
+"""Share of a graphics card's time above which it counts as busy: more than a desktop with a video takes (chosen)."""
+CARD_BUSY_AFTER_S: Final = 1.0
+"""A game stutters from its first picture on, so that the lending pauses within two seconds."""
 
 
 @dataclass(slots=True)
 class BusyWatch:
-    """Hysteresis of pauses. `busy`: lending pauses."""
+    """Hysteresis of pauses. `busy`: lending pauses. It does if more than `busy_share` is used for `after_s`."""
 
     busy: bool = False
+    busy_share: float = BUSY_SHARE
+    after_s: float = BUSY_AFTER_S
     _since_s: float | None = None
     """When the measured share first called for a change, without a break since."""
 
     def measured(self, others_share: float, now_s: float) -> bool:
         """Return `busy`. `others_share`: load by other programs since the last call, in [0, 1]."""
-        for_change = others_share < QUIET_SHARE if self.busy else others_share > BUSY_SHARE
+        for_change = others_share < QUIET_SHARE if self.busy else others_share > self.busy_share
         if not for_change:
             self._since_s = None
             return self.busy
         if self._since_s is None:
             self._since_s = now_s
-        if now_s - self._since_s >= (QUIET_AFTER_S if self.busy else BUSY_AFTER_S):
+        if now_s - self._since_s >= (QUIET_AFTER_S if self.busy else self.after_s):
             self.busy, self._since_s = not self.busy, None
         return self.busy
 
@@ -174,7 +181,7 @@ class OthersLoad:
 
 class Lending:
     """Says when this machine is lent. `local`: its own time of day. `schedule` None: at all times. `pause_when_busy`:
-    not while other programs compute."""
+    not while other programs compute. `card_load`: use of the lent cards by other programs; None: there are none."""
 
     def __init__(
         self,
@@ -184,9 +191,12 @@ class Lending:
         clock: Clock,
         local: Callable[[], datetime] = datetime.now,
         load: Callable[[float], float] | None = None,
+        card_load: Callable[[float], float] | None = None,
     ) -> None:
         self._schedule = schedule
         self._watch = BusyWatch() if pause_when_busy else None
+        self._card_watch = BusyWatch(busy_share=CARD_BUSY_SHARE, after_s=CARD_BUSY_AFTER_S)
+        self._card_load = card_load if pause_when_busy else None
         self._clock = clock
         self._local = local
         self._load = load or OthersLoad().measured
@@ -201,10 +211,13 @@ class Lending:
         now_s = self._clock.now_s()
         # Sampled in any case, because a sample covers the time since the previous one.
         busy = self._watch is not None and self._watch.measured(self._load(now_s), now_s)
+        on_cards = self._card_load is not None and self._card_watch.measured(self._card_load(now_s), now_s)
         local = self._local()
         if self._schedule is not None and not self._schedule.lent(local):
             opens = self._schedule.next_change(local)
             return "its schedule keeps it" + ("" if opens is None else f" until {opens:%a %H:%M}")
+        if on_cards:
+            return "another program uses the graphics card"
         return "other programs use it" if busy else None
 
     async def until(self, *, lent: bool) -> str | None:
@@ -213,7 +226,7 @@ class Lending:
             why = self.why_not()
             if (why is None) == lent:
                 return why
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(LOOK_EVERY_S if self._card_load is None else LOOK_AT_CARDS_EVERY_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

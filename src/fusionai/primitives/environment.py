@@ -10,8 +10,8 @@ TMPDIR         where large temporary files go (default: /var/tmp if it is writab
 
 Variables that make libraries compute with other kernels are part of a machine's fingerprint (`arithmetic_limits`).
 Others are set here: CUBLAS_WORKSPACE_CONFIG, without which matrix products on a GPU may differ from run to run,
-PYTORCH_ALLOC_CONF, which lets the memory of PyTorch's allocator on a GPU grow without holes, and XLA_FLAGS, which limits
-JAX to one thread.
+PYTORCH_ALLOC_CONF, which lets the memory of PyTorch's allocator on a GPU grow without holes, and XLA_FLAGS, which
+limits JAX to one thread.
 """
 
 from __future__ import annotations

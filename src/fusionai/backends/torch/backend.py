@@ -38,7 +38,7 @@ from fusionai.backends.interface import Backend, DeviceReport, Speeds
 from fusionai.backends.semantics import Scores
 from fusionai.backends.serving.page_table import LayerShape, RowSpan
 from fusionai.backends.torch.blocked_linear import blocked_product, kernels
-from fusionai.backends.torch.card_memory import free_and_total_bytes, limit_card_memory
+from fusionai.backends.torch.card_memory import free_and_total_bytes, limit_card_memory, release_unused
 from fusionai.backends.torch.determinism import long_attention, prepare_card, promises_bits, repeated_bits
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN
 from fusionai.backends.torch.optimizers import TorchStageOptimizer, clip_scale
@@ -301,6 +301,9 @@ class TorchBackend(Backend):
 
     def limit_memory(self, memory_bytes: int) -> None:
         limit_card_memory(self._device, memory_bytes)
+
+    def release_memory(self) -> None:
+        release_unused(self._device)
 
     def warm_up(self) -> None:
         """Run a first gradient and optimizer step: torch then starts its threads and, on a GPU, loads its libraries.

@@ -188,6 +188,7 @@ class Server:
             case "drop":
                 self._programs.pop(arguments[0], None)
                 self._exports.pop(arguments[0], None)
+                self._backend.release_memory()
                 return_freed_memory()
                 return None
             case "limit_memory":
