@@ -260,20 +260,24 @@ def _cut(captured: Any) -> tuple[Any, int]:
     return cut_blocks(captured.graph, [(0, 2), (2, 3), (3, blocks)]), 1
 
 
-def _train(captured: Any, result: Examined, precision: str, saving: Mapping[str, bool], watched: Watched) -> None:
-    """Two microbatches and an update on every stage: figures are of the second, when sums exist."""
+def _train(
+    captured: Any,
+    fed: tuple[Mapping[str, Any], Mapping[str, Any]],
+    result: Examined,
+    precision: str,
+    saving: Mapping[str, bool],
+    watched: Watched,
+) -> None:
+    """Two microbatches and an update on every stage: figures are of the second, when sums exist. `fed`: inputs, and
+    entries that programs can't make themselves."""
     from fusionai.backends.interface import Call
     from fusionai.backends.torch.program import TorchStageProgram
-    from fusionai.capture.checking.self_check import draw_inputs
-    from fusionai.capture.models.state import to_host
     from fusionai.wire.messages import OptimizerSpec, StageOptions
 
+    drawn, owed = fed
     partition, layer = _cut(captured)
     record = _Record(watched, result, layer)
     options = StageOptions(optimizer=OptimizerSpec(), precision=precision, **saving)  # pyright: ignore
-    with torch._C._DisableTorchDispatch():
-        drawn = {name: to_host(tensor) for name, tensor in draw_inputs(captured.inputs, 7, {"b": 2, "s": 16}).items()}
-        owed = dict(captured.state(captured.owed))
     programs: list[Any] = []
     for stage in partition.stages:
         program = TorchStageProgram(
@@ -348,6 +352,8 @@ def _serve(captured: Any, result: Examined, weights: str, cached: str, watched: 
 
 def examine(name: str, *, thorough: bool) -> Examined:
     from fusionai.capture.capture import capture
+    from fusionai.capture.checking.self_check import draw_inputs
+    from fusionai.capture.models.state import to_host
     from harness.zoo import models
 
     model = next(one for one in models() if one.name == name)
@@ -362,8 +368,10 @@ def examine(name: str, *, thorough: bool) -> Examined:
     again = {"recompute": True}
     ways = (("fp32", {}), ("bf16", again), *((("fp32", again), ("bf16", {})) if thorough else ()))
     captured = taken(True)
+    drawn = {name: to_host(tensor) for name, tensor in draw_inputs(captured.inputs, 7, {"b": 2, "s": 16}).items()}
+    fed = drawn, dict(captured.state(captured.owed))
     for precision, saving in ways:
-        _tried(result, f"training in {precision} {saving}", partial(_train, captured, result, precision, saving))
+        _tried(result, f"training in {precision} {saving}", partial(_train, captured, fed, result, precision, saving))
     if model.task == "causal_lm":
         captured = taken(False)
         others = (("fp32", "fp32"), ("bf16", "bf16"), ("int8", "fp16")) if thorough else ()

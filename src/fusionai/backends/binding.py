@@ -98,8 +98,6 @@ OPERATOR_FAILURES: Final = (
 """Errors that frameworks raise on operands that do not fit."""
 IN_FLOAT32: Final = frozenset({"reduce", "norm", "softmax", "scan", "loss"})
 """Categories of operators that run in float32 under bf16 precision."""
-IN_BFLOAT16: Final = frozenset({"matmul", "conv", "attention"})
-"""Categories of operators whose operands are converted to bfloat16 under bf16 precision."""
 
 
 def _bind(graph: Graph, symbols: dict[str, int], name: str, symbol: str, size: int) -> None:

@@ -16,13 +16,22 @@ state two states; the caches of other layers grow with the tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from math import ceil, inf, prod
 from typing import Final, Literal
 
 import msgspec
 
-from fusionai.ir.graph import cheap_nodes, consumers, needing_gradient, nodes_by_block, reads
+from fusionai.ir.graph import (
+    cheap_nodes,
+    consumers,
+    copied_weights,
+    copy_bytes,
+    needing_gradient,
+    nodes_by_block,
+    reads,
+)
 from fusionai.ir.levels import LevelLayout, level_layout
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.packed import packed_bytes
@@ -73,10 +82,21 @@ class BlockCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     prompts slow; the predicted time per token leaves them out."""
 
 
-def block_costs(graph: Graph, symbols: Mapping[str, int], *, training: bool) -> tuple[BlockCost, ...]:
+def block_costs(
+    graph: Graph, symbols: Mapping[str, int], *, training: bool, copies: bool = False
+) -> tuple[BlockCost, ...]:
     """Return the cost of every block at these sizes; index: block number. Without `training`, backward, gradients and
-    kept activations are 0. Raises `GraphError` if a symbol has no value."""
-    return _Prices(graph, symbols, training=training).records()
+    kept activations are 0. `copies`: training runs in bfloat16, so that copies of weights count as activations. Raises
+    `GraphError` if a symbol has no value."""
+    costs = _Prices(graph, symbols, training=training).records()
+    if not copies:
+        return costs
+    more_bytes = Counter[int]()
+    for block, value in copied_weights(graph):
+        more_bytes[block] += copy_bytes(graph.params[value])
+    return tuple(
+        msgspec.structs.replace(cost, activation_bytes=cost.activation_bytes + more_bytes[cost.block]) for cost in costs
+    )
 
 
 def forward_flops(node: Node, sizes: Mapping[str, tuple[int, ...]]) -> float:

@@ -7,11 +7,12 @@ this.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from math import prod
 
 import msgspec
 
-from fusionai.ir.operators import OPERATORS
-from fusionai.ir.schema import Arg, Graph, ListArg, Node, Ref
+from fusionai.ir.operators import IN_BFLOAT16, OPERATORS
+from fusionai.ir.schema import Arg, Graph, ListArg, Node, ParamSpec, Ref
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import FLOAT_DTYPES
 
@@ -169,3 +170,20 @@ def cheap_nodes(graph: Graph) -> frozenset[int]:
         else:
             cheap.add(node.id)
     return frozenset(cheap)
+
+
+def copied_weights(graph: Graph) -> frozenset[tuple[int, str]]:
+    """Return (block, value) of the float32 weights of which training in bfloat16 makes a copy for products; each
+    microbatch in flight has one, because backward reads it."""
+    return frozenset(
+        (node.block, value)
+        for node in graph.nodes
+        if OPERATORS[node.op].category in IN_BFLOAT16
+        for value in reads(node)
+        if value in graph.params and graph.params[value].dtype == "float32" and not graph.params[value].stored
+    )
+
+
+def copy_bytes(spec: ParamSpec) -> int:
+    """Return the bytes of a weight's copy in bfloat16."""
+    return 2 * prod(spec.shape)

@@ -254,6 +254,8 @@ WORDS: Final = frozenset(
 )
 """The strings allowed as arguments: rounding, approximation and padding modes, and reductions."""
 
+IN_BFLOAT16: Final = frozenset({"matmul", "conv", "attention"})
+"""Categories of operators whose operands are converted to bfloat16 under bf16 precision."""
 OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType({operator.name: operator for operator in _table()})
 """Operator by name: the complete allow-list."""
 

@@ -169,3 +169,14 @@ def test_equal_layers_cost_the_same(transformer_of: Callable[[int], Graph]) -> N
 def test_a_missing_symbol_is_named(model: Graph) -> None:
     with pytest.raises(GraphError, match="unknown symbol 's'"):
         block_costs(model, {"b": 1}, training=True)
+
+
+def test_copies_of_weights_in_bfloat16_are_kept_by_every_microbatch(make: Callable[..., Any]) -> None:
+    g = make()
+    x = g.input("x", ("b", "s", 4), "float32")
+    scaled = g.node("aten.mul.Tensor", x, g.param("scale", (4,)), shape=("b", "s", 4), block=0)
+    g.outputs["y"] = g.node("aten.linear.default", scaled, g.param("c", (2, 4)), shape=("b", "s", 2), block=1)
+    plain = block_costs(g.graph(), SIZES, training=True)
+    copied = block_costs(g.graph(), SIZES, training=True, copies=True)
+    more_bytes = [cost.activation_bytes - before.activation_bytes for cost, before in zip(copied, plain, strict=True)]
+    assert more_bytes == [0, 2 * 8], "only products read copies"

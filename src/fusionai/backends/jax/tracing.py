@@ -27,7 +27,6 @@ import numpy as np
 from jax import Array
 
 from fusionai.backends.binding import (
-    IN_BFLOAT16,
     IN_FLOAT32,
     OPERATOR_FAILURES,
     SIZES,
@@ -43,7 +42,7 @@ from fusionai.backends.jax.shaping import LOOKUPS, SHAPING
 from fusionai.backends.operands import RULES
 from fusionai.backends.semantics import argument
 from fusionai.ir.graph import needed_nodes, reads
-from fusionai.ir.operators import OPERATORS
+from fusionai.ir.operators import IN_BFLOAT16, OPERATORS
 from fusionai.ir.schema import Graph, Node, ParamSpec
 from fusionai.ir.shapes import evaluate
 from fusionai.ir.weights import group_of, stored_bytes

@@ -113,7 +113,7 @@ def card_versions(device: torch.device) -> tuple[str, ...]:
     """Return what chooses a card's kernels besides PyTorch's version: its compute capability, HIP's version, and the
     driver's, which compiles kernels for cards newer than PyTorch."""
     capability = torch.cuda.get_device_capability(device)
-    driver = torch._C._cuda_getDriverVersion()
+    driver = getattr(torch._C, "_cuda_getDriverVersion", int)()
     return (f"capability {capability}", f"hip {torch.version.hip}", f"driver {driver} {kernel_module_version()}")
 
 

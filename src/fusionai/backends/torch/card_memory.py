@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import psutil
 import torch
@@ -38,12 +38,18 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
             return memory.available, memory.total
 
 
+BEYOND_LENT: Final = 1.1
+"""What a process may allocate on a card, as a multiple of what is lent. The tenth is for what estimates leave out:
+blocks between tensors, libraries' workspaces, and a session's keys and values, which serving reads as float32 one layer
+at a time. It is part of the reserve that is not lent (`peer.profile`)."""
+
+
 def limit_card_memory(device: torch.device, memory_bytes: int) -> None:
-    """Let this process allocate at most `memory_bytes` on a card: an estimate that is too low then fails here and
-    takes no memory from other programs. The context is not counted."""
+    """Let this process allocate little more than `memory_bytes` on a card: an estimate that is too low then fails here
+    and takes no memory from other programs. The context is not counted."""
     if device.type == "cuda":
         _, total_bytes = torch.cuda.mem_get_info(device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total_bytes), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, BEYOND_LENT * memory_bytes / total_bytes), device)
 
 
 def with_memory(device: torch.device, what: str, work: Callable[[], T], *, again: bool = True) -> T:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusionai.backends.binding import IN_BFLOAT16, OPERATOR_FAILURES, first_line, largest, shape_of
+from fusionai.backends.binding import OPERATOR_FAILURES, first_line, largest, shape_of
 from fusionai.backends.interface import movable_weights
 from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.torch.host import DTYPES
@@ -28,8 +28,8 @@ from fusionai.backends.torch.interpreter import EMBEDDING, Interpreter, PackedRe
 from fusionai.backends.torch.operators import TorchContext
 from fusionai.backends.torch.optimizers import PIECE
 from fusionai.backends.torch.recomputation import RecomputedSegment, segments
-from fusionai.ir.graph import reads
-from fusionai.ir.operators import OPERATORS
+from fusionai.ir.graph import copied_weights, copy_bytes, reads
+from fusionai.ir.operators import IN_BFLOAT16, OPERATORS
 from fusionai.ir.schema import Graph
 from fusionai.ir.shapes import symbols_of
 from fusionai.primitives.errors import ExecutionError, FusionError
@@ -295,11 +295,18 @@ coding."""
 
 
 class CompiledStage:
-    """Interpreters of one graph. `deferrable`: linear nodes whose weight gradient may be deferred in training."""
+    """Interpreters of one graph. `deferrable`: linear nodes whose weight gradient may be deferred in training.
+    `repeats_keys`: see `operators.TorchContext`."""
 
     def __init__(
-        self, graph: Graph, options: StageOptions, grad_inputs: frozenset[str], deferrable: Collection[int]
+        self,
+        graph: Graph,
+        options: StageOptions,
+        grad_inputs: frozenset[str],
+        deferrable: Collection[int],
+        repeats_keys: bool = False,
     ) -> None:
+        self._repeats_keys = repeats_keys
         self._graph = graph
         self._options = options
         self._grad_inputs = grad_inputs
@@ -366,12 +373,13 @@ class CompiledStage:
         names = frozenset(self._graph.outputs)
         footprint = self.measured(
             names,
-            TorchContext(training, DropoutKey(self._options.seed, 0, 0)),
+            TorchContext(training, DropoutKey(self._options.seed, 0, 0), repeats_keys=self._repeats_keys),
             input_shapes(self._graph, symbols),
             symbols,
             None if limit_bytes is None else limit_bytes - held_bytes,
         )
-        running_bytes = footprint.peak_bytes + footprint.again_bytes + self._opened_bytes() + self._cast_bytes(names)
+        copied_bytes = self._copied_bytes(names, microbatches)
+        running_bytes = footprint.peak_bytes + footprint.again_bytes + self._opened_bytes() + copied_bytes
         return held_bytes + max(running_bytes + footprint.saved_bytes * microbatches, self._update_bytes())
 
     def weight_bytes(self, keys: Collection[str]) -> int:
@@ -393,11 +401,17 @@ class CompiledStage:
             blocks[block] += nbytes
         return max(blocks.values(), default=0)
 
-    def _cast_bytes(self, names: frozenset[str]) -> int:
-        """Return the bytes of bfloat16 copies that autocast keeps of offloaded weights."""
+    def _copied_bytes(self, names: frozenset[str], microbatches: int) -> int:
+        """Return the bytes of bfloat16 copies of weights that autocast makes: of all weights in each microbatch in
+        flight, because backward reads them; if activations are recomputed, of all weights while one runs forward."""
         options = self._options
-        if not options.offload_weights or options.optimizer is None or options.precision != "bf16":
+        if options.optimizer is None or options.precision != "bf16":
             return 0
+        if not options.offload_weights:
+            whole = sum(
+                copy_bytes(self._graph.params[value]) for value in {one for _, one in copied_weights(self._graph)}
+            )
+            return whole if options.recompute else whole * microbatches
         parts, dropped = self.segments(self.interpreter(names, True, META))
         trained = {key for key, spec in self._specs.items() if spec.trainable}
         kept = [self.weight_bytes(part.weights & trained) // 2 for part in parts]

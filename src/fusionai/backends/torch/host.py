@@ -18,6 +18,10 @@ from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor,
 
 DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in ITEMSIZE_BYTES}
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+PINNED_BYTES: Final = 64 << 20
+"""Largest tensor that is copied to a card through pinned memory, in bytes (chosen): PyTorch keeps pinned memory for
+good, in pieces of powers of two, and a large tensor is a weight that comes once. What leaves a card is never pinned,
+because it may be retained for steps, and pinned memory can't be swapped out."""
 ALIGNMENT_BYTES: Final = 64
 """Alignment of torch's CPU allocator."""
 
@@ -31,7 +35,7 @@ def to_torch(tensor: HostTensor, device: torch.device, *, own: bool = False) -> 
     if tensor.nbytes == 0:
         return torch.empty(tensor.shape, dtype=dtype, device=device)
     shared = None if tensor.data.readonly else torch.frombuffer(tensor.data, dtype=torch.uint8)
-    if device.type == "cuda":
+    if device.type == "cuda" and tensor.nbytes <= PINNED_BYTES:
         pinned = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
         _fill(pinned, tensor.data)
         return pinned.to(device, non_blocking=True).view(dtype).reshape(tensor.shape)
@@ -53,9 +57,6 @@ def to_host(value: Tensor | int, *, own: bool = False, laid_out: bool = False) -
     flat = value.detach()
     if own and flat.device.type == "cpu":
         flat = flat.clone(memory_format=torch.contiguous_format)
-    elif flat.device.type == "cuda":
-        staged = torch.empty(shape, dtype=flat.dtype, pin_memory=True)
-        flat = staged.copy_(flat)
     layout = _layout(value) if laid_out else ()
     flat = flat.cpu().contiguous()
     flat = flat.as_strided((flat.numel(),), (1,))  # a single element counts as contiguous whatever its stride

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusionai.backends import binding
-from fusionai.backends.binding import IN_BFLOAT16, IN_FLOAT32, OPERATOR_FAILURES, first_line
+from fusionai.backends.binding import IN_FLOAT32, OPERATOR_FAILURES, first_line
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.operators import (
     CONTEXTUAL,
@@ -35,7 +35,7 @@ from fusionai.backends.torch.operators import (
     deferrable_linear,
 )
 from fusionai.ir.graph import needed_nodes, reads, references
-from fusionai.ir.operators import OPERATORS
+from fusionai.ir.operators import IN_BFLOAT16, OPERATORS
 from fusionai.ir.schema import (
     Arg,
     DeviceArg,

@@ -125,6 +125,15 @@ class TorchContext:
     key: DropoutKey
     left: Left | None = None
     """List to which linear layers append deferred weight gradients; None: backward computes them."""
+    repeats_keys: bool = False
+    """Whether attention repeats key heads that several queries share, because no fused kernel of the device takes
+    shared ones at this precision."""
+
+
+def repeats_keys(device: torch.device, *, half_floats: bool) -> bool:
+    """Return whether attention on the device should repeat shared key heads: CUDA's kernel for float32 takes none, and
+    with shared heads PyTorch would fall back to one that keeps every weight, queries times keys."""
+    return device.type == "cuda" and not half_floats
 
 
 def _zeros_for_empty(size: list[int], **options: Any) -> Tensor:
@@ -136,7 +145,16 @@ def _zeros_for_empty(size: list[int], **options: Any) -> Tensor:
 def _attention(
     context: TorchContext, node: int, q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, **options: Any
 ) -> Tensor:
-    return attention(q, k, v, dropout=dropout if context.training else 0.0, key=context.key, node=node, **options)
+    return attention(
+        q,
+        k,
+        v,
+        dropout=dropout if context.training else 0.0,
+        key=context.key,
+        node=node,
+        repeats_keys=context.repeats_keys,
+        **options,
+    )
 
 
 def _dropout(context: TorchContext, node: int, x: Tensor, *, p: float) -> Tensor:

@@ -170,7 +170,7 @@ def int4_group(rows: int, columns: int) -> int | None:
 def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return (int8 [out, in], bfloat16 scale per row [out]). Values are rounded against the bfloat16 scale that is
     kept."""
-    scales = (weight.abs().amax(dim=1) / 127.0).clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
+    scales = _divided(weight.abs().amax(dim=1), 127.0).clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
     return (weight / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
@@ -179,11 +179,17 @@ def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     scale + middle."""
     grouped = weight.reshape(weight.shape[0], -1, group)
     low, high = grouped.amin(dim=2), grouped.amax(dim=2)
-    scale = ((high - low) / 15.0).clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
+    scale = _divided(high - low, 15.0).clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
     middle = (low + 8.0 * scale.float()).to(torch.bfloat16)
     steps = (grouped - middle.float()[..., None]) / scale.float()[..., None] + 8.0
     levels = steps.round_().clamp_(0, 15).to(torch.int32).reshape(weight.shape)
     return levels, torch.stack([scale, middle], dim=2).transpose(0, 1).contiguous()
+
+
+def _divided(x: Tensor, by: float) -> Tensor:
+    """Return x / by. By a number that is on the host, a card would multiply by its reciprocal, which rounds otherwise
+    than every processor's division."""
+    return x / x.new_full((), by)
 
 
 def rounded(weight: Tensor, form: WeightFormat) -> Tensor:
@@ -310,6 +316,7 @@ def _on_accelerator(weight: Tensor, form: WeightFormat, key: str) -> tuple[Produ
         parts = list(zip(levels.split(step), scales.split(step), strict=True))
 
         def eight(x: Tensor) -> Tensor:
+            # The product of levels is exact in them whatever the dtype of x: they have eight bits.
             made = [linear(x, some.to(x.dtype)) * scale.to(x.dtype) for some, scale in parts]
             return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
 
@@ -320,7 +327,7 @@ def _on_accelerator(weight: Tensor, form: WeightFormat, key: str) -> tuple[Produ
 
     def four(x: Tensor) -> Tensor:
         made = [
-            linear(x, _numbers_of_pairs(some, shared.to(x.dtype)))
+            linear(x, _numbers_of_pairs(some, shared.float()).to(x.dtype))
             for some, shared in zip(pairs.split(step), of_rows.split(step), strict=True)
         ]
         return made[0] if len(made) == 1 else torch.cat(made, dim=-1)

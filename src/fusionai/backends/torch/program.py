@@ -36,7 +36,7 @@ from fusionai.backends.torch.compiled_stage import CompiledStage
 from fusionai.backends.torch.determinism import repeating, repeats_itself
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, StoredWeight
-from fusionai.backends.torch.operators import Left, TorchContext, add_to, deferrable, finish
+from fusionai.backends.torch.operators import Left, TorchContext, add_to, deferrable, finish, repeats_keys
 from fusionai.backends.torch.optimizers import TorchStageOptimizer, parameter_norms, scale_gradients, slot_shapes
 from fusionai.backends.torch.recomputation import RecomputedSegment, free, run_in_segments
 from fusionai.backends.torch.slots import DiskSlots, OffloadedWeights, OptimizerSlots
@@ -110,7 +110,8 @@ class TorchStageProgram(StageProgram):
         self._passed_on = {value: self._trained_values[value] for value in grad_inputs if value in self._trained_values}
         """Parameters whose gradient of each microbatch goes to another stage: value name -> key."""
         self._deferrable = deferrable(graph, self._passed_on) if self._defers else frozenset[int]()
-        self._compiled = CompiledStage(graph, options, self._grad_inputs, self._deferrable)
+        self._repeats_keys = repeats_keys(device, half_floats=options.precision == "bf16")
+        self._compiled = CompiledStage(graph, options, self._grad_inputs, self._deferrable, self._repeats_keys)
         self._check_memory()
         self._offloaded: OffloadedWeights | None = None
         if options.offload_weights:
@@ -163,7 +164,8 @@ class TorchStageProgram(StageProgram):
         half_floats = self._options.precision == "bf16"
         symbols = bind_symbols(self._graph, inputs, interpreter.inputs, half_floats=half_floats)
         left: Left | None = [] if training and self._defers else None
-        context = TorchContext(training, DropoutKey(self._options.seed, call.step, call.microbatch), left)
+        key = DropoutKey(self._options.seed, call.step, call.microbatch)
+        context = TorchContext(training, key, left, self._repeats_keys)
         self._check_sizes(names, context, inputs, symbols)
         entered: dict[str, Tensor] = {}
         gradients: dict[str, Tensor] = {}

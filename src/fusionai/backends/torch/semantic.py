@@ -49,13 +49,16 @@ def attention(
     dropout: float = 0.0,
     key: DropoutKey,
     node: int,
+    repeats_keys: bool = False,
 ) -> Tensor:
     """Return [B, Hq, S, Dv] for q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv]. `scale`, `softcap`, `sinks`,
     `causal`, `window`: see `semantics.Scores`. `key_mask` [B, T]: non-zero where a key may be seen. `dropout`:
-    probability of dropping a weight, 0.0 outside training."""
+    probability of dropping a weight, 0.0 outside training. `repeats_keys`: see `operators.TorchContext`."""
     if softcap is None and sinks is None and dropout == 0.0:
         masked = _needs_mask(k, window, key_mask)
         mask = _visible(q, k, causal=causal, window=window, key_mask=key_mask) if masked else None
+        if repeats_keys:
+            k, v = _repeat(k, q.shape[1] // k.shape[1]), _repeat(v, q.shape[1] // v.shape[1])
         return _fused(q, k, v, mask, scale=scale, causal=causal)
     mask = _visible(q, k, causal=causal, window=window, key_mask=key_mask)
     groups = q.shape[1] // k.shape[1]

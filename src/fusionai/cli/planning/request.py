@@ -94,7 +94,7 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
         roles = tuple(RolePlacement(role=role, place=_wished(wishes, role) or default) for role in ("feed", "loss"))
         problem = Problem(
             graph_hash=content_hash(graph),
-            blocks=block_costs(graph, symbols, training=True),
+            blocks=block_costs(graph, symbols, training=True, copies=asked.precision == "bf16"),
             peers=pool.peers,
             owner=pool.owner,
             kept_first=kept[0],

@@ -301,7 +301,9 @@ def standing_problem(prepared: PreparedJob, members: tuple[PoolMember, ...], own
     first, last = kept_ends(recipe, prepared.captured.graph)
     return Problem(
         graph_hash=prepared.graph_hash,
-        blocks=block_costs(prepared.captured.graph, prepared.symbols, training=True),
+        blocks=block_costs(
+            prepared.captured.graph, prepared.symbols, training=True, copies=recipe.train.precision == "bf16"
+        ),
         peers=tuple(member.profile for member in members),
         owner=owner,
         links=near_links(members),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -9,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionai.backends.interface import Call
 from fusionai.backends.torch.backend import TorchBackend
-from fusionai.ir.schema import Graph, Node, Ref, ValueSpec
+from fusionai.ir.schema import Graph, InitOp, Node, ParamSpec, Ref, ValueSpec
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import host_tensor
-from fusionai.wire.messages import StageOptions
+from fusionai.wire.messages import OptimizerSpec, StageOptions
 
 MIB = 2**20
 SHAPE = (1, 4, 512, 8)
@@ -78,3 +79,49 @@ def test_scores_that_a_fused_kernel_never_makes_are_not_counted(options: dict[st
     program = TorchBackend("cpu", threads=1).load(graph, grad_inputs=(), options=StageOptions())
     mask_bytes = 4 * 512 * 512 if options else 0
     assert program.size.in_use_bytes <= SCORES_BYTES // 2 + 2 * mask_bytes
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_copies_of_weights_that_microbatches_in_flight_keep_are_counted(recompute: bool) -> None:
+    """In bfloat16, backward reads copies of the weights, one for each microbatch that was not recomputed."""
+    width, microbatches = 256, 3
+    weight = ParamSpec(
+        key="w",
+        kind="parameter",
+        trainable=True,
+        shape=(width, width),
+        dtype="float32",
+        init=(InitOp(op="fill", args=(0.5,)),),
+    )
+    row = ValueSpec((1, width), "float32")
+    graph = Graph(
+        name="two products",
+        inputs=("x",),
+        outputs={"y": "y"},
+        values={"x": row, "m": row, "y": row, **dict.fromkeys(("w", "v"), ValueSpec((width, width), "float32"))},
+        params={"w": weight, "v": msgspec.structs.replace(weight, key="v")},
+        nodes=(
+            Node(id=0, op="aten.linear.default", args=(Ref("x"), Ref("w")), outputs=("m",), block=0),
+            Node(id=1, op="aten.linear.default", args=(Ref("m"), Ref("v")), outputs=("y",), block=1),
+        ),
+    )
+    options = StageOptions(optimizer=OptimizerSpec(), precision="bf16", in_flight=microbatches, recompute=recompute)
+    program = TorchBackend("cpu", threads=1).load(graph, grad_inputs=("x",), options=options)
+    program.initialise()
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.dtype == torch.bfloat16:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    fed = {"x": host_tensor("float32", (1, width), torch.ones(width).numpy().data)}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for microbatch in range(microbatches):
+            program.forward(Call("train", 0, microbatch), fed)
+    copies_bytes = 2 * 2 * width * width
+    if not recompute:
+        assert sum(kept.values()) >= microbatches * copies_bytes, "each microbatch does keep them"
+    counted_bytes = program.size.in_use_bytes
+    expected_bytes = copies_bytes if recompute else microbatches * copies_bytes
+    assert expected_bytes <= counted_bytes < expected_bytes + 64 * 1024

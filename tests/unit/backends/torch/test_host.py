@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fusionai.backends.torch import host
 from fusionai.backends.torch.host import ALIGNMENT_BYTES, DTYPES, to_host, to_torch
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, host_tensor
@@ -114,3 +118,27 @@ def test_a_single_element_leaves_whatever_its_stride(own: bool):
     assert value.stride() != (1,)
     sent = to_host(value, own=own)
     assert (sent.shape, bytes(sent.data)) == ((1,), np.float32(7.0).tobytes())
+
+
+def test_what_leaves_a_card_is_not_pinned_and_a_large_tensor_enters_without(monkeypatch: pytest.MonkeyPatch):
+    """Pinned memory is kept for good, and what is sent on may be retained."""
+    pinned: list[int] = []
+    empty = torch.empty
+
+    def noting(*sizes: object, pin_memory: bool = False, **options: object) -> torch.Tensor:
+        if pin_memory:
+            pinned.append(sizes[0])  # pyright: ignore
+        return empty(*sizes, **options)  # pyright: ignore
+
+    with FakeTensorMode():
+        value = torch.zeros(3, device="cuda")
+        monkeypatch.setattr(torch, "empty", noting)
+        with pytest.raises(Exception, match="numpy"):  # a tensor without memory goes no further
+            to_host(value)
+    assert pinned == []
+    cuda = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(host, "PINNED_BYTES", 64)
+    for count in (64, 65):
+        with pytest.raises((AttributeError, TypeError, RuntimeError)):  # there is no card to copy to
+            to_torch(host_tensor("uint8", (count,), bytearray(count)), cuda)  # pyright: ignore
+    assert pinned == [64]

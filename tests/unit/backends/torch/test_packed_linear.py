@@ -6,9 +6,19 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionai.backends.torch import packed_linear
-from fusionai.backends.torch.packed_linear import TRIED, in_steady_calls, pack, rounded, steady_counts, tried
+from fusionai.backends.torch.packed_linear import (
+    TRIED,
+    in_steady_calls,
+    pack,
+    quantise_groups,
+    quantise_rows,
+    rounded,
+    steady_counts,
+    tried,
+)
 from fusionai.wire.serving import WeightFormat
 
 IN, OUT = 48, 20
@@ -102,6 +112,41 @@ def test_rounded_numbers_are_those_that_a_stage_multiplies_by(form: WeightFormat
     tolerance = 1e-6 if in_blocks else 2**-7
     torch.testing.assert_close(made, rounded(weight, form), rtol=tolerance, atol=tolerance)
     assert torch.equal(rounded(weight, form), weight) == (form == "fp32")
+
+
+class _Divisors(TorchDispatchMode):
+    """Notes divisions by a number of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.divisions, self.by_numbers = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # pyright: ignore
+        if func._schema.name == "aten::div":
+            self.divisions += 1
+            self.by_numbers += not isinstance(args[1], torch.Tensor)
+        return func(*args, **(kwargs or {}))
+
+
+def test_levels_and_scales_are_the_same_on_every_device() -> None:
+    """A card divides by a number of the host with its reciprocal, which rounds otherwise; by its own tensor it divides
+    as every processor does."""
+    weight = torch.randn((64, 128), generator=torch.Generator().manual_seed(6)) * 3
+    with _Divisors() as seen:
+        _, scales = quantise_rows(weight)
+        quantise_groups(weight, 32)
+    assert seen.divisions == 4
+    assert seen.by_numbers == 0
+    assert torch.equal(scales, (weight.abs().amax(dim=1) / 127.0).to(torch.bfloat16))
+
+
+def test_four_bits_on_other_devices_are_the_same_numbers_whatever_multiplies_them() -> None:
+    """They are computed in float32 and rounded once, not step by step in the dtype of the rows."""
+    weight = torch.randn((16, 64), generator=torch.Generator().manual_seed(7)) + 3.0
+    product, _ = packed_linear._on_accelerator(weight, "int4", "w")
+    for dtype in (torch.float32, torch.bfloat16):
+        numbers = product(torch.eye(64, dtype=dtype)).t()
+        assert torch.equal(numbers, rounded(weight, "int4").to(dtype))
 
 
 @pytest.mark.parametrize(("form", "bytes_per_number"), [("fp32", 4.0), ("fp16", 2.0), ("int8", 1.02), ("int4", 0.64)])

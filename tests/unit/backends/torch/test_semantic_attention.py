@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from fusionai.backends.semantics import DropoutKey
+from fusionai.backends.torch import semantic
+from fusionai.backends.torch.operators import repeats_keys
 from fusionai.backends.torch.semantic import attention, scaled_mask
 
 KEY = DropoutKey(seed=1, step=2, microbatch=3)
@@ -160,3 +162,27 @@ def test_shapes_are_found_without_memory():
     for extra in ({}, {"window": 4}, {"softcap": 2.0}, {"dropout": 0.5}):
         q, k, v = (torch.empty(2, heads, 9, 8, device="meta") for heads in (4, 2, 2))
         assert attention(q, k, v, scale=0.3, causal=True, **{**PLAIN, **extra}).shape == (2, 4, 9, 8)
+
+
+def test_shared_key_heads_are_repeated_where_no_fused_kernel_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for groups, CUDA's float32 attention would keep every weight."""
+    (q, k, v), (again, *_) = operands(8, 2, 5, 5, 16)
+    asked: list[tuple[int, bool]] = []
+    fused = torch.nn.functional.scaled_dot_product_attention
+
+    def seen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any) -> torch.Tensor:
+        asked.append((k.shape[1], settings["enable_gqa"]))
+        return fused(q, k, v, **settings)
+
+    monkeypatch.setattr(semantic, "scaled_dot_product_attention", seen)
+    shared = attention(q, k, v, scale=0.25, causal=True, **PLAIN)
+    repeated = attention(again, k, v, scale=0.25, causal=True, repeats_keys=True, **PLAIN)
+    assert asked == [(2, True), (8, False)]
+    torch.testing.assert_close(repeated, shared)
+
+
+def test_only_a_card_in_float32_repeats_them() -> None:
+    cuda = torch.device("cuda")
+    assert repeats_keys(cuda, half_floats=False)
+    assert not repeats_keys(cuda, half_floats=True)
+    assert not repeats_keys(torch.device("cpu"), half_floats=False)
