@@ -89,10 +89,8 @@ def block_costs(
     kept activations are 0. `copies`: training runs in bfloat16, so that copies of weights count as activations. Raises
     `GraphError` if a symbol has no value."""
     costs = _Prices(graph, symbols, training=training).records()
-    if not copies:
-        return costs
     more_bytes = Counter[int]()
-    for block, value in copied_weights(graph):
+    for block, value in copied_weights(graph) if copies else ():
         more_bytes[block] += copy_bytes(graph.params[value])
     return tuple(
         msgspec.structs.replace(cost, activation_bytes=cost.activation_bytes + more_bytes[cost.block]) for cost in costs
