@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fusionai.cli.page.actions import Action, ActionDone, MakeCode, MakeInvitation
+from fusionai.cli.page.actions import Action, ActionDone, MakeCode, MakeInvitation, PlanTraining
 from fusionai.cli.page.overview import (
     JobRow,
     LinkRow,
@@ -12,6 +12,8 @@ from fusionai.cli.page.overview import (
     PageNotice,
     PageOverview,
     PlanPicture,
+    ProgramRow,
+    RecipeRow,
     StageRow,
 )
 from fusionai.primitives.errors import UsageError
@@ -106,6 +108,31 @@ OVERVIEW = PageOverview(
             events=(),
         ),
     ),
+    programs=(
+        ProgramRow(
+            number=2,
+            kind="serve",
+            title="owner/chatty",
+            command="fusion serve owner/chatty --port 0",
+            state="running",
+            since_s=1_700_000_000.0,
+            exit_code=None,
+            url="http://127.0.0.1:8123",
+            last="page: http://127.0.0.1:8123/",
+        ),
+        ProgramRow(
+            number=1,
+            kind="train",
+            title="poems",
+            command="fusion train /home/me/fusion/page/poems/recipe.toml",
+            state="ended",
+            since_s=1_700_000_000.0,
+            exit_code=1,
+            url="",
+            last="error: no machine is here",
+        ),
+    ),
+    recipes=(RecipeRow(name="poems", is_running=False, has_checkpoint=True),),
     notices=(PageNotice(at_s=1_700_000_050.0, text="tower is lost (silent); 3 machines are here."),),
 )
 
@@ -126,6 +153,11 @@ class ScriptedDesk:
             raise UsageError(f"there is no job {job!r} in this pool.")
         return self.shown.jobs[0].events
 
+    def lines(self, number: int) -> tuple[str, ...]:
+        if number != 1:
+            raise UsageError(f"there is no program {number}.")
+        return ("step 1/4", "error: no machine is here")
+
     async def act(self, action: Action) -> ActionDone:
         self.asked.append(action)
         if self.refusal:
@@ -135,5 +167,8 @@ class ScriptedDesk:
                 return ActionDone(text="Valid for 10 min.", command="fusion join", code="012345")
             case MakeInvitation():
                 return ActionDone(text="Keep it secret.", command="fusion join fusion1-abc", qr=("101", "010", "111"))
+            case PlanTraining():
+                verdict = ("Fits: 2 machines can train it.", "1,234 tokens/s, a step of 8 microbatches in 1.2 s.")
+                return ActionDone(text="Planned.", verdict=verdict, plan=PLAN, recipe="[job]\nsteps = 7\n")
             case _:
                 return ActionDone(text="Done.")

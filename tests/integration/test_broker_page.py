@@ -11,10 +11,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from fusionai.cli.page.actions import EvictMachine, MakeCode, MakeInvitation, StopPoolJob
+from fusionai.cli.page.actions import (
+    EndProgram,
+    EvictMachine,
+    MakeCode,
+    MakeInvitation,
+    PlanTraining,
+    ServeModel,
+    ServeTrained,
+    StartTraining,
+    StopPoolJob,
+)
 from fusionai.cli.page.app import BrokerPage
 from fusionai.cli.page.overview import PageNotice
 from fusionai.cli.page.run import PageOptions, open_page
+from fusionai.cli.page.training import TrainingForm
 from fusionai.gateway.server import serve
 from fusionai.primitives.clock import SystemClock
 from harness.browser import DESK, PHONE, browsed, needs_browser, serious
@@ -73,6 +84,8 @@ def test_the_pool_is_shown_live_and_changed_by_its_owner(tmp_path: Path):
             await page.get_by_role("button", name="History of poems-a1").click()
             await page.locator("#log-lines", has_text="office took its place").wait_for()
             await page.keyboard.press("Escape")
+            assert await page.get_by_role("link", name="Open chat").get_attribute("href") == "http://127.0.0.1:8123/"
+            assert "failed (1)" in await page.locator("#programs").inner_text()
             desk.refusal = "there is no such member."
             await page.get_by_role("button", name="Evict attic").click()
             await page.locator("#ask-yes").click()
@@ -92,6 +105,52 @@ def test_the_pool_is_shown_live_and_changed_by_its_owner(tmp_path: Path):
     ]
 
 
+def test_a_job_is_planned_before_it_is_started(tmp_path: Path):
+    desk = ScriptedDesk()
+
+    async def scenario() -> None:
+        async with page_stand(desk, tmp_path) as link, browsed(link) as page:
+            await page.locator("#state[data-state=ready]").wait_for()
+            assert not await page.locator("#start").is_visible()
+            await page.fill("#name", "Wrong Name")
+            await page.fill("#files", "/texts/*.txt")
+            await page.click("#plan")
+            assert desk.asked == [], "the browser refuses the name"
+            await page.fill("#name", "poems")
+            await page.fill("#steps", "7")
+            await page.select_option("#base", "")
+            await page.fill("#base-text", "owner/name")
+            await page.fill("#rank", "16")
+            await page.click("#plan")
+            await page.locator("#verdict li", has_text="Fits: 2 machines").wait_for()
+            assert await page.locator("#planned-plan .name").all_inner_texts() == ["0 attic", "1 laptop", "2 job owner"]
+            await page.fill("#steps", "8")
+            assert not await page.locator("#start").is_visible(), "what is started is what was planned"
+            await page.click("#plan")
+            await page.click("#start")
+            await page.locator("#planned").wait_for(state="hidden")
+            await page.get_by_role("button", name="Start poems again").click()
+            await page.get_by_role("button", name="Serve poems").click()
+            await page.fill("#served", "owner/chatty")
+            await page.get_by_role("button", name="Serve it").click()
+            await page.get_by_role("button", name="End owner/chatty").click()
+            await page.locator("#ask-yes").click()
+            await page.get_by_role("button", name="Log of poems").click()
+            await page.locator("#log-lines", has_text="no machine is here").wait_for()
+
+    asyncio.run(scenario())
+    form = TrainingForm(name="poems", model="owner/name", files="/texts/*.txt", steps=7, adapter_rank=16)
+    assert desk.asked == [
+        PlanTraining(form=form),
+        PlanTraining(form=msgspec.structs.replace(form, steps=8)),
+        StartTraining(name="poems"),
+        StartTraining(name="poems"),
+        ServeTrained(name="poems"),
+        ServeModel(model="owner/chatty"),
+        EndProgram(number=2),
+    ]
+
+
 @pytest.mark.parametrize(("scheme", "size"), [("light", DESK), ("dark", DESK), ("light", PHONE)])
 def test_a_checker_of_accessibility_finds_nothing_serious(scheme: str, size: Any, tmp_path: Path):
     async def scenario() -> None:
@@ -105,6 +164,10 @@ def test_a_checker_of_accessibility_finds_nothing_serious(scheme: str, size: Any
                 await page.locator("#state[data-state=ready]").wait_for()
                 await page.locator("#make-invitation").click()
                 await page.locator("#made-qr summary").click()
+                await page.fill("#name", "poems")
+                await page.fill("#files", "/texts/*.txt")
+                await page.click("#plan")
+                await page.locator("#verdict li").first.wait_for()
                 assert await serious(page) == []
                 await page.get_by_role("button", name="Evict laptop").click()
                 assert await serious(page) == []

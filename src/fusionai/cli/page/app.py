@@ -57,6 +57,10 @@ class PageDesk(Protocol):
         """Return the history of a job. Raises `FusionError` for an unknown one."""
         ...
 
+    def lines(self, number: int) -> tuple[str, ...]:
+        """Return the last lines of a program's log. Raises `FusionError` for an unknown one."""
+        ...
+
     async def act(self, action: Action) -> ActionDone:
         """Perform an action of the pool's owner. Raises `FusionError`."""
         ...
@@ -101,6 +105,7 @@ class BrokerPage:
                 Route("/session", self._close_session, methods=["DELETE"]),
                 Route("/events", self._events),
                 Route("/jobs/{job}", self._job),
+                Route("/programs/{number:int}", self._program),
                 Route("/actions", self._act, methods=["POST"]),
             ],
             exception_handlers={FusionError: _refused, HTTPException: _not_here},
@@ -175,6 +180,9 @@ class BrokerPage:
 
     async def _job(self, request: Request) -> Response:
         return _json({"lines": self._desk.log(request.path_params["job"])})
+
+    async def _program(self, request: Request) -> Response:
+        return _json({"lines": self._desk.lines(request.path_params["number"])})
 
     async def _act(self, request: Request) -> Response:
         action = await _body(request, msgspec.json.Decoder(Action))

@@ -7,6 +7,7 @@ present state was first seen.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,9 +17,34 @@ from typing import Final, TypeVar, assert_never
 import segno
 
 from fusionai.broker.server import BrokerServer
-from fusionai.cli.page.actions import Action, ActionDone, EvictMachine, MakeCode, MakeInvitation, StopPoolJob
-from fusionai.cli.page.overview import ENDED, MOST_EVENTS, PageNotice, PageOverview, job_rows, link_rows, machine_rows
+from fusionai.cli.page.actions import (
+    Action,
+    ActionDone,
+    EndProgram,
+    EvictMachine,
+    MakeCode,
+    MakeInvitation,
+    PlanTraining,
+    ServeModel,
+    ServeTrained,
+    StartTraining,
+    StopPoolJob,
+)
+from fusionai.cli.page.overview import (
+    ENDED,
+    MOST_EVENTS,
+    PageNotice,
+    PageOverview,
+    RecipeRow,
+    job_rows,
+    link_rows,
+    machine_rows,
+    planned_picture,
+)
+from fusionai.cli.page.programs import PagePrograms
+from fusionai.cli.page.training import PageRecipe, TrainingForm, checked_served, recipes_in, verdict_of
 from fusionai.client.pool.session import OWNER_DIRECTORY, PoolMember, known_owner, members_of
+from fusionai.client.serving.names import CHECKPOINTS, model_name
 from fusionai.primitives.errors import FusionError, RefusedError, UsageError
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.primitives.units import format_seconds
@@ -30,10 +56,14 @@ OWN: Final = "this machine"
 
 
 class BrokerDesk:
-    """The `PageDesk` of a running broker. `wall_s`: seconds since 1970."""
+    """The `PageDesk` of a running broker. `programs`: commands that the page starts; `wall_s`: seconds since 1970."""
 
-    def __init__(self, server: BrokerServer, home: Path, wall_s: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, server: BrokerServer, home: Path, programs: PagePrograms, wall_s: Callable[[], float] = time.time
+    ) -> None:
         self._server = server
+        self._programs = programs
+        self._planning = asyncio.Lock()
         self._home = home
         self._wall_s = wall_s
         self._notices: deque[PageNotice] = deque(maxlen=MOST_EVENTS)
@@ -62,6 +92,8 @@ class BrokerDesk:
             machines=machine_rows(members, self._since_s(members)),
             links=link_rows(members),
             jobs=job_rows([told.get(job.job, job) for job in jobs], plans, names),
+            programs=self._programs.rows(),
+            recipes=tuple(self._recipe_row(one) for one in recipes_in(self._programs.directory)),
             notices=tuple(self._notices),
         )
 
@@ -71,7 +103,23 @@ class BrokerDesk:
             raise UsageError(f"there is no job {job!r} in this pool.")
         return found[0].story
 
+    def lines(self, number: int) -> tuple[str, ...]:
+        return self._programs.lines(number)
+
     async def act(self, action: Action) -> ActionDone:
+        match action:
+            case PlanTraining(form=form):
+                return await self._plan(form)
+            case StartTraining() | ServeTrained() | ServeModel():
+                return self._start(action)
+            case EndProgram(number=number):
+                return ActionDone(text=f"{self._programs.end(number).title} was asked to end.")
+            case MakeInvitation() | MakeCode() | EvictMachine() | StopPoolJob():
+                return self._manage(action)
+        assert_never(action)
+
+    def _manage(self, action: MakeInvitation | MakeCode | EvictMachine | StopPoolJob) -> ActionDone:
+        """Send the broker the owner's message."""
         match action:
             case MakeInvitation(uses=uses, lifetime_s=lifetime_s):
                 return self._invite(uses, lifetime_s)
@@ -87,6 +135,42 @@ class BrokerDesk:
                 self._ask(wire.JobStop(job=job), wire.Done)
                 return ActionDone(text=f"{job} was asked to stop; it writes a last checkpoint first.")
         assert_never(action)
+
+    async def _plan(self, form: TrainingForm) -> ActionDone:
+        """Keep the form as a recipe and plan it in a process of its own, one at a time."""
+        recipe = PageRecipe(self._programs.directory, form.name)
+        text = await asyncio.to_thread(recipe.keep, form)
+        file = recipe.directory / "plan.json"
+        async with self._planning:
+            printed = await self._programs.once(recipe.plan_command(form, self._home, file))
+        return ActionDone(
+            text=f"Planned: {form.name}.",
+            verdict=verdict_of(printed),
+            plan=planned_picture(file.read_bytes()),
+            recipe=text,
+        )
+
+    def _start(self, action: StartTraining | ServeTrained | ServeModel) -> ActionDone:
+        match action:
+            case StartTraining(name=name):
+                recipe = PageRecipe(self._programs.directory, name)
+                recipe.load()  # raises for a recipe that is not there or was changed by hand
+                program = self._programs.start("train", name, recipe.train_command(self._home))
+            case ServeTrained(name=name):
+                recipe = PageRecipe(self._programs.directory, name)
+                program = self._programs.start("serve", name, recipe.serve_command(self._home))
+            case ServeModel(model=model):
+                arguments = ("serve", checked_served(model), "--port", "0", "--home", str(self._home))
+                program = self._programs.start("serve", model_name(model), arguments)
+        return ActionDone(text=f"Started: {program.title}.")
+
+    def _recipe_row(self, recipe: PageRecipe) -> RecipeRow:
+        checkpoints = recipe.directory / "run" / CHECKPOINTS
+        return RecipeRow(
+            name=recipe.name,
+            is_running=self._programs.running("train", recipe.name),
+            has_checkpoint=checkpoints.is_dir() and any(checkpoints.iterdir()),
+        )
 
     def _invite(self, uses: int, lifetime_s: float) -> ActionDone:
         text = self._ask(wire.InviteRequest(uses=uses, lifetime_s=lifetime_s), wire.Invited).invitation

@@ -7,7 +7,7 @@ result, `files/page.js` draws it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -93,6 +93,29 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     events: tuple[str, ...]
 
 
+class ProgramRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A command that was started from the page. `url`: of the gateway that it runs."""
+
+    number: int
+    kind: Literal["train", "serve"]
+    title: str
+    command: str
+    state: Literal["running", "ending", "ended"]
+    since_s: float
+    exit_code: int | None
+    url: str
+    last: str
+    """Last line that it printed."""
+
+
+class RecipeRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A recipe that was made on the page and started."""
+
+    name: str
+    is_running: bool
+    has_checkpoint: bool
+
+
 class PageNotice(msgspec.Struct, frozen=True, kw_only=True):
     """A sentence of the broker. `at_s`: seconds since 1970."""
 
@@ -110,6 +133,8 @@ class PageOverview(msgspec.Struct, frozen=True, kw_only=True):
     machines: tuple[MachineRow, ...]
     links: tuple[LinkRow, ...]
     jobs: tuple[JobRow, ...]
+    programs: tuple[ProgramRow, ...]
+    recipes: tuple[RecipeRow, ...]
     notices: tuple[PageNotice, ...]
 
 
@@ -202,6 +227,61 @@ def picture(plan: Plan, names: Mapping[str, str], owner: str) -> PlanPicture:
         ),
         spares=tuple(name(peer) for peer in plan.spares),
         bottleneck=plan.bottleneck,
+    )
+
+
+class _PlannedStage(msgspec.Struct):
+    peer: str
+    replica: int
+    blocks: tuple[int, int]
+    roles: tuple[str, ...]
+    compute_s: float
+    send_s: float
+    memory_bytes: int
+    memory_limit_bytes: int
+
+
+class _PlannedStandby(msgspec.Struct):
+    stage: int
+    peer: str
+
+
+class _Planned(msgspec.Struct):
+    """What is read of the file that `fusion plan --json` writes."""
+
+    task: str
+    stages: tuple[_PlannedStage, ...]
+    tokens_per_s: float
+    step_time_s: float
+    bottleneck: str
+    spares: tuple[str, ...]
+    standbys: tuple[_PlannedStandby, ...]
+
+
+def planned_picture(content: bytes) -> PlanPicture:
+    """Return the picture of the plan in the file that `fusion plan --json` wrote."""
+    found = msgspec.json.decode(content, type=_Planned)
+    standbys = {one.stage: one.peer for one in found.standbys}
+    return PlanPicture(
+        task=found.task,
+        sentence=f"{format_speed(found.tokens_per_s)} tokens/s, {format_seconds(found.step_time_s)} per step.",
+        stages=tuple(
+            StageRow(
+                stage=number,
+                name=one.peer,
+                blocks=one.blocks,
+                roles=one.roles,
+                replica=one.replica,
+                compute_s=one.compute_s,
+                send_s=one.send_s,
+                memory_bytes=one.memory_bytes,
+                memory_limit_bytes=one.memory_limit_bytes,
+                standby=standbys.get(number, ""),
+            )
+            for number, one in enumerate(found.stages)
+        ),
+        spares=found.spares,
+        bottleneck=found.bottleneck,
     )
 
 

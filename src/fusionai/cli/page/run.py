@@ -25,6 +25,7 @@ from fusionai.broker.server import DIRECTORY, Announcement, BrokerOptions, Broke
 from fusionai.cli.page.access import LOOPBACK, SHORTEST_PASSWORD, SessionGate, gate_of
 from fusionai.cli.page.app import BrokerPage, PageAddress
 from fusionai.cli.page.desk import BrokerDesk
+from fusionai.cli.page.programs import PagePrograms
 from fusionai.gateway.server import open_listener, serve, tls_context
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import UsageError
@@ -32,6 +33,7 @@ from fusionai.transport.routes.addresses import is_loopback
 from fusionai.transport.security.identity import keep_private, make_private_directory
 
 KEY_FILE: Final = "page-key"
+PAGE_DIRECTORY: Final = "page"
 DEFAULT_PAGE_PORT: Final = 4780
 
 
@@ -142,6 +144,7 @@ async def run_with_page(
     closing_pool = asyncio.Event()
     running: asyncio.Future[BrokerServer] = asyncio.get_running_loop().create_future()
     desk: list[BrokerDesk] = []
+    programs = PagePrograms(options.home.absolute() / PAGE_DIRECTORY)
 
     def noticed(sentence: str) -> None:
         notice(sentence)
@@ -150,11 +153,14 @@ async def run_with_page(
 
     async def keep_page() -> None:
         try:
-            desk.append(BrokerDesk(await running, options.home))
+            desk.append(BrokerDesk(await running, options.home.absolute(), programs))
             app = BrokerPage(desk[0], page.gate, page.address, SystemClock())
             await serve(app, page.listener, stop=stop, on_listening=lambda: None, tls=page.tls)
         finally:
-            closing_pool.set()
+            try:
+                await programs.close()
+            finally:
+                closing_pool.set()
 
     with closing(page.listener):
         async with asyncio.TaskGroup() as tasks:

@@ -197,11 +197,11 @@ async def _keep_running(service: Service, files: ServiceFiles, log: ServiceLog, 
     clock = asyncio.get_running_loop().time
     while True:
         began_s = clock()
-        process = await _start(service)
+        process = await start_command(service)
         log.line(f"[started: process {process.pid}]")
         running = ServiceState(phase="running", since_s=time.time(), process=process.pid, restarts=restarts)
         write_private_json(files.state, running)
-        code = await _until_it_ends(process, log, stop)
+        code = await run_to_end(process, log, stop)
         after = after_exit(code, clock() - began_s, failures)
         if stop.is_set():
             after = LeaveEnded("stopped")
@@ -234,7 +234,8 @@ def _note(files: ServiceFiles, state: ServiceState, phase: Literal["waiting", "s
     write_private_json(files.state, changed)
 
 
-async def _start(service: Service) -> asyncio.subprocess.Process:
+async def start_command(service: Service) -> asyncio.subprocess.Process:
+    """Start `fusion ARGUMENTS --lifeline`, with its output in one pipe."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -256,7 +257,7 @@ def _directory(service: Service) -> str | None:
     return service.directory if Path(service.directory).is_dir() else None
 
 
-async def _until_it_ends(process: asyncio.subprocess.Process, log: ServiceLog, stop: asyncio.Event) -> int:
+async def run_to_end(process: asyncio.subprocess.Process, log: ServiceLog, stop: asyncio.Event) -> int:
     """Log what the command prints, ask it to end when `stop` is set, and return its exit code."""
     printed = asyncio.ensure_future(_copy(process, log))
     stopping = asyncio.ensure_future(stop.wait())

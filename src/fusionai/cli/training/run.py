@@ -40,19 +40,19 @@ from fusionai.training.outer import RoundDone
 from fusionai.training.progress import StepDone
 
 
-def run_recipe(recipe: Recipe, options: TrainOptions, json_file: Path | None) -> int:
+def run_recipe(recipe: Recipe, options: TrainOptions, json_file: Path | None, *, lifeline: bool = False) -> int:
     """Train the recipe, print and write the results, and return the exit code. Raises the errors of
     `client.training`."""
     console.note(recipe.describe())
     if recipe.replicas is not None:
-        return _run_replicas(recipe, recipe.replicas, options, json_file)
+        return _run_replicas(recipe, recipe.replicas, options, json_file, lifeline)
     report = RunReport()
     with Watch(recipe.job.name, recipe.job.steps, report.faults) as watch:
 
         def seen(event: RunEvent) -> None:
             watch(event, report.see(event))
 
-        result = run_until_stopped(lambda stop: train(recipe, options, on_event=seen, stop=stop))
+        result = run_until_stopped(lambda stop: train(recipe, options, on_event=seen, stop=stop), lifeline=lifeline)
     _show_result(recipe, result, report)
     best = result.best
     figures = _figures(result, report) | {
@@ -242,11 +242,15 @@ def _words(event: DemoEvent) -> str | None:
             return None
 
 
-def _run_replicas(recipe: Recipe, replicas: Replicas, options: TrainOptions, json_file: Path | None) -> int:
+def _run_replicas(
+    recipe: Recipe, replicas: Replicas, options: TrainOptions, json_file: Path | None, lifeline: bool
+) -> int:
     """Train the recipe with `replicas`, print and write the results, and return the exit code."""
     with ReplicasView(recipe.job.name, recipe.job.steps) as view:
         watch = _ReplicasWatch(replicas, view)
-        result = run_until_stopped(lambda stop: train_replicas(recipe, replicas, options, on_event=watch, stop=stop))
+        result = run_until_stopped(
+            lambda stop: train_replicas(recipe, replicas, options, on_event=watch, stop=stop), lifeline=lifeline
+        )
     firsts = result.first_steps
     steps = max((firsts[number] + one.steps for number, one in result.replicas.items()), default=0)
     console.line(f"{recipe.job.name}: {_state(result.stopped)}; {steps} of {recipe.job.steps} steps")

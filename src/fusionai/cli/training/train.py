@@ -15,6 +15,7 @@ import click
 from fusionai.cli import console
 from fusionai.cli import options as flags
 from fusionai.cli.options import write_json
+from fusionai.cli.running import lifeline_option
 from fusionai.primitives.privacy import PrivacyLevel
 
 if TYPE_CHECKING:
@@ -26,16 +27,17 @@ if TYPE_CHECKING:
 @flags.recipe_argument
 @flags.own_part_options("the loss")
 @flags.privacy_option("the recipe's level, or split")
+@lifeline_option
 @flags.home_option
 @flags.json_option
-def train(recipe: Path, privacy: PrivacyLevel | None, json_file: Path | None, **given: Any) -> int:
+def train(recipe: Path, privacy: PrivacyLevel | None, lifeline: bool, json_file: Path | None, **given: Any) -> int:
     """Train the model of RECIPE.toml on the pool. After an interruption or a stop, run the same command again to
     resume. Exit code: 0 if it is done or was stopped with `fusion stop`, 130 after Ctrl-C."""
     from fusionai.cli.training.run import run_recipe
     from fusionai.client.training.train import TrainOptions
     from fusionai.corpus.recipe import load_recipe
 
-    return run_recipe(load_recipe(recipe, privacy=privacy), TrainOptions(**given), json_file)
+    return run_recipe(load_recipe(recipe, privacy=privacy), TrainOptions(**given), json_file, lifeline=lifeline)
 
 
 OPEN: Final = "[["

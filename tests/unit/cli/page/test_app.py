@@ -94,6 +94,9 @@ def test_actions_reach_the_desk_and_refusals_the_reader():
         assert refused.json() == {"message": "there is no such member.", "hint": "Try another one."}
         assert (await http.get("/jobs/poems-a1")).json()["lines"]
         assert (await http.get("/jobs/unknown")).status_code == 400
+        assert (await http.get("/programs/1")).json()["lines"][0] == "step 1/4"
+        assert (await http.get("/programs/9")).status_code == 400
+        assert (await http.get("/programs/..%2f1")).status_code == 404
         assert (await http.get("/nothing")).status_code == 404
         await http.request("DELETE", "/session", headers={**ORIGIN, "Content-Type": "application/json"})
         assert (await http.get("/jobs/poems-a1")).status_code == 401
@@ -113,6 +116,10 @@ def test_actions_reach_the_desk_and_refusals_the_reader():
         ({"content": b'{"do": "run", "command": "rm"}'}, 400),
         ({"content": b'{"do": "invite", "uses": 0}'}, 400),
         ({"content": b'{"do": "invite", "home": "/etc"}'}, 400),
+        ({"content": b'{"do": "serve", "model": ""}'}, 400),
+        ({"content": b'{"do": "plan", "form": {"name": "../x", "model": "m", "files": "f"}}'}, 400),
+        ({"content": b'{"do": "plan", "form": {"name": "x", "model": "m", "files": "f", "home": "/"}}'}, 400),
+        ({"content": b'{"do": "plan", "form": {"name": "x", "model": "m", "files": "f", "steps": "1 --x"}}'}, 400),
         ({"content": b"[" * 10_000}, 400),
         ({"content": b" " * (MOST_BODY_BYTES + 1)}, 413),
     ],

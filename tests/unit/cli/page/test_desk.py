@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Final
 
 import pytest
 
 from fusionai.broker.server import BrokerOptions, BrokerServer, run_broker
-from fusionai.cli.page.actions import EvictMachine, MakeCode, MakeInvitation, StopPoolJob
+from fusionai.cli.page.actions import (
+    EvictMachine,
+    MakeCode,
+    MakeInvitation,
+    PlanTraining,
+    ServeModel,
+    ServeTrained,
+    StartTraining,
+    StopPoolJob,
+)
 from fusionai.cli.page.desk import BrokerDesk
+from fusionai.cli.page.programs import PagePrograms
+from fusionai.cli.page.training import TrainingForm
 from fusionai.primitives.errors import RefusedError, UsageError
 from fusionai.transport.enrolment import enrol, parse_invitation
 
@@ -30,7 +44,7 @@ def with_desk(home: Path, scenario: Callable[[BrokerDesk], Awaitable[None]]) -> 
         options = BrokerOptions(home=home, host="127.0.0.1", port=0, pool="friends")
         broker = asyncio.create_task(run_broker(options, announce=lambda _: None, stop=stop, opened=opened))
         try:
-            await scenario(BrokerDesk(await running, home, lambda: 1000.0))
+            await scenario(BrokerDesk(await running, home, PagePrograms(home / "page"), lambda: 1000.0))
         finally:
             stop.set()
             await broker
@@ -62,6 +76,76 @@ def test_what_the_broker_refuses_is_an_error(tmp_path: Path):
             desk.log("none")
 
     with_desk(tmp_path / "broker", scenario)
+
+
+FIGURES: Final = {
+    "task": "train",
+    "stages": [
+        {
+            "peer": "attic",
+            "replica": 0,
+            "blocks": [0, 4],
+            "roles": ["stage"],
+            "compute_s": 0.1,
+            "send_s": 0.0,
+            "memory_bytes": 5,
+            "memory_limit_bytes": 9,
+        }
+    ],
+    "tokens_per_s": 256.0,
+    "step_time_s": 1.0,
+    "bottleneck": "compute of stage 0",
+    "spares": [],
+    "standbys": [],
+}
+
+
+def test_what_is_planned_is_what_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = tmp_path / "text.txt"
+    text.write_text("words\n")
+    home = tmp_path / "broker"
+    asked: list[tuple[str, ...]] = []
+
+    def planned(arguments: tuple[str, ...]) -> None:
+        asked.append(arguments)
+        Path(arguments[-1]).write_text(json.dumps(FIGURES))
+
+    async def once(programs: PagePrograms, arguments: tuple[str, ...]) -> str:
+        planned(arguments)
+        return "Fits: 1 machine can train it.\n\nmore"
+
+    def start(programs: PagePrograms, kind: str, title: str, arguments: tuple[str, ...]) -> SimpleNamespace:
+        asked.append(arguments)
+        return SimpleNamespace(title=title)
+
+    monkeypatch.setattr(PagePrograms, "once", once)
+    monkeypatch.setattr(PagePrograms, "start", start)
+
+    async def scenario(desk: BrokerDesk) -> None:
+        form = TrainingForm(name="poems", model="new-small", files=str(text), steps=20)
+        shown = await desk.act(PlanTraining(form=form))
+        assert shown.verdict == ("Fits: 1 machine can train it.",)
+        assert shown.plan is not None
+        assert [stage.name for stage in shown.plan.stages] == ["attic"]
+        recipe = home / "page" / "poems" / "recipe.toml"
+        assert recipe.read_text() == shown.recipe
+        await desk.act(StartTraining(name="poems"))
+        (recipe.parent / "run" / "checkpoints" / "step-20").mkdir(parents=True)
+        assert [(row.name, row.has_checkpoint) for row in desk.overview().recipes] == [("poems", True)]
+        await desk.act(ServeTrained(name="poems"))
+        await desk.act(ServeModel(model="owner/name"))
+        assert [words[0] for words in asked] == ["plan", "train", "serve", "serve"]
+        assert asked[1] == ("train", str(recipe), "--home", str(home))
+        assert asked[2][:4] == ("serve", str(recipe.parent / "run"), "--name", "poems")
+        with pytest.raises(UsageError, match=r"no recipe"):
+            await desk.act(StartTraining(name="unknown"))
+        with pytest.raises(UsageError, match=r"no name of a job"):
+            await desk.act(StartTraining(name="../../etc"))
+        with pytest.raises(UsageError, match=r"is no model"):
+            await desk.act(ServeModel(model="--home"))
+
+    with_desk(home, scenario)
+    assert len(asked) == 4
 
 
 def test_an_empty_pool_is_shown_with_what_was_said(tmp_path: Path):

@@ -46,7 +46,7 @@ def _runs(files: ServiceFiles, program: str, monkeypatch: pytest.MonkeyPatch) ->
             sys.executable, "-c", program, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.STDOUT
         )
 
-    monkeypatch.setattr(supervisor, "_start", start)
+    monkeypatch.setattr(supervisor, "start_command", start)
 
 
 def _stopped_after(

@@ -93,7 +93,7 @@ export function drawMap(target, machines, links) {
   if (links.length <= MOST_LABELS) {
     for (const link of links) {
       const [[x1, y1], [x2, y2]] = link.ends.map((peer) => places.get(peer));
-      svg.append(drawn("text", { x: (x1 + x2) / 2, y: (y1 + y2) / 2 + 4, class: "figure" }, figures(link)));
+      svg.append(drawn("text", { x: (x1 + x2) / 2, y: (y1 + y2) / 2 - 8, class: "figure" }, figures(link)));
     }
   }
   for (const machine of machines) {

@@ -114,6 +114,7 @@ function show(overview) {
   write(place("running"), `${overview.jobs.filter((one) => one.is_live).length}`);
   showMachines(overview.machines);
   showJobs(overview.jobs);
+  showPrograms(overview.programs, overview.recipes);
   showLinks(overview.machines, overview.links);
   showEvents(overview.notices, overview.jobs);
 }
@@ -182,6 +183,54 @@ function showJobs(jobs) {
   });
 }
 
+function showPrograms(programs, recipes) {
+  place("programs-section").hidden = programs.length + recipes.length === 0;
+  keyed(place("programs"), programs, (one) => one.number, (one) => {
+    const row = element("li");
+    const head = element("p", "head");
+    const side = element("span", "side");
+    const open = element("a", "quiet", "Open chat");
+    open.rel = "noopener";
+    open.target = "_blank";
+    const log = button("Log", "quiet", () => showLog(one.command, `programs/${one.number}`));
+    log.setAttribute("aria-label", `Log of ${one.title}`);
+    const end = button("End", "quiet bad", async (self) => {
+      const text = one.kind === "train" ? "It writes a last checkpoint and can be started again." : "Open answers may finish for some seconds.";
+      if (await confirmed(`End ${one.title}?`, text, "End it")) await perform(self, { do: "end", number: one.number });
+    });
+    end.setAttribute("aria-label", `End ${one.title}`);
+    side.append(open, log, end);
+    head.append(element("span", "name", `${one.kind === "train" ? "Train" : "Serve"} ${one.title}`), badge(), side);
+    row.append(head, element("p", "facts last"));
+    row.title = one.command;
+    return row;
+  }, (row, one) => {
+    const [head, last] = row.children;
+    const failed = one.state === "ended" && one.exit_code !== 0 && one.exit_code !== 130;
+    const ready = one.state === "running" && one.kind === "serve";
+    const words = one.state === "ended" ? (failed ? `failed (${one.exit_code})` : "ended") : ready ? (one.url ? "ready" : "loading") : one.state;
+    setBadge(head.children[1], failed ? "failed" : one.state === "ended" ? "ended" : words === "loading" ? "starting" : one.state, words);
+    const [open, , end] = head.lastChild.children;
+    open.hidden = !one.url;
+    if (one.url && open.getAttribute("href") !== `${one.url}/`) open.href = `${one.url}/`;
+    end.hidden = one.state !== "running";
+    write(last, one.last);
+  });
+  keyed(place("recipes"), recipes.filter((one) => !one.is_running), (one) => one.name, (one) => {
+    const row = element("li");
+    const head = element("p", "head");
+    const side = element("span", "side");
+    const again = button("Start again", "quiet", (self) => perform(self, { do: "train", name: one.name }));
+    again.setAttribute("aria-label", `Start ${one.name} again`);
+    const serve = button("Serve", "quiet", (self) => perform(self, { do: "serve_trained", name: one.name }));
+    serve.setAttribute("aria-label", `Serve ${one.name}`);
+    side.append(serve, again);
+    head.append(element("span", "name", one.name), element("span", "facts", "trained here"), side);
+    row.append(head);
+    return row;
+  }, (row, one) => { row.firstChild.lastChild.firstChild.hidden = !one.has_checkpoint; });
+}
+
 function showLinks(machines, links) {
   place("no-links").hidden = links.length > 0;
   place("links").hidden = links.length === 0;
@@ -235,6 +284,52 @@ function showMade(made) {
   if (made.qr.length) drawQr(place("qr"), made.qr);
 }
 
+function filledForm() {
+  const number = (id) => Number(place(id).value);
+  const form = {
+    name: place("name").value, model: place("base").value || place("base-text").value, files: place("files").value,
+    format: place("format").value, sequence_length: number("sequence"), steps: number("steps"), batch_size: number("batch"),
+    microbatches: number("microbatches"), learning_rate: number("rate"),
+  };
+  return place("rank").value ? { ...form, adapter_rank: number("rank") } : form;
+}
+
+// Plans the form in a process on the broker's machine. What is started afterwards is exactly what was planned.
+async function plan() {
+  const form = filledForm();
+  place("planned").hidden = true;
+  write(place("planning"), "Planning on this pool: the model is captured first, which takes some seconds.");
+  const found = await perform(place("plan"), { do: "plan", form });
+  write(place("planning"), "");
+  if (!found) return;
+  place("planned").hidden = false;
+  place("start").dataset.name = form.name;
+  place("verdict").replaceChildren(...found.verdict.map((line) => element("li", "", line)));
+  drawPlan(place("planned-plan"), { ...found.plan, sentence: "" });
+  write(place("planned-recipe"), found.recipe);
+  place("start").focus();
+}
+
+place("train").addEventListener("submit", (event) => { event.preventDefault(); plan(); });
+place("train").addEventListener("input", () => { place("planned").hidden = true; });
+place("base").addEventListener("change", () => {
+  const own = place("base").value === "";
+  place("base-own").hidden = !own;
+  place("base-text").required = own;
+});
+place("start").addEventListener("click", async (event) => {
+  const started = await perform(event.currentTarget, { do: "train", name: event.currentTarget.dataset.name });
+  if (!started) return;
+  place("planned").hidden = true;
+  place("programs-section").scrollIntoView({ block: "nearest" });
+});
+place("serve").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const started = await perform(event.submitter, { do: "serve", model: place("served").value });
+  if (!started) return;
+  place("served").value = "";
+  place("programs-section").scrollIntoView({ block: "nearest" });
+});
 place("make-code").addEventListener("click", async (event) => showMade(await perform(event.currentTarget, { do: "code" })));
 place("make-invitation").addEventListener("click", async (event) => showMade(await perform(event.currentTarget, { do: "invite" })));
 place("copy").addEventListener("click", async () => {
