@@ -46,3 +46,48 @@ def test_a_narrow_terminal_leaves_columns_out_and_breaks_no_word(
     gone = {name for name in left_out.split(", ") if name}
     assert all(cell in out for header, cell in zip(headers, row, strict=True) if header not in gone)
     assert (f"A wider terminal also shows: {left_out}." in out) == bool(left_out)
+
+
+def test_a_terminal_too_narrow_for_the_words_of_a_table_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "35")
+    console.table(
+        ("level", "network", "curious peer"), [("split-k", "holds", "reconstructs"), ("open", "holds", "reads")]
+    )
+    assert capsys.readouterr().out.splitlines()[:5] == [
+        "",
+        "level: split-k",
+        "  network: holds",
+        "  curious peer: reconstructs",
+        "",
+    ]
+    monkeypatch.setenv("COLUMNS", "36")
+    console.table(("level", "network", "curious peer"), [("split-k", "holds", "reconstructs")])
+    out = click.unstyle(capsys.readouterr().out)
+    assert "reconstructs" in out
+    assert max(map(len, out.splitlines())) <= 36
+
+
+def test_a_terminal_breaks_lines_between_words_and_commands_nowhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    said = "- pool: To join a pool: `fusion join INVITE --name tower`; to open one: `fusion broker`."
+    command = "fusion train recipe.toml --home pool --json figures.json"
+    console.line(said)
+    assert capsys.readouterr().out == said + "\n", "nothing is broken for a pipe"
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    console.line(said)
+    console.line(command)
+    console.note(said)
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == [
+        "- pool: To join a pool:",
+        "  `fusion join INVITE --name tower`; to",
+        "  open one: `fusion broker`.",
+        command,
+    ]
+    assert shown.err == shown.out.removesuffix(command + "\n")

@@ -20,7 +20,7 @@ from fusionai.primitives.errors import PlanError, UsageError
 from fusionai.primitives.units import format_speed
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.embedding_and_head import owners_part
-from fusionai.scheduling.problem.types import Plan, Problem
+from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem
 from fusionai.scheduling.training import replicated
 
 WORTH: Final = 1.05
@@ -111,11 +111,11 @@ def _faster_lines(problem: Problem) -> Problem | None:
     """Return the problem with twice the uplinks, None if links were measured between pairs."""
     if problem.links:
         return None
-    peers = tuple(
-        msgspec.structs.replace(
-            peer,
-            uplink=msgspec.structs.replace(peer.uplink, bandwidth_bytes_per_s=2 * peer.uplink.bandwidth_bytes_per_s),
-        )
-        for peer in problem.peers
-    )
-    return msgspec.structs.replace(problem, peers=peers)
+    owner = None if problem.owner is None else _twice(problem.owner)
+    return msgspec.structs.replace(problem, peers=tuple(map(_twice, problem.peers)), owner=owner)
+
+
+def _twice(peer: PeerProfile) -> PeerProfile:
+    bandwidth_bytes_per_s = 2 * peer.uplink.bandwidth_bytes_per_s
+    uplink = msgspec.structs.replace(peer.uplink, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+    return msgspec.structs.replace(peer, uplink=uplink)

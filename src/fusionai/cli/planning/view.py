@@ -90,14 +90,16 @@ def show_warnings(found: Plan) -> None:
 
 
 def show_picture(found: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]) -> None:
-    for line in picture(found, crossings, names):
+    for line in picture(found, crossings, names, console.width()):
         console.line(console.printable(line))
     console.line()
 
 
-def picture(found: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]) -> Iterator[str]:
+def picture(
+    found: Plan, crossings: Sequence[Crossing], names: Mapping[str, str], columns: int | None = None
+) -> Iterator[str]:
     """Yield the pipeline from the feed down: who holds what, the time of each stage and link, and the use of memory.
-    The slowest stage or link is marked."""
+    The slowest stage or link is marked. `columns`: width above which a stage or link takes two lines."""
     slowest_s = max([*(s.compute_s for s in found.stages), *(c.transfer_s for c in crossings), 1e-12])
     width = max(len(names.get(stage.peer, stage.peer)) for stage in found.stages)
     held = max(len(_holds(stage)) for stage in found.stages)
@@ -117,23 +119,33 @@ def picture(found: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]
         slowest = not marked and stage.compute_s == slowest_s
         marked = marked or slowest
         memory = stage.memory_bytes / stage.memory_limit_bytes if stage.memory_limit_bytes else 0.0
-        yield (
-            f"[{stage.stage:>2}] {name:<{width}}  {_holds(stage):<{held}}  compute {_bar(stage.compute_s / slowest_s)} "
-            f"{format_seconds(stage.compute_s):>8}  memory {_bar(memory)} {format_bytes(stage.memory_bytes)} of "
-            f"{format_bytes(stage.memory_limit_bytes)}{'  <- slowest' if slowest else ''}"
-        )
+        head = f"[{stage.stage:>2}] {name:<{width}}  {_holds(stage):<{held}}"
+        time = f"compute {_bar(stage.compute_s / slowest_s)} {format_seconds(stage.compute_s):>8}"
+        held_bytes = f"{format_bytes(stage.memory_bytes)} of {format_bytes(stage.memory_limit_bytes)}"
+        mark = "  <- slowest" if slowest else ""
+        yield from _fitting(f"{head}  {time}", f"memory {_bar(memory)} {held_bytes}", mark, len(head) + 2, columns)
         link = behind.get(stage.stage)
         if link is not None:
             slowest = not marked and link.transfer_s == slowest_s
             marked = marked or slowest
+            time = f"     |  link {_bar(link.transfer_s / slowest_s)} {format_seconds(link.transfer_s)}"
             back = f" there, {format_bytes(link.gradient_bytes)} back" if link.gradient_bytes else ""
-            yield (
-                f"     |  link {_bar(link.transfer_s / slowest_s)} {format_seconds(link.transfer_s)}"
-                f" + {format_seconds(link.latency_s)} latency, {format_bytes(link.forward_bytes)}{back}"
-                f"{'  <- slowest' if slowest else ''}"
-            )
+            mark = "  <- slowest" if slowest else ""
+            head = f"{time} + {format_seconds(link.latency_s)} latency"
+            yield from _fitting(f"{head},", f"{format_bytes(link.forward_bytes)}{back}", mark, 13, columns, gap=" ")
     if found.spares:
         yield f"     spares: {_list([names.get(peer, peer) for peer in found.spares])}"
+
+
+def _fitting(head: str, rest: str, mark: str, indent: int, columns: int | None, gap: str = "  ") -> Iterator[str]:
+    """Yield one line, or two if it is longer than `columns`; the second one begins at `indent`."""
+    whole = f"{head}{gap}{rest}{mark}"
+    if columns is None or len(whole) <= columns:
+        yield whole
+        return
+    yield f"{head.removesuffix(',')}{mark}"
+    trunk = "     |" if head.startswith("     |") else ""
+    yield f"{trunk:<{indent}}{rest}"
 
 
 def show_standbys(watch: StandbyAssignment, names: Mapping[str, str]) -> None:

@@ -105,6 +105,18 @@ def test_what_would_help_a_training_job_is_true(planned: Any) -> None:
     assert "twice the upload speed everywhere" in helps or "with another number of stages" in helps
 
 
+@pytest.mark.slow
+def test_everywhere_includes_the_owners_machine(planned: Any) -> None:
+    # Its uplink carries the first boundary of every microbatch, and is the slowest link.
+    flags = ("--batch", "8", "--microbatches", "2", "--sequence", "64", "--privacy", "split")
+    owner = OWNER.replace("1e7", "2e9").replace("1e6", "1e8")
+    pool = "[[peers]]" + RIG.format(0, 50) + owner + 'uplink = "{}Mbit"\n'
+    found, _ = planned(pool.format(1), *flags)
+    helps = {one["change"]: one["tokens_per_s"] for one in found["would_help"]}
+    asked, _ = planned(pool.replace('"50Mbit"', '"100Mbit"').format(2), *flags)
+    assert asked["tokens_per_s"] == pytest.approx(helps["twice the upload speed everywhere"])
+
+
 @pytest.mark.parametrize(
     ("gap", "words"),
     [(0.03, "more than 3.0% faster"), (0.5, "more than 50.0% faster"), (22.73, "more than 24 times as")],

@@ -67,6 +67,16 @@ def test_a_link_can_be_what_is_slowest():
     assert "link ##########" in marked
 
 
+@pytest.mark.parametrize("uplink_bytes_per_s", [1e9, 1e3])
+def test_a_narrow_picture_has_the_same_words_in_more_lines(uplink_bytes_per_s: float):
+    found, between = planned(uplink_bytes_per_s)
+    wide, narrow = list(picture(found, between, NAMES)), list(picture(found, between, NAMES, 70))
+    assert max(map(len, wide)) > 70 >= max(map(len, narrow))
+    assert len(narrow) > len(wide)
+    said = sorted(word.strip(",") for line in wide for word in line.split() if word != "|")
+    assert sorted(word.strip(",") for line in narrow for word in line.split() if word != "|") == said
+
+
 def test_peers_left_out_for_one_reason_share_a_line(capsys: pytest.CaptureFixture[str]):
     found, _ = planned(1e9)
     left = tuple(Excluded(peer=f"p{number}", reason="it is not connected.") for number in range(12))
