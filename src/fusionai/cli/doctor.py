@@ -177,7 +177,7 @@ def _of_torch(looked: Survey | str, *, alone: bool) -> Iterator[Finding]:
             "Try `fusion doctor --device cpu`. If that works, repair the graphics driver.",
         )
         return
-    yield _speed("speed", looked.report)
+    yield from _speed("speed", looked.report)
 
 
 def _of_another(name: str, looked: Survey | str | None) -> Iterator[Finding]:
@@ -193,42 +193,33 @@ def _of_another(name: str, looked: Survey | str | None) -> Iterator[Finding]:
                 f"Optional: `{install}`.",
             )
         case Survey(report=DeviceReport() as report):
-            yield _speed(name, report)
+            yield from _speed(name, report)
         case Survey(problem=problem):
             yield Finding(name, "note", f"the device could not be measured: {problem}", _REINSTALL % install)
         case _:
             yield Finding(name, "note", looked, _REINSTALL % install)
 
 
-def _speed(area: str, report: DeviceReport) -> Finding:
-    return Finding(
+def _speed(area: str, report: DeviceReport) -> Iterator[Finding]:
+    yield Finding(
         area,
         "good",
-        f"{report.device} ({report.device_name}): {report.flops_per_s / 1e9:.3g} GFLOP/s in float32 with "
-        f"{report.threads} thread{'s' if report.threads != 1 else ''}{_pace(report)}, memory at "
-        f"{format_bytes(report.memory_bandwidth_bytes_per_s)}/s, {format_bytes(report.memory_bytes)} to lend"
-        f"{_serving(report)}",
+        f"{report.device} ({report.device_name}), {report.threads} thread{'s' if report.threads != 1 else ''}: "
+        f"{report.flops_per_s / 1e9:.3g} GFLOP/s in float32, memory at "
+        f"{format_bytes(report.memory_bandwidth_bytes_per_s)}/s, {format_bytes(report.memory_bytes)} to lend",
     )
-
-
-def _serving(report: DeviceReport) -> str:
-    if not report.serving:
-        return ""
-    formats = ", ".join(
-        f"{pace.form} {pace.flops_per_s / 1e9:.3g} GFLOP/s for prompts, {format_bytes(pace.bytes_per_s)}/s of weights"
-        for pace in report.serving
-    )
-    attention = report.attention_flops_per_s
-    attended = f"; attention {attention / 1e9:.3g} GFLOP/s" if attention > 0 else ""
-    return f"; in serving {formats} per token{attended}"
-
-
-def _pace(report: DeviceReport) -> str:
-    pace = report.pace
-    if pace is None:
-        return ""
-    moved = f", {format_bytes(1 / pace.byte_s)}/s read and written" if pace.byte_s > 0 else ""
-    return f" (in training {pace.flops_per_s / 1e9:.3g} GFLOP/s, {format_seconds(pace.call_s)} per operator{moved})"
+    if (pace := report.pace) is not None:
+        moved = f", {format_bytes(1 / pace.byte_s)}/s read and written" if pace.byte_s > 0 else ""
+        found = f"{pace.flops_per_s / 1e9:.3g} GFLOP/s, {format_seconds(pace.call_s)} per operator{moved}"
+        yield Finding(f"{area}, training", "good", found)
+    if report.serving:
+        formats = "; ".join(
+            f"{pace.form} {pace.flops_per_s / 1e9:.3g} GFLOP/s, {format_bytes(pace.bytes_per_s)}/s"
+            for pace in report.serving
+        )
+        attention = report.attention_flops_per_s
+        attended = f"; attention {attention / 1e9:.3g} GFLOP/s" if attention > 0 else ""
+        yield Finding(f"{area}, serving", "good", f"prompts, and weights read per token: {formats}{attended}")
 
 
 def _of_graphics_cards(looked: Survey) -> Iterator[Finding]:
