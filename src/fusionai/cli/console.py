@@ -46,13 +46,13 @@ def _to_standard_error(text: str) -> None:
     click.echo(_wrapped(text, sys.stderr), err=True)
 
 
-_QUOTED: Final = re.compile(r"`[^`]*`")
+_QUOTED: Final = re.compile(r"`[^`]*`|(?<=: )fusion .*")
 _KEPT_SPACE: Final = "\x00"
 
 
 def _wrapped(text: str, stream: IO[str]) -> str:
     """Break the lines of a text for a terminal between words. Commands stay whole, so that they can be copied: what is
-    in backquotes, and lines that are indented or begin with a command."""
+    in backquotes or follows a colon, and lines that are indented or begin with a command."""
     if not stream.isatty():
         return text
     width = Console(file=stream).width
@@ -60,7 +60,7 @@ def _wrapped(text: str, stream: IO[str]) -> str:
 
 
 def _wrapped_line(text: str, width: int) -> str:
-    if len(text) <= width or text.startswith((" ", "fusion ")):
+    if len(text) <= width or text.startswith((" ", "fusion ", "curl ")):
         return text
     kept = _QUOTED.sub(lambda found: found.group().replace(" ", _KEPT_SPACE), text)
     after = "  " if kept.startswith("- ") else ""

@@ -195,9 +195,8 @@ class TrainingView(_LiveView):
         first, end = stage.blocks
         replica = f"replica {stage.replica}, " if self._plan.replicas > 1 else ""
         blocks = replica + (f"block {first}" if end - first == 1 else f"blocks {first}-{end - 1}")
-        roles = (
-            "".join(f" + {role}" for role in stage.roles if role != "stage") if "stage" in stage.roles else " (loss)"
-        )
+        others = [role for role in stage.roles if role != "stage"]
+        roles = "".join(f" + {role}" for role in others) if "stage" in stage.roles else f" ({', '.join(others)})"
         name = profile.name if profile is not None and profile.name else short(PeerId(stage.peer))
         device = "" if profile is None else profile.device_name or profile.device
         share = "" if profile is None else f"{profile.share:.0%}"

@@ -75,7 +75,8 @@ class ServingView:
             case ServePlanned():
                 self._planned(event)
             case progress.StageLoading():
-                if not self._ready:  # spares load while the model already serves
+                # Spares load while the model already serves; the owner reports no bytes of its own parts.
+                if event.done_bytes and not self._ready:
                     what = f"stage {event.stage} on {self._name(event.peer)}"
                     self._bar((event.stage, event.peer), what, event.done_bytes, event.total_bytes)
             case progress.WeightsLoaded():
