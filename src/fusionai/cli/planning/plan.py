@@ -30,6 +30,7 @@ from fusionai.cli.planning.request import Asked, Change, captured, problem_of, w
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import PlanError, UsageError
 from fusionai.primitives.privacy import PrivacyLevel
+from fusionai.primitives.tensors import tensor_bytes
 from fusionai.primitives.units import format_speed
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.types import Plan, Problem, SavingMode
@@ -69,6 +70,12 @@ _TASKS: Final = ("train", "serve")
     "fp32",
 )
 @flags.lora_option
+@flags.choice_option(
+    "--base",
+    "With --lora: keep the weights that are not trained in this format, as `base` in a recipe's [adapter].",
+    ["fp32", "bf16", "int8", "int4"],
+    "fp32",
+)
 @flags.choice_option(
     "--recompute",
     "Recompute activations in the backward pass of training stages instead of keeping them.",
@@ -186,6 +193,7 @@ _ONLY_IN_TRAINING: Final = {
     "offload_weights": "auto",
     "precision": "fp32",
     "lora": None,
+    "base": "fp32",
     "replicas": 1,
 }
 """Flags that have no meaning with --task serve, with their defaults."""
@@ -210,8 +218,13 @@ def _check_flags(task: Literal["train", "serve"], given: Mapping[str, object]) -
     for name, default in _ONLY_IN_TRAINING.items():
         if task == "serve" and given[name] != default:
             flag = f"--{name.replace('_', '-')}"
-            instead = "Use --weights for a served model." if name == "precision" else f"Leave {flag} out."
+            instead = "Use --weights for a served model." if name in ("precision", "base") else f"Leave {flag} out."
             raise UsageError(f"{flag} is for --task train.", hint=instead)
+    if given["base"] != "fp32" and given["lora"] is None:
+        raise UsageError(
+            f"--base {given['base']} is for the weights that are not trained, but without --lora all are trained.",
+            hint="Add --lora RANK, or leave --base out.",
+        )
     if given["offload_weights"] == "always" and given["recompute"] == "never":
         raise UsageError(
             "--offload-weights always needs recomputed activations, but --recompute is never.",
@@ -280,9 +293,20 @@ def _smaller(graph: Graph, pool: PoolOnPaper, asked: Asked, again: Callable[[Ask
     if asked.sequence > 1:
         half = asked.sequence // 2
         yield changed(f"with --sequence {half}", replace(asked, sequence=half))
-    if asked.lora is None:
-        adapted = replace(asked, lora=_RANK)
-        yield Change(words=f"with --lora {_RANK}", problem=lambda: problem_of(again(adapted), pool, adapted))
+    if asked.base in ("fp32", "bf16"):
+        yield from _adapted(graph, pool, asked, again)
+
+
+def _adapted(graph: Graph, pool: PoolOnPaper, asked: Asked, again: Callable[[Asked], Graph]) -> Iterator[Change]:
+    """Yield the training of adapters, with the base in the largest format that the lent memory could hold."""
+    whole_bytes = sum(tensor_bytes(spec.dtype, spec.shape) for spec in graph.params.values())
+    lent_bytes = sum(peer.memory_bytes for peer in pool.peers)
+    adapted = replace(asked, lora=_RANK if asked.lora is None else asked.lora)
+    words = f"with --lora {adapted.lora}"
+    if asked.lora is not None or whole_bytes > lent_bytes:
+        adapted = replace(adapted, base="int4")
+        words += " --base int4"
+    yield Change(words=words, problem=lambda: problem_of(again(adapted), pool, adapted))
 
 
 def _constraint_warnings(found: Plan, problem: Problem) -> Iterator[str]:

@@ -23,6 +23,7 @@ from fusionai.ir.cost import block_costs
 from fusionai.ir.partition import ends
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.serving import purpose_of, serves_from_caches, serving_graph
+from fusionai.ir.weights import with_stored
 from fusionai.primitives.errors import PlanError, UsageError
 from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
 from fusionai.primitives.process import loading
@@ -59,6 +60,8 @@ class Asked:
     privacy: PrivacyLevel = "open"
     lora: int | None = None
     """Rank of the LoRA adapters that are trained instead of the model; None: train the model."""
+    base: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
+    """Format in which the weights that are not trained are kept, with `lora`."""
 
     @property
     def rows(self) -> int:
@@ -68,6 +71,8 @@ class Asked:
 def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
     """Return the planner's problem for `graph`. Raises `UsageError` or `GraphError` if the request can't be met."""
     wishes = asked.constraints
+    if asked.base != "fp32":
+        graph = with_stored(graph, asked.base)
     kept = _kept(graph, pool, asked)
     # Nothing can be placed on the owner's machine if its profile is unknown.
     default: _Place = "pool" if pool.owner is None else "owner"

@@ -401,6 +401,20 @@ def test_serving_has_no_precision_of_training(files: Path, capsys: pytest.Captur
     assert "--precision is for --task train" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--base", "int4"), "without --lora all are trained"),
+        (("--task", "serve", "--base", "int4"), "--base is for --task train"),
+    ],
+)
+def test_a_base_is_kept_smaller_only_beside_an_adapter(
+    files: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], said: str
+):
+    assert planned(files, *flags) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_in_bf16_more_of_the_bits_depend_on_the_cut(monkeypatch: pytest.MonkeyPatch, files: Path):
     halved: list[bool] = []
 

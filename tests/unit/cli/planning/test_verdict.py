@@ -52,9 +52,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def planned(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(environment, "fusion_home", lambda: home)
-    (home / "model.json").write_text(json.dumps(MODEL))
 
-    def plan(pool: str, *flags: str) -> tuple[dict[str, Any], str]:
+    def plan(pool: str, *flags: str, model: dict[str, Any] = MODEL) -> tuple[dict[str, Any], str]:
+        (home / "model.json").write_text(json.dumps(model))
         (tmp_path / "pool.toml").write_text(pool)
         figures = tmp_path / "plan.json"
         where = ("--pool", str(tmp_path / "pool.toml"), "--home", str(home), "--json", str(figures))
@@ -103,6 +103,19 @@ def test_what_would_help_a_training_job_is_true(planned: Any) -> None:
             continue
         assert asked["tokens_per_s"] == pytest.approx(helps[change]), change
     assert "twice the upload speed everywhere" in helps or "with another number of stages" in helps
+
+
+@pytest.mark.slow
+def test_a_base_of_four_bits_lets_an_adapter_fit(planned: Any) -> None:
+    # Half a machine's memory in float32: weights are read from a file for every microbatch.
+    pool = pool_of(1).replace('memory = "1GB"', 'memory = "80MB"')
+    wide = {**MODEL, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    flags = ("--batch", "4", "--microbatches", "4", "--sequence", "32", "--privacy", "encrypted", "--lora", "4")
+    found, _ = planned(pool, *flags, model=wide)
+    helps = {one["change"].split(";")[0]: one["tokens_per_s"] for one in found["would_help"]}
+    smaller, _ = planned(pool, *flags, "--base", "int4", model=wide)
+    assert smaller["tokens_per_s"] == pytest.approx(helps["--base int4"])
+    assert smaller["tokens_per_s"] > 2 * found["tokens_per_s"]
 
 
 @pytest.mark.slow
