@@ -368,7 +368,7 @@ def examine(name: str, *, thorough: bool) -> Examined:
     again = {"recompute": True}
     ways = (("fp32", {}), ("bf16", again), *((("fp32", again), ("bf16", {})) if thorough else ()))
     captured = taken(True)
-    drawn = {name: to_host(tensor) for name, tensor in draw_inputs(captured.inputs, 7, {"b": 2, "s": 16}).items()}
+    drawn = {name: to_host(tensor) for name, tensor in draw_inputs(captured.inputs, 7, {"b": 2, "s": 11}).items()}
     fed = drawn, dict(captured.state(captured.owed))
     for precision, saving in ways:
         _tried(result, f"training in {precision} {saving}", partial(_train, captured, fed, result, precision, saving))

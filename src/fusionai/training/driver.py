@@ -46,7 +46,7 @@ from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints, Saving
 from fusionai.training.deployment import Batch, Cut, TrainingJob, cut
 from fusionai.training.feed import Traffic
-from fusionai.training.inspection import Inspection, limits
+from fusionai.training.inspection import Inspection
 from fusionai.training.outer import LocalUpdates, Seat
 from fusionai.training.progress import FaultLog, Timeline
 from fusionai.training.rounds import JobRound
@@ -98,7 +98,6 @@ class Driver:
         self._ended: EndJob | None = None
         # Newer plan version -> (deployment, reason), until the machine adopts it.
         self._granted: dict[int, tuple[Deployment, str]] = {}
-        self._prints: dict[str, str] = {}  # peer -> the fingerprint it reported
         self._inspection = Inspection(job.secret, job.owner) if job.secret else None
         model = cut(job, deployment.plan)
         self._machine = _machine(job, deployment.plan, model, journal, checkpoints, saved)
@@ -373,9 +372,7 @@ class Driver:
         check = self._machine.spot_checks.check_of(peer, message.stage, message.first, message.below)
         if self._inspection is None or check is None:
             return
-        prints = self._prints
-        apart = limits(self._job.options, prints.get(check.peer, ""), prints.get(check.verifier, ""))
-        opinion = self._inspection.opinion(check, message, apart)
+        opinion = self._inspection.opinion(check, message, self._inspection.limits(self._job.options, check))
         self._post(interface.StageChecked(check, opinion, fence=self.fence))
 
     async def _pass_evidence(self, peer: PeerId, message: Sent, tensors: dict[str, HostTensor]) -> None:
@@ -417,10 +414,10 @@ class Driver:
         match message:
             case wire.Status():
                 self._timeline.clock(message.stage, message.clock_s)
-                # A peer promises bits only if all of its stages do.
-                self._prints[peer] = message.fingerprint if self._prints.get(peer, message.fingerprint) else ""
-            case wire.Enlisted():
-                self._prints[peer] = message.fingerprint
+                if self._inspection is not None:
+                    self._inspection.attached(peer, message.fingerprint)
+            case wire.Enlisted() if self._inspection is not None:
+                self._inspection.enlisted(peer, message.fingerprint)
             case wire.Prepared():
                 self._timeline.spans(message.stage, message.spans)
                 if self._inspection is not None:

@@ -75,6 +75,21 @@ class Inspection:
     owner: str
     _words: dict[tuple[int, int], _Word] = field(default_factory=dict[tuple[int, int], _Word])
     """(stage, step) -> its report."""
+    _prints: dict[str, str] = field(default_factory=dict[str, str])
+    """Peer -> the fingerprint that it reported; empty if one of its stages promises no bits."""
+
+    def enlisted(self, peer: str, fingerprint: str) -> None:
+        """Note a peer's fingerprint at the beginning of a round."""
+        self._prints[peer] = fingerprint
+
+    def attached(self, peer: str, fingerprint: str) -> None:
+        """Note the fingerprint under which a stage of the peer runs."""
+        if self._prints.get(peer, fingerprint):
+            self._prints[peer] = fingerprint
+
+    def limits(self, options: StageOptions, check: Check) -> WorkTolerance:
+        """Return the limits between the peer that is checked and the verifier."""
+        return limits(options, self._prints.get(check.peer, ""), self._prints.get(check.verifier, ""))
 
     def secret_of(self, stage: int, peer: str) -> bytes:
         """Return the secret from which `peer` derives its sketch keys while it runs `stage`."""

@@ -25,6 +25,7 @@ class Machine:
     home: Path
     clock: VirtualClock
     fingerprint: str = "bits"
+    card: str = "a card"
     share: float = 1.0
     measured: int = 0
     name: str = "null"
@@ -33,7 +34,7 @@ class Machine:
         if speeds is None:
             self.measured += 1
             speeds = Speeds(1e9 / self.measured, 1e10)
-        return replace(NullBackend().probe(speeds), fingerprint=self.fingerprint)
+        return replace(NullBackend().probe(speeds), fingerprint=self.fingerprint, device_name=self.card)
 
     def start(self, *, anew: bool = False) -> tuple[DeviceReport, float | None]:
         return measured_device(self, self.home, share=self.share, anew=anew, clock=self.clock)  # type: ignore[arg-type]
@@ -60,6 +61,17 @@ def test_asked_for_it_measures_anew_and_keeps_that(machine: Machine) -> None:
     assert since is None
     assert again.flops_per_s == 0.5e9
     assert machine.start() == (again, machine.clock.wall_s())
+
+
+def test_a_device_without_a_fingerprint_is_known_by_its_name(machine: Machine) -> None:
+    """It promises no bits, so that two different ones have equal fingerprints: empty ones."""
+    machine.fingerprint = ""
+    machine.start()
+    machine.start()
+    assert machine.measured == 1
+    machine.card = "another card"
+    machine.start()
+    assert machine.measured == 2
 
 
 def _older(machine: Machine) -> None:

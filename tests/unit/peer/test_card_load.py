@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fusionai.peer import lending
+from fusionai.peer import daemon, lending
 from fusionai.peer.card_load import AmdCard, NvidiaCard, OthersCardLoad, find_cards
 from fusionai.peer.lending import CARD_BUSY_AFTER_S, LOOK_AT_CARDS_EVERY_S, QUIET_AFTER_S, Lending
 from harness.virtual_clock import VirtualClock
@@ -142,3 +142,25 @@ def test_cards_are_looked_at_often_only_if_some_are_lent_and_watched() -> None:
     unwatched = Lending(None, pause_when_busy=False, clock=VirtualClock(), card_load=lambda _: 1.0)
     assert unwatched.always
     assert unwatched.why_not() is None
+
+
+def test_a_lent_card_that_can_t_be_read_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def lent(*devices: str) -> list[Any]:
+        compute = SimpleNamespace(busy_s=1.0)
+        return [
+            SimpleNamespace(backend=SimpleNamespace(device=one), report=SimpleNamespace(card=one), compute=compute)
+            for one in devices
+        ]
+
+    monkeypatch.setattr(daemon, "find_cards", lambda names: ())
+    assert daemon._card_load(lent("cpu"), said.append) is None
+    assert said == []
+    assert daemon._card_load(lent("cpu", "cuda"), said.append) is None
+    assert "watches the processor only" in said[0]
+    library = Library([(GAME, 50)])
+    monkeypatch.setattr(daemon, "find_cards", lambda names: [NvidiaCard(library, name) for name in names])
+    load = daemon._card_load(lent("cpu", "cuda"), said.append)
+    assert load is not None
+    assert load(0.0) == 0.5

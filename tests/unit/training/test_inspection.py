@@ -155,3 +155,18 @@ def test_limits_follow_from_numerics():
     assert EXACT.sketches < limits(fp32, "x", "y").sketches < 0.01 / 2.5 < limits(bf16, "x", "y").sketches
     packed = StageOptions(codecs=("int8",))
     assert limits(packed, "x", "y").sketches > limits(fp32, "x", "y").sketches
+
+
+def test_a_peer_promises_bits_only_if_all_of_its_stages_do() -> None:
+    one, options = inspection(), StageOptions()
+    loose = limits(options, "", "")
+    assert one.limits(options, CHECK) == loose, "nothing is known"
+    for peer in (CHECK.peer, CHECK.verifier):
+        one.enlisted(peer, "bits")
+        one.attached(peer, "bits")
+    assert one.limits(options, CHECK) == EXACT
+    for fingerprint in ("bits", "", "bits"):
+        one.attached(CHECK.peer, fingerprint)
+    assert one.limits(options, CHECK) == loose
+    one.enlisted(CHECK.peer, "bits")
+    assert one.limits(options, CHECK) == EXACT, "another round, other stages"

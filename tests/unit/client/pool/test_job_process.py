@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.client.pool import job_process
-from fusionai.client.pool.job_process import own_machine
+from fusionai.client.pool.job_process import own_machine, owner_profile
 from harness.in_a_loop import in_a_loop
 from harness.null_backend import NullBackend
+from harness.pool import peer_id
 
 
 @dataclass(frozen=True)
@@ -40,3 +41,10 @@ async def test_the_owners_machine_is_measured_at_the_first_job_alone(
     assert reports[0] == reports[1]
     (kept,) = said
     assert f"delete {tmp_path / 'owner' / 'measurement.json'} to measure it again" in kept
+
+
+def test_a_jobs_owner_plans_with_what_its_card_has_free() -> None:
+    report = replace(NullBackend().probe(), memory_bytes=24, free_bytes=20)
+    assert owner_profile(peer_id(1), report).memory_bytes == 24
+    assert owner_profile(peer_id(1), replace(report, card="GPU-1")).memory_bytes == 20
+    assert owner_profile(peer_id(1), report, 7).memory_bytes == 7

@@ -24,6 +24,7 @@ from fusionai.wire import messages as wire
 from fusionai.wire.frame import STREAM_LIMITS, encode_frame_head, headers
 from fusionai.wire.messages import Fence
 from harness.memory_transport import MemoryNetwork
+from harness.null_backend import NullBackend
 from harness.pool import OWNER, peer_id, tensor
 from harness.stand import FENCE, NEIGHBOUR, PATIENCE_S, Running, Stand, commit, forward, layers, receive, rows, until
 from harness.virtual_clock import VirtualClock
@@ -64,6 +65,27 @@ def test_an_attach_without_enlisting_is_refused():
         assert isinstance(await stand.attach_on(control, fence=LATER), wire.Status)
 
     with_stand(body)
+
+
+class Unrepeated(NullBackend):
+    """A card that has no deterministic kernels for its stages."""
+
+    def load(self, *given: Any, **options: Any) -> Any:
+        program = super().load(*given, **options)
+        program.repeats = False
+        return program
+
+
+@pytest.mark.parametrize(("backend", "fingerprint"), [(NullBackend, "test"), (Unrepeated, "")])
+def test_a_stage_that_does_not_repeat_its_bits_reports_no_fingerprint(backend: Any, fingerprint: str):
+    async def body(stand: Stand) -> None:
+        control, _ = await stand.open()
+        await stand.enlisted(control)
+        status = await stand.attach_on(control)
+        assert isinstance(status, wire.Status)
+        assert status.fingerprint == fingerprint
+
+    with_stand(body, backend=backend)
 
 
 @pytest.mark.parametrize("fence", [FENCE, Fence(1, 0, 7), Fence(0, 9, 9)])
