@@ -2,7 +2,8 @@
 written down here.
 
 Budgets are what stages did when this was written, for one layer: a number may fall, and is then lowered here. Which
-kernel a card takes for an operator, what it costs and what it computes is not seen.
+kernel a card takes for an operator, what it costs and what it computes is not seen. Attention is counted as the formula
+that PyTorch falls back to here.
 """
 
 from __future__ import annotations

@@ -131,9 +131,14 @@ class TorchContext:
 
 
 def repeats_keys(device: torch.device, *, half_floats: bool) -> bool:
-    """Return whether attention on the device should repeat shared key heads: CUDA's kernel for float32 takes none, and
-    with shared heads PyTorch would fall back to one that keeps every weight, queries times keys."""
-    return device.type == "cuda" and not half_floats
+    """Return whether attention on the device should repeat shared key heads: in float32, not every version of PyTorch's
+    fused kernel for cards takes shared ones, and it would fall back to a kernel that keeps every weight, queries times
+    keys."""
+    if device.type != "cuda" or half_floats:
+        return False
+    q, shared = (torch.empty((1, heads, 64, 64), device=device) for heads in (8, 2))
+    asked = torch.backends.cuda.SDPAParams(q, shared, shared, None, 0.0, True, True)
+    return not torch.backends.cuda.can_use_efficient_attention(asked)
 
 
 def _zeros_for_empty(size: list[int], **options: Any) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.torch import semantic
@@ -181,8 +182,17 @@ def test_shared_key_heads_are_repeated_where_no_fused_kernel_takes_them(monkeypa
     torch.testing.assert_close(repeated, shared)
 
 
-def test_only_a_card_in_float32_repeats_them() -> None:
+def test_a_card_in_float32_repeats_them_unless_its_fused_kernel_takes_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def takes(params: Any, debug: bool = False) -> bool:
+        asked.append(params.enable_gqa)
+        return len(asked) > 1
+
+    monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", takes)
     cuda = torch.device("cuda")
-    assert repeats_keys(cuda, half_floats=False)
-    assert not repeats_keys(cuda, half_floats=True)
+    with FakeTensorMode():
+        assert [repeats_keys(cuda, half_floats=False) for _ in range(2)] == [True, False]
+        assert not repeats_keys(cuda, half_floats=True)
     assert not repeats_keys(torch.device("cpu"), half_floats=False)
+    assert asked == [True, True]
