@@ -14,6 +14,7 @@ from fusionai.cli.page.overview import (
     PlanPicture,
     ProgramRow,
     RecipeRow,
+    RefusedMachine,
     StageRow,
 )
 from fusionai.primitives.errors import UsageError
@@ -78,6 +79,8 @@ OVERVIEW = PageOverview(
         machine(_NAMES[2], state="lost", words="lost", job="", part=""),
         machine(_NAMES[3], state="idle", words="standing by", job="", part=""),
     ),
+    refused=(RefusedMachine(peer="q" * 52, name="newcomer"),),
+    approves=True,
     links=(
         LinkRow(ends=("peer-attic", "peer-laptop"), route="lan", round_trip_s=4.1e-4, bytes_per_s=1.1e8),
         LinkRow(ends=("peer-attic", f"peer-{_NAMES[3]}"), route="relay", round_trip_s=0.043, bytes_per_s=0.0),

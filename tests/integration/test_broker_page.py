@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from fusionai.cli.page.actions import (
+    ApproveMachine,
     EndProgram,
     EvictMachine,
     MakeCode,
@@ -80,7 +81,10 @@ def test_the_pool_is_shown_live_and_changed_by_its_owner(tmp_path: Path):
             await page.locator("#ask-yes").click()
             await page.get_by_role("button", name="Evict laptop").click()
             await page.locator("#ask-yes").click()
-            await page.locator("dialog[open]").wait_for(state="detached")
+            await page.locator("#done", has_text="Done.").wait_for()
+            await page.get_by_role("button", name="Approve newcomer").click()
+            assert "q" * 52 in await page.locator("#ask-text").inner_text()
+            await page.locator("#ask-yes").click()
             await page.get_by_role("button", name="History of poems-a1").click()
             await page.locator("#log-lines", has_text="office took its place").wait_for()
             await page.keyboard.press("Escape")
@@ -101,6 +105,7 @@ def test_the_pool_is_shown_live_and_changed_by_its_owner(tmp_path: Path):
         MakeInvitation(),
         StopPoolJob(job="poems-a1"),
         EvictMachine(peer="peer-laptop"),
+        ApproveMachine(peer="q" * 52),
         EvictMachine(peer="peer-attic"),
     ]
 

@@ -48,6 +48,8 @@ TOKEN_BYTES: Final = 32
 MAX_PROFILE_BYTES: Final = 16_384
 MAX_PLAN_BYTES: Final = 4 * 2**20
 MAX_STAGES: Final = 1024
+MAX_UNENDORSED: Final = 64
+"""Refused machines that are remembered, for the broker's owner (chosen)."""
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -90,6 +92,8 @@ class BrokerService:
     """Gets a sentence when a machine comes or goes."""
     announces: bool = False
     """Whether machines nearby can find this broker, so that codes are of use."""
+    unendorsed: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
+    """Names of machines that asked to lend themselves and were refused for want of an endorsement."""
     _links: dict[PeerId, tuple[wire.LinkView, ...]] = field(default_factory=dict)
     """Links that each peer reported last. They are not journalled."""
     _seen_at: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
@@ -227,6 +231,7 @@ class BrokerService:
         may be older than this broker's rule, or its endorsements may have expired."""
         if self.admits is None:
             return
+        registers = profile is not None
         if profile is None:
             member = self.state.pool.members.get(peer)
             if member is None or not member.profile:
@@ -235,11 +240,21 @@ class BrokerService:
         try:
             self.admits(peer, profile.endorsements)
         except TrustError as error:
+            if registers:
+                self._note_unendorsed(peer, profile.name)
             raise Refusal(
                 "untrusted",
                 f"This broker takes only machines whose keys are endorsed: {error.message} Have {peer} signed "
                 "(`fusion trust sign`) by a key it trusts, carry that (`fusion trust carry`), and join again.",
             ) from error
+        self.unendorsed.pop(peer, None)
+
+    def _note_unendorsed(self, peer: PeerId, name: str) -> None:
+        if peer not in self.unendorsed:
+            self.notice(f"{name or short(peer)} asked to lend itself and was refused: its key is not endorsed.")
+        self.unendorsed[peer] = name
+        while len(self.unendorsed) > MAX_UNENDORSED:
+            del self.unendorsed[next(iter(self.unendorsed))]
 
     def revocations(self) -> wire.Revocations:
         """Return the present list of evicted members, signed."""

@@ -38,6 +38,12 @@ class EvictMachine(_Action, frozen=True, kw_only=True, tag="evict"):
     peer: Id
 
 
+class ApproveMachine(_Action, frozen=True, kw_only=True, tag="approve"):
+    """Endorse a machine that was refused, with this machine's signing key."""
+
+    peer: Id
+
+
 class StopPoolJob(_Action, frozen=True, kw_only=True, tag="stop"):
     """Stop a job cleanly."""
 
@@ -78,6 +84,7 @@ Action = (
     MakeInvitation
     | MakeCode
     | EvictMachine
+    | ApproveMachine
     | StopPoolJob
     | PlanTraining
     | StartTraining

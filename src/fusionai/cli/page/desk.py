@@ -20,6 +20,7 @@ from fusionai.broker.server import BrokerServer
 from fusionai.cli.page.actions import (
     Action,
     ActionDone,
+    ApproveMachine,
     EndProgram,
     EvictMachine,
     MakeCode,
@@ -36,6 +37,7 @@ from fusionai.cli.page.overview import (
     PageNotice,
     PageOverview,
     RecipeRow,
+    RefusedMachine,
     job_rows,
     link_rows,
     machine_rows,
@@ -43,6 +45,7 @@ from fusionai.cli.page.overview import (
 )
 from fusionai.cli.page.programs import PagePrograms
 from fusionai.cli.page.training import PageRecipe, TrainingForm, checked_served, recipes_in, verdict_of
+from fusionai.cli.pool.trust import endorsed
 from fusionai.client.pool.session import OWNER_DIRECTORY, PoolMember, known_owner, members_of
 from fusionai.client.serving.names import CHECKPOINTS, model_name
 from fusionai.primitives.errors import FusionError, RefusedError, UsageError
@@ -56,13 +59,21 @@ OWN: Final = "this machine"
 
 
 class BrokerDesk:
-    """The `PageDesk` of a running broker. `programs`: commands that the page starts; `wall_s`: seconds since 1970."""
+    """The `PageDesk` of a running broker. `programs`: commands that the page starts; `approves`: the broker
+    takes the endorsements of this machine's trust list; `wall_s`: seconds since 1970."""
 
     def __init__(
-        self, server: BrokerServer, home: Path, programs: PagePrograms, wall_s: Callable[[], float] = time.time
+        self,
+        server: BrokerServer,
+        home: Path,
+        programs: PagePrograms,
+        *,
+        approves: bool = False,
+        wall_s: Callable[[], float] = time.time,
     ) -> None:
         self._server = server
         self._programs = programs
+        self._approves = approves
         self._planning = asyncio.Lock()
         self._home = home
         self._wall_s = wall_s
@@ -83,14 +94,18 @@ class BrokerDesk:
         # The broker sends a job's history only when asked about that job.
         told = {view.job: view for job in live for view in self._job(job.job)}
         plans = {JobId(job.job): plan for job in live if (plan := service.plan_of(JobId(job.job))) is not None}
+        # A job may wait for a machine that was sent away; it is a member no more.
+        here = tuple(member for member in members if PeerId(member.view.peer) not in service.state.pool.evicted)
         names = {member.view.peer: member.named for member in members} | self._own_names()
         return PageOverview(
             pool=service.authority.pool,
             broker=short(service.state.rules.broker),
             addresses=service.addresses,
             announces=service.announces,
-            machines=machine_rows(members, self._since_s(members)),
-            links=link_rows(members),
+            machines=machine_rows(here, self._since_s(members)),
+            refused=tuple(RefusedMachine(peer=peer, name=name) for peer, name in service.unendorsed.items()),
+            approves=self._approves,
+            links=link_rows(here),
             jobs=job_rows([told.get(job.job, job) for job in jobs], plans, names),
             programs=self._programs.rows(),
             recipes=tuple(self._recipe_row(one) for one in recipes_in(self._programs.directory)),
@@ -114,6 +129,8 @@ class BrokerDesk:
                 return self._start(action)
             case EndProgram(number=number):
                 return ActionDone(text=f"{self._programs.end(number).title} was asked to end.")
+            case ApproveMachine(peer=peer):
+                return self._approve(PeerId(peer))
             case MakeInvitation() | MakeCode() | EvictMachine() | StopPoolJob():
                 return self._manage(action)
         assert_never(action)
@@ -135,6 +152,14 @@ class BrokerDesk:
                 self._ask(wire.JobStop(job=job), wire.Done)
                 return ActionDone(text=f"{job} was asked to stop; it writes a last checkpoint first.")
         assert_never(action)
+
+    def _approve(self, peer: PeerId) -> ActionDone:
+        refused = self._server.service.unendorsed
+        if not self._approves or peer not in refused:
+            raise UsageError("no such machine waits for approval here.")
+        name = refused.pop(peer)
+        endorsed(self._home, peer, name)
+        return ActionDone(text=f"Approved: {name or short(peer)}. Run `fusion join` on it again.")
 
     async def _plan(self, form: TrainingForm) -> ActionDone:
         """Keep the form as a recipe and plan it in a process of its own, one at a time."""

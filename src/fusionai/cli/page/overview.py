@@ -43,6 +43,13 @@ class MachineRow(msgspec.Struct, frozen=True, kw_only=True):
     part: str
 
 
+class RefusedMachine(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine that asked to lend itself and was refused, because its key is not endorsed."""
+
+    peer: str
+    name: str
+
+
 class LinkRow(msgspec.Struct, frozen=True, kw_only=True):
     """A measured link between two members, with the figures of the end that measured more. 0: not measured."""
 
@@ -124,13 +131,15 @@ class PageNotice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageOverview(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the page shows by itself."""
+    """All that the page shows by itself. `approves`: refused machines can be endorsed here."""
 
     pool: str
     broker: str
     addresses: tuple[str, ...]
     announces: bool
     machines: tuple[MachineRow, ...]
+    refused: tuple[RefusedMachine, ...]
+    approves: bool
     links: tuple[LinkRow, ...]
     jobs: tuple[JobRow, ...]
     programs: tuple[ProgramRow, ...]

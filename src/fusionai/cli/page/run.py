@@ -31,6 +31,7 @@ from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import UsageError
 from fusionai.transport.routes.addresses import is_loopback
 from fusionai.transport.security.identity import keep_private, make_private_directory
+from fusionai.transport.security.trust import TRUST_FILE
 
 KEY_FILE: Final = "page-key"
 PAGE_DIRECTORY: Final = "page"
@@ -132,6 +133,12 @@ def _hosts(options: PageOptions) -> frozenset[str]:
     return LOOPBACK | {name.lower() for name in names.get_values_for_type(x509.DNSName)} | {*addresses}
 
 
+def _approves(options: BrokerOptions) -> bool:
+    """Return whether the broker takes the endorsements of its own home's trust list."""
+    file, own = options.trust_file, options.home / TRUST_FILE
+    return file is not None and own.exists() and file.samefile(own)
+
+
 async def run_with_page(
     options: BrokerOptions,
     page: OpenPage,
@@ -144,7 +151,8 @@ async def run_with_page(
     closing_pool = asyncio.Event()
     running: asyncio.Future[BrokerServer] = asyncio.get_running_loop().create_future()
     desk: list[BrokerDesk] = []
-    programs = PagePrograms(options.home.absolute() / PAGE_DIRECTORY)
+    home = options.home.absolute()
+    programs = PagePrograms(home / PAGE_DIRECTORY)
 
     def noticed(sentence: str) -> None:
         notice(sentence)
@@ -153,7 +161,7 @@ async def run_with_page(
 
     async def keep_page() -> None:
         try:
-            desk.append(BrokerDesk(await running, options.home.absolute(), programs))
+            desk.append(BrokerDesk(await running, home, programs, approves=_approves(options)))
             app = BrokerPage(desk[0], page.gate, page.address, SystemClock())
             await serve(app, page.listener, stop=stop, on_listening=lambda: None, tls=page.tls)
         finally:

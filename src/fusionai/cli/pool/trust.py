@@ -41,6 +41,7 @@ from fusionai.transport.security.trust import (
 
 OWN_NAME: Final = "this machine"
 DAY_S: Final = 86_400
+DAYS: Final = 365
 
 
 @click.group()
@@ -93,7 +94,7 @@ def remove(signing_key: str, home: Path) -> None:
 @trust.command()
 @click.argument("peer", metavar="PEER")
 @click.option("--name", default="", metavar="NAME", help="Show this name for the machine, e.g. its owner's.")
-@number_option("--days", "Let the endorsement be valid for N days.", 365, 1, 3650)
+@number_option("--days", "Let the endorsement be valid for N days.", DAYS, 1, 3650)
 @home_option
 @json_option
 def sign(peer: str, name: str, days: int, home: Path, json_file: Path | None) -> None:
@@ -101,6 +102,17 @@ def sign(peer: str, name: str, days: int, home: Path, json_file: Path | None) ->
     the printed `fusion trust carry` command on the endorsed machine, so that it also counts for others who trust this
     signing key."""
     member = _peer(peer)
+    signer, data = endorsed(home, member, name, days)
+    write_json(json_file, "trust", {"peer": member, "signing_key": signer, "endorsement": format_endorsement(data)})
+    console.line(
+        f"Endorsed for {days} days: {member}{f' ({name})' if name else ''}. To show it to others, run on that machine:"
+    )
+    console.line(f"  fusion trust carry {format_endorsement(data)}")
+
+
+def endorsed(home: Path, member: PeerId, name: str, days: int = DAYS) -> tuple[str, bytes]:
+    """Endorse a machine in this machine's trust list; return the signing key as text and the endorsement. Raises
+    `UsageError` for a machine that is revoked there."""
     signer = _own_key(home)
     trust_list = _trust_list(home)
     if any(one.peer == member for one in trust_list.revoked):
@@ -117,11 +129,7 @@ def sign(peer: str, name: str, days: int, home: Path, json_file: Path | None) ->
         serial=secrets.token_bytes(16),
     )
     _keep(home, msgspec.structs.replace(trust_list, endorsements=(data, *trust_list.endorsements)))
-    write_json(json_file, "trust", {"peer": member, "signing_key": signer, "endorsement": format_endorsement(data)})
-    console.line(
-        f"Endorsed for {days} days: {member}{f' ({name})' if name else ''}. To show it to others, run on that machine:"
-    )
-    console.line(f"  fusion trust carry {format_endorsement(data)}")
+    return signer, data
 
 
 @trust.command("carry")

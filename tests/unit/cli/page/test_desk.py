@@ -9,10 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Final
 
+import msgspec
 import pytest
 
 from fusionai.broker.server import BrokerOptions, BrokerServer, run_broker
+from fusionai.cli.main import main
 from fusionai.cli.page.actions import (
+    ApproveMachine,
     EvictMachine,
     MakeCode,
     MakeInvitation,
@@ -26,7 +29,12 @@ from fusionai.cli.page.desk import BrokerDesk
 from fusionai.cli.page.programs import PagePrograms
 from fusionai.cli.page.training import TrainingForm
 from fusionai.primitives.errors import RefusedError, UsageError
+from fusionai.primitives.ids import PeerId
+from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.enrolment import enrol, parse_invitation
+from fusionai.transport.interface import Remote
+from fusionai.transport.security.trust import TRUST_FILE
+from fusionai.wire import messages as wire
 
 
 @pytest.fixture(autouse=True)
@@ -34,22 +42,31 @@ def nothing_to_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusionai.broker.server.set_aside_what_stays", lambda: None)
 
 
-def with_desk(home: Path, scenario: Callable[[BrokerDesk], Awaitable[None]]) -> None:
-    async def main() -> None:
+def with_desk(
+    home: Path,
+    scenario: Callable[[BrokerDesk], Awaitable[None]],
+    *,
+    trust_file: Path | None = None,
+    seen: Callable[[BrokerServer], None] = lambda _: None,
+) -> None:
+    async def run() -> None:
         stop, running = asyncio.Event(), asyncio.get_running_loop().create_future()
 
         def opened(server: BrokerServer) -> None:
             running.set_result(server)
+            seen(server)
 
-        options = BrokerOptions(home=home, host="127.0.0.1", port=0, pool="friends")
+        options = BrokerOptions(home=home, host="127.0.0.1", port=0, pool="friends", trust_file=trust_file)
         broker = asyncio.create_task(run_broker(options, announce=lambda _: None, stop=stop, opened=opened))
         try:
-            await scenario(BrokerDesk(await running, home, PagePrograms(home / "page"), lambda: 1000.0))
+            programs = PagePrograms(home / "page")
+            approves = trust_file == home / TRUST_FILE
+            await scenario(BrokerDesk(await running, home, programs, approves=approves, wall_s=lambda: 1000.0))
         finally:
             stop.set()
             await broker
 
-    asyncio.run(main())
+    asyncio.run(run())
 
 
 def test_its_actions_are_the_owners(tmp_path: Path):
@@ -76,6 +93,42 @@ def test_what_the_broker_refuses_is_an_error(tmp_path: Path):
             desk.log("none")
 
     with_desk(tmp_path / "broker", scenario)
+
+
+def registers(server: BrokerServer, peer: PeerId) -> wire.Message | None:
+    """The broker's answer to a machine without endorsements that asks to lend itself."""
+    profile = PeerProfile(peer=peer, name="newcomer", flops_per_s=1e9, memory_bytes=10**9)
+    message = wire.Register(boot=1, profile=msgspec.Raw(msgspec.msgpack.encode(profile)), addresses=())
+    return server.service.receive(Remote(peer, "member"), 99, message).answer
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_refused_machine_is_shown_and_can_be_approved(own: bool, tmp_path: Path):
+    home = tmp_path / "broker"
+    assert main(["trust", "key", "--home", str(home if own else tmp_path / "other")]) == 0
+    servers: list[BrokerServer] = []
+
+    async def scenario(desk: BrokerDesk) -> None:
+        made = await desk.act(MakeInvitation())
+        joined = (await enrol(made.command.removeprefix("fusion join "), tmp_path / "member", "provider")).peer
+        answer = registers(servers[0], joined)
+        assert isinstance(answer, wire.Refused)
+        shown = desk.overview()
+        assert [(one.peer, one.name) for one in shown.refused] == [(joined, "newcomer")]
+        assert shown.approves is own
+        if not own:
+            with pytest.raises(UsageError, match=r"waits for approval"):
+                await desk.act(ApproveMachine(peer=joined))
+            return
+        with pytest.raises(UsageError, match=r"waits for approval"):
+            await desk.act(ApproveMachine(peer="a" * 52))
+        assert "Approved: newcomer" in (await desk.act(ApproveMachine(peer=joined))).text
+        assert isinstance(registers(servers[0], joined), wire.Registered)
+        assert desk.overview().refused == ()
+        assert [one.name for one in desk.overview().machines] == ["newcomer"]
+
+    trust_file = (home if own else tmp_path / "other") / TRUST_FILE
+    with_desk(home, scenario, trust_file=trust_file, seen=servers.append)
 
 
 FIGURES: Final = {

@@ -38,6 +38,11 @@ export function bytes(count) {
   return `${Math.round(count / 1e3)} kB`;
 }
 
+export function flops(perSecond) {
+  if (perSecond >= 1e12) return `${Number((perSecond / 1e12).toPrecision(3))} TFLOP/s`;
+  return `${Number((perSecond / 1e9).toPrecision(3))} GFLOP/s`;
+}
+
 export function seconds(value) {
   if (value >= 86400) return `${Math.floor(value / 86400)} d ${Math.floor((value % 86400) / 3600)} h`;
   if (value >= 3600) return `${Math.floor(value / 3600)} h ${Math.floor((value % 3600) / 60)} min`;

@@ -1,6 +1,6 @@
 // The broker's page: signs in, follows the stream of overviews, and sends what its owner asks for.
 
-import { badge, bytes, drawMap, drawPlan, drawQr, element, keyed, place, seconds, setBadge, speed, trip, write } from "./draw.js";
+import { badge, bytes, drawMap, drawPlan, drawQr, element, flops, keyed, place, seconds, setBadge, speed, trip, write } from "./draw.js";
 
 let latest = null;
 let stream = null;
@@ -19,6 +19,14 @@ function showProblem(text) {
   target.hidden = !text;
   target.textContent = text;
   if (text) target.scrollIntoView({ block: "nearest" });
+}
+
+let hiding = 0;
+
+function showDone(text) {
+  write(place("done"), text);
+  clearTimeout(hiding);
+  hiding = setTimeout(() => write(place("done"), ""), 8000);
 }
 
 function showState(state, words) {
@@ -60,7 +68,9 @@ async function perform(button, action) {
   button.disabled = true;
   showProblem("");
   try {
-    return await send("actions", action);
+    const done = await send("actions", action);
+    if (!done.command && !done.plan) showDone(done.text);
+    return done;
   } catch (problem) {
     if (problem.status === 401) showSignIn();
     showProblem(problem.message);
@@ -113,6 +123,7 @@ function show(overview) {
   write(place("lent"), bytes(present.reduce((sum, one) => sum + one.memory_bytes, 0)));
   write(place("running"), `${overview.jobs.filter((one) => one.is_live).length}`);
   showMachines(overview.machines);
+  showRefused(overview.refused, overview.approves);
   showJobs(overview.jobs);
   showPrograms(overview.programs, overview.recipes);
   showLinks(overview.machines, overview.links);
@@ -139,11 +150,33 @@ function showMachines(machines) {
     const [head, lends, does] = row.children;
     setBadge(head.children[1], one.state, one.words);
     const share = one.share < 1 ? `${Math.round(100 * one.share)} % of its time` : "";
-    write(lends, [one.device, `lends ${bytes(one.memory_bytes)}`, `${(one.flops_per_s / 1e9).toPrecision(3)} GFLOP/s`, share].filter(Boolean).join(" · "));
+    write(lends, [one.device, `lends ${bytes(one.memory_bytes)}`, flops(one.flops_per_s), share].filter(Boolean).join(" · "));
     row.dataset.since = one.since_s;
     row.dataset.does = one.job ? `${one.part} of ${one.job}` : "";
     tell(does, row);
   });
+}
+
+function showRefused(refused, approves) {
+  place("refused-section").hidden = refused.length === 0;
+  write(place("refused-how"), approves
+    ? "Compare the whole key with what `fusion trust key` shows on that machine, then approve it."
+    : "Have the key signed with `fusion trust sign` by a key that this broker trusts; it must join again then.");
+  keyed(place("refused"), refused, (one) => one.peer, (one) => {
+    const row = element("li");
+    const head = element("p", "head");
+    const side = element("span", "side");
+    const approve = button("Approve", "quiet", async (self) => {
+      const text = `Its key: ${one.peer}. Names prove nothing: compare the key with the one on that machine.`;
+      if (await confirmed(`Let ${one.name || "it"} lend itself?`, text, "Approve it")) await perform(self, { do: "approve", peer: one.peer });
+    });
+    approve.setAttribute("aria-label", `Approve ${one.name}`);
+    approve.hidden = !approves;
+    side.append(approve);
+    head.append(element("span", "name", one.name), side);
+    row.append(head, element("p", "facts last", one.peer));
+    return row;
+  }, () => {});
 }
 
 function tell(target, row) {
@@ -172,7 +205,7 @@ function showJobs(jobs) {
   }, (row, one) => {
     const [head, progress, plan] = row.children;
     setBadge(head.children[1], one.state, one.state);
-    const steps = one.steps ? `${one.steps_done} of ${one.steps} steps` : one.steps_done ? `${one.steps_done} tokens` : "";
+    const steps = one.steps ? `${one.steps_done} of ${one.steps} steps` : one.steps_done > 1 ? `${one.steps_done} tokens` : "";
     write(head.children[2], [one.title === one.job ? "" : one.title, steps, `owner ${one.owner}`].filter(Boolean).join(" · "));
     head.lastChild.lastChild.hidden = !one.is_live;
     progress.hidden = !(one.is_live && one.steps);
