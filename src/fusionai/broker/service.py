@@ -93,7 +93,7 @@ class BrokerService:
     announces: bool = False
     """Whether machines nearby can find this broker, so that codes are of use."""
     unendorsed: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
-    """Names of machines that asked to lend themselves and were refused for want of an endorsement."""
+    """Names of machines that asked to lend themselves and were refused, because their keys were not endorsed."""
     _links: dict[PeerId, tuple[wire.LinkView, ...]] = field(default_factory=dict)
     """Links that each peer reported last. They are not journalled."""
     _seen_at: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
