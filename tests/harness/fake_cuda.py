@@ -205,7 +205,7 @@ def _place() -> str:
 @contextmanager
 def fake_cuda() -> Generator[Watched]:
     """Run with tensors that have no memory. Host tensors enter as such, and leave as zeros."""
-    from fusionai.backends.torch import held_weights, program, serving
+    from fusionai.backends.torch import determinism, held_weights, program, serving
     from fusionai.backends.torch.host import DTYPE_NAMES, DTYPES
     from fusionai.primitives.tensors import HostTensor, host_tensor
 
@@ -227,6 +227,7 @@ def fake_cuda() -> Generator[Watched]:
             if hasattr(module, "to_host"):
                 stack.enter_context(patch.object(module, "to_host", leave))
         stack.enter_context(patch.object(FakeTensor, "tolist", lambda value: watched.list_of(value)))
+        stack.enter_context(patch.object(determinism, "card_repeats", lambda device: True))
         stack.enter_context(patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
         stack.enter_context(patch("torch.cuda.is_bf16_supported", lambda including_emulation=True: True))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -327,7 +327,10 @@ def _newer_allocator() -> bool:
 
 def _card_id(device: torch.device) -> str:
     """Return what names this card whatever a process calls it; empty for other devices."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    if device.type != "cuda":
+        return ""
+    properties = torch.cuda.get_device_properties(device)
+    return str(getattr(properties, "uuid", f"{properties.name} {device.index or 0}"))
 
 
 def _cards() -> tuple[str, ...]:

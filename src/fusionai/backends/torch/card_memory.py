@@ -49,7 +49,8 @@ def limit_card_memory(device: torch.device, memory_bytes: int) -> None:
     and takes no memory from other programs. The context is not counted."""
     if device.type == "cuda":
         _, total_bytes = torch.cuda.mem_get_info(device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, BEYOND_LENT * memory_bytes / total_bytes), device)
+        # With a device that has no number this function would raise an error; None stands for the present card.
+        torch.cuda.set_per_process_memory_fraction(min(1.0, BEYOND_LENT * memory_bytes / total_bytes), device.index)
 
 
 def with_memory(device: torch.device, what: str, work: Callable[[], T], *, again: bool = True) -> T:

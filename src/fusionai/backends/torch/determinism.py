@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import cache
 from typing import Final
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.torch.host import to_host
+from fusionai.backends.torch.operators import repeats_keys
 from fusionai.backends.torch.semantic import attention
 from fusionai.ir.schema import Graph, Node
 from fusionai.primitives.environment import fix_cublas_workspace
@@ -49,7 +51,16 @@ _CLASSES: Final = frozenset(
 def repeats_itself(graph: Graph, device: torch.device) -> bool:
     """Return whether a stage gives the same bits each time it trains on `device`. For operators it knows; an operator
     that PyTorch refuses all the same raises an error when it runs."""
-    return device.type == "cpu" or (device.type == "cuda" and not any(_unrepeated(graph, node) for node in graph.nodes))
+    if device.type == "cpu":
+        return True
+    return not any(_unrepeated(graph, node) for node in graph.nodes) and card_repeats(device)
+
+
+@cache
+def card_repeats(device: torch.device) -> bool:
+    """Return whether the device repeats its bits in a trial, so that stages train there with strict settings. Takes
+    milliseconds once."""
+    return promises_bits(device) and repeated_bits(device, long_attention) is not None
 
 
 def _unrepeated(graph: Graph, node: Node) -> bool:
@@ -115,7 +126,8 @@ def long_attention(device: torch.device) -> list[Tensor]:
     drawn = [torch.randn((1, heads, REPEATED_TOKENS, 64), generator=generator) for heads in (8, 2, 2)]
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v = (one.detach().to(device, dtype, copy=True).requires_grad_() for one in drawn)
-        out = attention(q, k, v, scale=0.125, causal=True, key=DropoutKey(0, 0, 0), node=0)
+        repeats = repeats_keys(device, half_floats=dtype == torch.bfloat16)
+        out = attention(q, k, v, scale=0.125, causal=True, key=DropoutKey(0, 0, 0), node=0, repeats_keys=repeats)
         out.float().square().mean().backward()
         made += [out, *(one.grad for one in (q, k, v) if one.grad is not None)]
     return made

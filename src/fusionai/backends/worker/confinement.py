@@ -35,6 +35,12 @@ OF_SYSTEM: Final = ("/proc/self", "/sys/devices/system", "/sys/fs/cgroup", "/opt
 DEVICES: Final = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 CARDS: Final = ("nvidia*", "kfd", "dri/*", "nvidia-caps/*")
 """Below /dev: graphics cards. Their drivers decide what a program may do with a card."""
+OF_CARDS: Final = (
+    *("/proc/driver/nvidia", "/proc/devices", "/proc/modules", "/sys/module/nvidia", "/sys/module/nvidia_uvm"),
+    *("/sys/module/amdgpu", "/sys/class/kfd", "/sys/devices/virtual/kfd", "/sys/class/drm", "/sys/dev/char"),
+)
+"""What drivers of graphics cards read to find the cards and their versions, where there are cards."""
+DRM: Final = Path("/sys/class/drm")
 FORBIDDEN: Final = (
     *("socket", "socketpair", "connect", "bind", "listen", "accept", "accept4", "sendto", "sendmsg", "sendmmsg"),
     *("execve", "execveat", "fork", "vfork", "ptrace", "process_vm_readv", "process_vm_writev", "kill", "tkill"),
@@ -129,6 +135,17 @@ def _readable() -> list[str]:
     return sorted(path for path in paths if Path(path).exists())
 
 
+def _cards(devices: Path) -> list[str]:
+    return [str(card) for pattern in CARDS for card in devices.glob(pattern) if not card.is_dir()]
+
+
+def card_files(drm: Path) -> list[str]:
+    """Return what drivers of cards must read: their own files, and the directories of the cards themselves, but not
+    those of other devices, which hold addresses and serial numbers."""
+    devices = {str(card.resolve()) for card in drm.glob("*/device")}
+    return sorted(path for path in {*OF_CARDS, *devices} if Path(path).exists())
+
+
 def _only_files(readable: Sequence[str], directory: Path) -> bool:
     """Allow reading `readable` and devices, and writing in `directory` alone."""
     try:
@@ -140,7 +157,9 @@ def _only_files(readable: Sequence[str], directory: Path) -> bool:
     read = FSAccess.READ_FILE | FSAccess.READ_DIR
     for path in readable:
         rules.allow(path, rules=read if Path(path).is_dir() else FSAccess.READ_FILE)
-    cards = [str(card) for pattern in CARDS for card in Path("/dev").glob(pattern) if not card.is_dir()]
+    cards = _cards(Path("/dev"))
+    for path in card_files(DRM) if cards else ():
+        rules.allow(path, rules=read if Path(path).is_dir() else FSAccess.READ_FILE)
     for path in (*DEVICES, *cards):
         with suppress(FileNotFoundError):
             rules.allow(path, rules=FSAccess.all_file() & ~FSAccess.EXECUTE & ~FSAccess.TRUNCATE)

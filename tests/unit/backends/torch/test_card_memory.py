@@ -130,11 +130,13 @@ def test_what_is_free_on_a_card_includes_this_processs_unused_blocks_and_its_lim
     asked: list[object] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append("emptied"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (6, 8))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: asked.append(share))
+    monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_setMemoryFraction", lambda *given: asked.append(given), raising=False)
     card = torch.device("cuda", 1)
     assert free_and_total_bytes(card) == (6, 8)
     assert asked == ["emptied", card]
     limit_card_memory(card, 2)
-    limit_card_memory(card, 16)
-    assert asked[3::2] == [pytest.approx(0.25 * BEYOND_LENT), 1.0]
+    limit_card_memory(torch.device("cuda"), 16)
+    assert asked[3::2] == [(pytest.approx(0.25 * BEYOND_LENT), 1), (1.0, 0)], "a card without a number is the first"
     limit_card_memory(torch.device("cpu"), 2)

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from fusionai.backends.torch import backend as torch_backend
+from fusionai.backends.torch import determinism
 from fusionai.backends.torch.backend import fingerprint
 from fusionai.backends.torch.determinism import (
+    card_repeats,
     long_attention,
     promises_bits,
     repeated_bits,
@@ -113,7 +115,26 @@ def one_node(op: str, *more: Arg, dtype: str = "float32", rank: int = 2) -> Grap
         (one_node("fusion.linear_attention"), False),
     ],
 )
-def test_operators_without_a_deterministic_kernel_promise_nothing_on_a_card(graph: Graph, on_a_card: bool):
+def test_operators_without_a_deterministic_kernel_promise_nothing_on_a_card(
+    graph: Graph, on_a_card: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(determinism, "card_repeats", lambda device: True)
     assert repeats_itself(graph, CPU)
     assert repeats_itself(graph, CUDA) == on_a_card
-    assert not repeats_itself(graph, MPS)
+    monkeypatch.setattr(determinism, "card_repeats", lambda device: False)
+    assert not repeats_itself(graph, CUDA)
+
+
+def test_a_card_is_tried_once_and_a_device_of_another_kind_never(monkeypatch: pytest.MonkeyPatch):
+    tried: list[str] = []
+
+    def trial(device: torch.device, compute: object) -> list[memoryview]:
+        tried.append(str(device))
+        return []
+
+    monkeypatch.setattr(determinism, "repeated_bits", trial)
+    try:
+        assert [card_repeats(device) for device in (CUDA, CUDA, MPS)] == [True, True, False]
+    finally:
+        card_repeats.cache_clear()
+    assert tried == ["cuda"]

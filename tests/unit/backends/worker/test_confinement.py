@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fusionai.backends.worker.client import READING_CACHES
-from fusionai.backends.worker.confinement import measures
+from fusionai.backends.worker.confinement import OF_CARDS, card_files, measures
 from fusionai.primitives.environment import for_workers
 
 pytestmark = pytest.mark.skipif(
@@ -142,3 +142,14 @@ def test_a_worker_knows_where_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HOME", "/somewhere")
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
     assert (for_workers()["HOME"], for_workers()["XDG_CACHE_HOME"]) == ("/somewhere", "/elsewhere")
+
+
+def test_drivers_of_cards_read_the_cards_own_files_and_no_other_devices(tmp_path: Path) -> None:
+    card, network = tmp_path / "devices/pci0/card", tmp_path / "devices/pci0/net"
+    drm = tmp_path / "class/drm"
+    for place in (card, network, drm / "card0"):
+        place.mkdir(parents=True)
+    (drm / "card0/device").symlink_to(card)
+    found = set(card_files(drm))
+    assert str(card.resolve()) in found
+    assert found <= {str(card.resolve()), *OF_CARDS}
