@@ -49,7 +49,7 @@ def limit_card_memory(device: torch.device, memory_bytes: int) -> None:
     and takes no memory from other programs. The context is not counted."""
     if device.type == "cuda":
         _, total_bytes = torch.cuda.mem_get_info(device)
-        # With a device that has no number this function would raise an error; None stands for the present card.
+        # The function refuses a device without a number; None stands for the present card.
         torch.cuda.set_per_process_memory_fraction(min(1.0, BEYOND_LENT * memory_bytes / total_bytes), device.index)
 
 
