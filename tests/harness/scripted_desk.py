@@ -58,7 +58,6 @@ def stage(number: int, name: str, **changes: object) -> StageRow:
 
 
 PLAN = PlanPicture(
-    task="train",
     sentence="Predicted: 1,234 tokens/s, 1.2 s per step.",
     stages=(
         stage(0, "attic"),
@@ -70,7 +69,6 @@ PLAN = PlanPicture(
 )
 OVERVIEW = PageOverview(
     pool="friends",
-    broker="akztunlv",
     addresses=("tcp://192.168.1.7:4711",),
     announces=True,
     machines=(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +30,19 @@ from fusionai.cli.page.training import TrainingForm
 from fusionai.gateway.server import serve
 from fusionai.primitives.clock import SystemClock
 from harness.browser import DESK, PHONE, browsed, needs_browser, serious
+from harness.certificates import self_signed
 from harness.scripted_desk import OVERVIEW, ScriptedDesk, machine
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
 
 @asynccontextmanager
-async def page_stand(desk: ScriptedDesk, home: Path) -> AsyncIterator[str]:
+async def page_stand(desk: ScriptedDesk, home: Path, options: PageOptions | None = None) -> AsyncIterator[str]:
     """The page's link, with its key."""
-    found = open_page(PageOptions(port=0), home)
+    found = open_page(options or PageOptions(port=0), home)
     stop, ready = asyncio.Event(), asyncio.Event()
     app = BrokerPage(desk, found.gate, found.address, SystemClock())
-    served = asyncio.create_task(serve(app, found.listener, stop=stop, on_listening=ready.set))
+    served = asyncio.create_task(serve(app, found.listener, stop=stop, on_listening=ready.set, tls=found.tls))
     try:
         await ready.wait()
         yield found.link
@@ -178,5 +179,38 @@ def test_a_checker_of_accessibility_finds_nothing_serious(scheme: str, size: Any
                 assert await serious(page) == []
                 width = await page.evaluate("() => document.documentElement.scrollWidth")
                 assert width <= size["width"]
+
+    asyncio.run(scenario())
+
+
+def test_beyond_loopback_a_password_opens_it_over_tls(tmp_path: Path):
+    certificate, key = self_signed(tmp_path)
+    (tmp_path / "word").write_text("a good long password\n")
+    options = PageOptions(port=0, password_file=tmp_path / "word", tls_cert=certificate, tls_key=key)
+
+    async def scenario() -> None:
+        async with page_stand(ScriptedDesk(), tmp_path, options) as link:
+            assert link.startswith("https://")
+            async with browsed(link, ignore_https_errors=True) as page:
+                await page.fill("#secret", "a wrong long password")
+                await page.get_by_role("button", name="Sign in").click()
+                await page.locator("#problem", has_text="That is not right.").wait_for()
+                await page.fill("#secret", "a good long password")
+                await page.keyboard.press("Enter")
+                await page.locator("#state[data-state=ready]").wait_for()
+                assert not await page.evaluate("() => document.cookie"), "no script reads the session"
+
+    asyncio.run(scenario())
+
+
+def test_a_broker_that_ends_is_said_to_be_away(tmp_path: Path):
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+            link = await stack.enter_async_context(page_stand(ScriptedDesk(), tmp_path))
+            async with browsed(link) as page:
+                await page.locator("#state[data-state=ready]").wait_for()
+                await stack.aclose()
+                await page.locator("#state[data-state=unreachable]").wait_for()
+                assert await page.locator("#machines li").count() == len(OVERVIEW.machines), "the last view stays"
 
     asyncio.run(scenario())

@@ -99,7 +99,6 @@ class BrokerDesk:
         names = {member.view.peer: member.named for member in members} | self._own_names()
         return PageOverview(
             pool=service.authority.pool,
-            broker=short(service.state.rules.broker),
             addresses=service.addresses,
             announces=service.announces,
             machines=machine_rows(here, self._since_s(members)),

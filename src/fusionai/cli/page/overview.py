@@ -78,7 +78,6 @@ class StageRow(msgspec.Struct, frozen=True, kw_only=True):
 class PlanPicture(msgspec.Struct, frozen=True, kw_only=True):
     """A plan as the page draws it."""
 
-    task: str
     sentence: str
     stages: tuple[StageRow, ...]
     spares: tuple[str, ...]
@@ -134,7 +133,6 @@ class PageOverview(msgspec.Struct, frozen=True, kw_only=True):
     """All that the page shows by itself. `approves`: refused machines can be endorsed here."""
 
     pool: str
-    broker: str
     addresses: tuple[str, ...]
     announces: bool
     machines: tuple[MachineRow, ...]
@@ -217,7 +215,6 @@ def picture(plan: Plan, names: Mapping[str, str], owner: str) -> PlanPicture:
         return _named(peer, names) if peer != owner else "job owner"
 
     return PlanPicture(
-        task=plan.task,
         sentence=_speed(plan),
         stages=tuple(
             StageRow(
@@ -258,7 +255,6 @@ class _PlannedStandby(msgspec.Struct):
 class _Planned(msgspec.Struct):
     """What is read of the file that `fusion plan --json` writes."""
 
-    task: str
     stages: tuple[_PlannedStage, ...]
     tokens_per_s: float
     step_time_s: float
@@ -272,7 +268,6 @@ def planned_picture(content: bytes) -> PlanPicture:
     found = msgspec.json.decode(content, type=_Planned)
     standbys = {one.stage: one.peer for one in found.standbys}
     return PlanPicture(
-        task=found.task,
         sentence=f"{format_speed(found.tokens_per_s)} tokens/s, {format_seconds(found.step_time_s)} per step.",
         stages=tuple(
             StageRow(

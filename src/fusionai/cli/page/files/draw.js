@@ -128,13 +128,15 @@ export function drawPlan(target, plan) {
   if (target.dataset.shown === shown) return;
   target.dataset.shown = shown;
   const slowest = Math.max(...plan.stages.map((one) => Math.max(one.compute_s, one.send_s)), 1e-12);
+  const several = plan.stages.some((one) => one.replica > 0);
   const stages = element("ol", "stages");
   for (const one of plan.stages) {
     const row = element("li", Math.max(one.compute_s, one.send_s) === slowest ? "slowest" : "");
     const [first, end] = one.blocks;
     const blocks = end - first === 1 ? `block ${first}` : `blocks ${first} to ${end - 1}`;
+    const replica = several ? [`replica ${one.replica}`] : [];
     const roles = one.roles.filter((role) => role !== "stage");
-    row.append(element("p", "name", `${one.stage} ${one.name}`), element("p", "facts", [blocks, ...roles].join(", ")));
+    row.append(element("p", "name", `${one.stage} ${one.name}`), element("p", "facts", [...replica, blocks, ...roles].join(", ")));
     row.append(...bar(one.compute_s / slowest, "", `${seconds(one.compute_s)} computing`));
     if (one.send_s) row.append(...bar(one.send_s / slowest, "send", `${seconds(one.send_s)} sending on`));
     if (one.memory_limit_bytes) {

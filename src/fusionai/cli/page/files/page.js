@@ -118,6 +118,7 @@ function show(overview) {
   place("sign-out").hidden = false;
   write(place("pool"), `pool ${overview.pool} · ${overview.addresses.join(", ")}`);
   showState("ready", "broker open");
+  place("make-code").hidden = !overview.announces;  // no machine could find the broker
   const present = overview.machines.filter((one) => one.state !== "lost");
   write(place("present"), `${present.length}`);
   write(place("lent"), bytes(present.reduce((sum, one) => sum + one.memory_bytes, 0)));
@@ -150,7 +151,7 @@ function showMachines(machines) {
     const [head, lends, does] = row.children;
     setBadge(head.children[1], one.state, one.words);
     const share = one.share < 1 ? `${Math.round(100 * one.share)} % of its time` : "";
-    write(lends, [one.device, `lends ${bytes(one.memory_bytes)}`, flops(one.flops_per_s), share].filter(Boolean).join(" · "));
+    write(lends, [one.device, `lends ${bytes(one.memory_bytes)}`, flops(one.flops_per_s), share, one.isolated === "no" ? "not isolated from jobs" : ""].filter(Boolean).join(" · "));
     row.dataset.since = one.since_s;
     row.dataset.does = one.job ? `${one.part} of ${one.job}` : "";
     tell(does, row);
@@ -184,6 +185,13 @@ function tell(target, row) {
   write(target, [row.dataset.does, `for ${since}`].filter(Boolean).join(" · "));
 }
 
+// The time of day, with the date before today.
+function moment(at) {
+  const when = new Date(at * 1000);
+  const time = when.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+  return when.toDateString() === new Date().toDateString() ? time : `${when.toLocaleDateString()} ${time}`;
+}
+
 function showJobs(jobs) {
   place("no-jobs").hidden = jobs.length > 0;
   keyed(place("jobs"), jobs, (one) => one.job, (one) => {
@@ -206,7 +214,7 @@ function showJobs(jobs) {
     const [head, progress, plan] = row.children;
     setBadge(head.children[1], one.state, one.state);
     const steps = one.steps ? `${one.steps_done} of ${one.steps} steps` : one.steps_done > 1 ? `${one.steps_done} tokens` : "";
-    write(head.children[2], [one.title === one.job ? "" : one.title, steps, `owner ${one.owner}`].filter(Boolean).join(" · "));
+    write(head.children[2], [one.title === one.job ? "" : one.title, steps, `owner ${one.owner}`, one.started_at_s ? `since ${moment(one.started_at_s)}` : ""].filter(Boolean).join(" · "));
     head.lastChild.lastChild.hidden = !one.is_live;
     progress.hidden = !(one.is_live && one.steps);
     progress.max = one.steps || 1;
@@ -233,7 +241,7 @@ function showPrograms(programs, recipes) {
     });
     end.setAttribute("aria-label", `End ${one.title}`);
     side.append(open, log, end);
-    head.append(element("span", "name", `${one.kind === "train" ? "Train" : "Serve"} ${one.title}`), badge(), side);
+    head.append(element("span", "name", `${one.kind === "train" ? "Train" : "Serve"} ${one.title}`), badge(), element("span", "facts"), side);
     row.append(head, element("p", "facts last"));
     row.title = one.command;
     return row;
@@ -247,6 +255,7 @@ function showPrograms(programs, recipes) {
     open.hidden = !one.url;
     if (one.url && open.getAttribute("href") !== `${one.url}/`) open.href = `${one.url}/`;
     end.hidden = one.state !== "running";
+    write(head.children[2], `since ${moment(one.since_s)}`);
     write(last, one.last);
   });
   keyed(place("recipes"), recipes.filter((one) => !one.is_running), (one) => one.name, (one) => {
