@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -354,7 +355,7 @@ def scratch_bytes_per_s(directory: Path | None = None) -> float:
             for _ in range(TRIED_BYTES // PIECE_BYTES):
                 file.write(piece)
             os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):
+            if sys.platform == "linux":
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             while file.read(PIECE_BYTES):

@@ -179,15 +179,16 @@ class Mirror:
     def __init__(self, path: Path) -> None:
         self.path = path
         with storage_errors(path):
-            self._descriptor = os.open(path, os.O_RDWR)
+            self._descriptor = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
             self._size = self._earlier = os.fstat(self._descriptor).st_size
 
     def append(self, rows: Sequence[Row]) -> None:
         """Write the rows to disk. Raises `OSError`; `cut_back` then removes the partial write."""
         frame = _frame(_ROWS, rows)
+        os.lseek(self._descriptor, self._size, os.SEEK_SET)
         done = 0
         while done < len(frame):
-            done += os.pwrite(self._descriptor, frame[done:], self._size + done)
+            done += os.write(self._descriptor, frame[done:])
         os.fsync(self._descriptor)
         self._earlier = self._size
         self._size += len(frame)

@@ -12,6 +12,7 @@ import ipaddress
 import os
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Generator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -236,10 +237,10 @@ def _listening_errors(address: tuple[Any, ...]) -> Generator[None, None, None]:
 
 def _allow_files(wanted: int) -> int | None:
     """Raise the limit of open files as far as needed and return it; None if the system has no such limit."""
-    try:
-        import resource
-    except ImportError:
+    if sys.platform == "win32":
         return None
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted

@@ -109,11 +109,11 @@ def limit_xla_threads(threads: int | None) -> int:
         if alone not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} {alone} intra_op_parallelism_threads=1".strip()
         return 1
-    if threads is not None and hasattr(os, "sched_setaffinity"):
+    if threads is not None and sys.platform == "linux":
         allowed = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, allowed[:threads])
         return min(threads, len(allowed))
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def arithmetic_limits() -> dict[str, str]:

@@ -117,7 +117,8 @@ class JobLock:
         try:
             _lock(self._descriptor)
         except OSError:
-            written = os.pread(self._descriptor, 32, 0) if hasattr(os, "pread") else os.read(self._descriptor, 32)
+            os.lseek(self._descriptor, 0, os.SEEK_SET)
+            written = os.read(self._descriptor, 32)
             holder = written.decode(errors="replace").strip() or "unknown"
             os.close(self._descriptor)
             raise InUse(

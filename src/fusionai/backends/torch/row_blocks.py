@@ -15,6 +15,7 @@ new page every few instructions, and with pages of four kilobytes these translat
 from __future__ import annotations
 
 import mmap
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -177,12 +178,11 @@ class WidePages:
 
     def __init__(self, nbytes: int) -> None:
         # Private memory, because most systems have no large pages for memory that can be shared.
-        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
         self._memory = mmap.mmap(-1, nbytes + -nbytes % PAGE_BYTES + PAGE_BYTES, **private)
-        advice = getattr(mmap, "MADV_HUGEPAGE", None)
-        if advice is not None:
+        if sys.platform == "linux":
             with suppress(OSError):  # a kernel without large pages
-                self._memory.madvise(advice)
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
         start = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         self._used_bytes = -start % PAGE_BYTES
         self._end_bytes = self._used_bytes + nbytes

@@ -19,6 +19,7 @@ import ctypes
 import io
 import os
 import shutil
+import sys
 import tempfile
 import weakref
 from collections.abc import Collection, Mapping
@@ -134,7 +135,7 @@ class DiskSlots:
                 )
             self._file = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115 - open while the stage is loaded
             weakref.finalize(self, self._file.close)
-            if end and hasattr(os, "posix_fallocate"):
+            if end and sys.platform == "linux":
                 os.posix_fallocate(self._file.fileno(), 0, end)
         except OSError as error:
             raise ExecutionError(

@@ -237,7 +237,7 @@ class Arena:
 
     def release(self) -> None:
         """Return the memory beyond `KEPT_ARENA_BYTES` to the system. What it held is lost; the addresses stay."""
-        if self._map is not None and self.nbytes > KEPT_ARENA_BYTES and hasattr(mmap, "MADV_REMOVE"):
+        if self._map is not None and self.nbytes > KEPT_ARENA_BYTES and sys.platform == "linux":
             with suppress(OSError):  # a file system may not punch holes
                 self._map.madvise(mmap.MADV_REMOVE, KEPT_ARENA_BYTES, self.nbytes - KEPT_ARENA_BYTES)
 

@@ -117,6 +117,8 @@ def measures() -> dict[Measure, str]:
 
 def _without_dumps(limits: Confinement) -> bool:
     """No core files, no tracing by other processes of this user, no new privileges, files of limited size."""
+    if sys.platform != "linux":
+        return False
     import ctypes
     import resource
 

@@ -126,7 +126,7 @@ class Systemd:
 
     def advice(self) -> str | None:
         try:
-            lingers = "Linger=yes" in self._call("loginctl", "show-user", str(os.getuid()), "--property=Linger")
+            lingers = "Linger=yes" in self._call("loginctl", "show-user", str(_user()), "--property=Linger")
         except FusionError:
             lingers = False  # the user is not logged in, or has no session that logind knows
         return None if lingers else "To start it with the machine, before you log in: loginctl enable-linger"
@@ -160,6 +160,10 @@ def _systemd_word(word: str) -> str:
     return f'"{escaped}"'
 
 
+def _user() -> int:
+    return os.getuid() if sys.platform != "win32" else 0
+
+
 class Launchd:
     """Agents of the user's launchd, in ~/Library/LaunchAgents."""
 
@@ -168,7 +172,7 @@ class Launchd:
     def __init__(self, call: Call, agents: Path | None = None, user: int | None = None) -> None:
         self._call = call
         self._agents = agents or Path.home() / "Library" / "LaunchAgents"
-        self._domain = f"gui/{os.getuid() if user is None else user}"
+        self._domain = f"gui/{_user() if user is None else user}"
 
     def register(self, name: str, command: Sequence[str]) -> Path:
         self._unload(name)

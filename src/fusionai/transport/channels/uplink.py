@@ -13,6 +13,7 @@ import asyncio
 import math
 import socket
 import struct
+import sys
 from collections import deque
 from dataclasses import dataclass
 from typing import Final
@@ -301,7 +302,7 @@ class Losses:
 def use_for_bulk(sock: socket.socket, algorithm: str = LOSSY_PATHS) -> bool:
     """Use this congestion control for sending from now on. Returns False if the kernel does not offer it or permit
     it."""
-    if not hasattr(socket, "TCP_CONGESTION"):
+    if sys.platform != "linux":
         return False
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, algorithm.encode())
