@@ -374,15 +374,15 @@ def _no_space(*_: object) -> None:
 def test_a_mirror_that_cannot_grow_keeps_the_fact_out_of_both(journal: Journal, monkeypatch: pytest.MonkeyPatch):
     journal.append(0, [note(0)])
     size = mirror_path(journal.path).stat().st_size
-    really = os.pwrite
+    really = os.write
 
-    def short_of_space(descriptor: int, data: bytes, offset: int) -> int:
-        if offset > size:
+    def short_of_space(descriptor: int, data: bytes) -> int:
+        if os.lseek(descriptor, 0, os.SEEK_CUR) > size:
             _no_space()
-        return really(descriptor, data[:7], offset)
+        return really(descriptor, data[:7])
 
     with monkeypatch.context() as patched:
-        patched.setattr("fusionai.broker.history.os.pwrite", short_of_space)
+        patched.setattr("fusionai.broker.history.os.write", short_of_space)
         with pytest.raises(StorageError, match="disk is full"):
             journal.append(1, [note(1)])
     assert kept(journal) == (1, (note(0),))
