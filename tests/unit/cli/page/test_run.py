@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 from pathlib import Path
 
+import httpx
 import pytest
 
+from fusionai.broker.server import Announcement, BrokerOptions
 from fusionai.cli.main import main
-from fusionai.cli.page.run import KEY_FILE, OpenPage, PageOptions, open_page
+from fusionai.cli.page.programs import PagePrograms
+from fusionai.cli.page.run import KEY_FILE, OpenPage, PageOptions, open_page, run_with_page
 from fusionai.primitives.errors import UsageError
+from fusionai.transport.enrolment import enrol
 from harness.certificates import self_signed
 
 LOCAL = PageOptions(port=0)
@@ -57,3 +62,51 @@ def test_beyond_loopback_it_needs_a_password_over_tls(tmp_path: Path):
 def test_flags_of_the_page_need_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["broker", "--page-port", "0", "--home", str(tmp_path)]) == 2
     assert "--page-port is for a broker with a page" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_page_stands_beside_the_broker_and_both_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fusionai.broker.server.set_aside_what_stays", lambda: None)
+    closed: list[str] = []
+
+    async def close(programs: PagePrograms) -> None:
+        closed.append(programs.directory.name)
+
+    monkeypatch.setattr(PagePrograms, "close", close)
+    page = open_page(LOCAL, tmp_path)
+    url, _, key = page.link.partition("#")
+
+    async def run() -> None:
+        stop, ready = asyncio.Event(), asyncio.Event()
+        options = BrokerOptions(home=tmp_path, host="127.0.0.1", port=0, pool="friends")
+
+        def announce(_: Announcement) -> None:
+            ready.set()
+
+        running = asyncio.create_task(run_with_page(options, page, announce=announce, stop=stop, notice=lambda _: None))
+        await ready.wait()
+        async with httpx.AsyncClient(base_url=url, headers={"Origin": url.rstrip("/")}) as http:
+            assert (await http.post("/session", json={"secret": key})).status_code == 200
+            async with http.stream("GET", "/events") as events:
+                first = await anext(aiter(events.aiter_lines()))
+            assert '"pool":"friends"' in first
+            made = (await http.post("/actions", json={"do": "invite"})).json()["command"]
+            await enrol(made.removeprefix("fusion join "), tmp_path / "member", "provider")
+        stop.set()
+        await running
+
+    asyncio.run(run())
+    assert closed == ["page"]
+
+
+def test_a_broker_that_can_not_start_ends_its_page(tmp_path: Path):
+    page = open_page(LOCAL, tmp_path)
+
+    async def run() -> None:
+        options = BrokerOptions(home=tmp_path, host="127.0.0.1", port=0, losses_before_rest=99)
+        await run_with_page(options, page, announce=lambda _: None, stop=asyncio.Event(), notice=lambda _: None)
+
+    with pytest.raises(ExceptionGroup) as refusal:
+        asyncio.run(run())
+    assert isinstance(refusal.value.exceptions[0], UsageError)
+    assert page.listener.fileno() == -1
