@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 WALK = """
 import importlib, os, pkgutil, signal, socket, sys
 import fusionai
