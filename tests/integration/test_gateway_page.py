@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +10,14 @@ import pytest
 
 from fusionai.gateway.config import GatewayConfig, KeyRing
 from fusionai.serving.interface import FaultNote, Generation
-from harness.gateway_stand import Stand, gateway_stand, until
+from harness.browser import DESK, PHONE, browsed, needs_browser, serious
+from harness.gateway_stand import gateway_stand, until
 from harness.image_models import picture
 from harness.scripted_engine import ScriptedEngine
 from harness.seeing_engine import seeing_engine
 from harness.tiny_text import TEMPLATE, write_tiny_text
 
-playwright = pytest.importorskip("playwright.async_api")
-axe = pytest.importorskip("axe_playwright_python.async_playwright")
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None, reason="no chromium here: install it (apt-get install chromium)"),
-]
-PHONE = {"width": 390, "height": 800}
-DESK = {"width": 1280, "height": 820}
+pytestmark = [pytest.mark.slow, needs_browser]
 
 
 @pytest.fixture(scope="module")
@@ -41,31 +31,6 @@ def engine(engine_text: Any) -> ScriptedEngine:
     return ScriptedEngine(engine_text, pause_s=0.005, hold_at=12, script=lambda prompt, generation: answer)
 
 
-@asynccontextmanager
-async def page_of(stand: Stand, **options: Any) -> AsyncIterator[Any]:
-    problems: list[str] = []
-    async with playwright.async_playwright() as tool:
-        # No sandbox: where tests run as root there is none.
-        browser = await tool.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        context = await browser.new_context(**{"viewport": DESK, **options})
-        page = await context.new_page()
-        page.set_default_timeout(20_000)
-        page.on("pageerror", lambda problem: problems.append(str(problem)))
-        await page.goto(stand.url)
-        yield page
-        await browser.close()
-    assert not problems
-
-
-async def serious(page: Any) -> list[str]:
-    found = await axe.Axe().run(page)
-    return [
-        f"{each['id']}: {each['nodes'][0]['target']}"
-        for each in found.response["violations"]
-        if each["impact"] in ("serious", "critical")
-    ]
-
-
 async def ask(page: Any, text: str) -> None:
     await page.locator("#state[data-state=ready]").wait_for()
     await page.fill("#prompt", text)
@@ -76,7 +41,7 @@ async def ask(page: Any, text: str) -> None:
 
 def test_an_answer_streams_and_its_way_is_shown(engine: ScriptedEngine):
     async def scenario() -> None:
-        async with gateway_stand(engine) as stand, page_of(stand) as page:
+        async with gateway_stand(engine) as stand, browsed(stand.url) as page:
             await page.locator("#state[data-state=ready]").wait_for()
             assert await page.locator("#model").inner_text() == "tiny"
             assert await page.locator("#stages .name").all_inner_texts() == ["owner", "laptop", "tower", "owner"]
@@ -114,7 +79,7 @@ def test_thinking_is_folded_above_the_answer(tmp_path: Path):
     async def scenario() -> None:
         text = write_tiny_text(tmp_path, TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"))
         engine = ScriptedEngine(text, script=lambda prompt, generation: "Two and two.</think>Four.")
-        async with gateway_stand(engine) as stand, page_of(stand) as page:
+        async with gateway_stand(engine) as stand, browsed(stand.url) as page:
             await page.locator("#state[data-state=ready]").wait_for()
             await page.locator(".idea").first.click()
             await page.locator(".turn.assistant .facts").wait_for()
@@ -131,7 +96,7 @@ def test_thinking_is_folded_above_the_answer(tmp_path: Path):
 def test_stopping_cancels_and_a_dead_gateway_is_said(engine: ScriptedEngine):
     async def scenario() -> None:
         engine.gate = asyncio.Event()
-        async with gateway_stand(engine) as stand, page_of(stand) as page:
+        async with gateway_stand(engine) as stand, browsed(stand.url) as page:
             await page.locator("#state[data-state=ready]").wait_for()
             await page.locator(".idea").first.click()
             await page.locator("#send", has_text="Stop").wait_for()
@@ -152,7 +117,7 @@ def test_a_gateway_with_keys_asks_for_one(engine: ScriptedEngine, tmp_path: Path
 
     async def scenario() -> None:
         config = GatewayConfig("tiny", keys=KeyRing.load(tmp_path / "keys"))
-        async with gateway_stand(engine, config) as stand, page_of(stand) as page:
+        async with gateway_stand(engine, config) as stand, browsed(stand.url) as page:
             await page.locator("#model", has_text="an API key is needed").wait_for()
             await page.fill("#key", "a-good-long-key-of-hers")
             await page.locator("#key").press("Tab")
@@ -167,7 +132,7 @@ def test_a_checker_of_accessibility_finds_nothing_serious(engine: ScriptedEngine
         engine.faults = (FaultNote(1_700_000_000.0, "tower was lost; attic took its place.", 0.62),)
         # The checker is a script of its own, which the page's policy would rightly refuse.
         options = {"color_scheme": scheme, "viewport": size, "bypass_csp": True, "reduced_motion": "reduce"}
-        async with gateway_stand(engine) as stand, page_of(stand, **options) as page:
+        async with gateway_stand(engine) as stand, browsed(stand.url, **options) as page:
             await page.locator("#state[data-state=ready]").wait_for()
             assert await serious(page) == []
             await page.fill("#prompt", "How?")
@@ -194,7 +159,10 @@ def test_a_model_or_adapter_is_chosen(engine_text: Any):
 
     async def scenario() -> None:
         config = GatewayConfig("tiny", adapters=("law", "poems"))
-        async with gateway_stand(ScriptedEngine(engine_text, script=script), config) as stand, page_of(stand) as page:
+        async with (
+            gateway_stand(ScriptedEngine(engine_text, script=script), config) as stand,
+            browsed(stand.url) as page,
+        ):
             await page.locator("#state[data-state=ready]").wait_for()
             assert await page.locator("#picker option").all_inner_texts() == ["tiny", "law", "poems"]
             await page.get_by_label("Model", exact=True).select_option("poems")
@@ -203,7 +171,10 @@ def test_a_model_or_adapter_is_chosen(engine_text: Any):
             await page.locator(".turn.assistant .words", has_text="Together.").wait_for()
             assert said == ["poems"]
             assert await serious(page) == []
-        async with gateway_stand(ScriptedEngine(engine_text), GatewayConfig("tiny")) as stand, page_of(stand) as page:
+        async with (
+            gateway_stand(ScriptedEngine(engine_text), GatewayConfig("tiny")) as stand,
+            browsed(stand.url) as page,
+        ):
             await page.locator("#state[data-state=ready]").wait_for()
             assert not await page.locator("#picking").is_visible(), "there is nothing to choose"
 
@@ -228,7 +199,7 @@ def test_markdown_is_shown_without_html_and_foreign_images(engine_text: Any):
     async def scenario() -> None:
         engine = ScriptedEngine(engine_text, context_tokens=2048, script=lambda prompt, generation: MARKDOWN)
         options = {"permissions": ["clipboard-read", "clipboard-write"]}
-        async with gateway_stand(engine) as stand, page_of(stand, **options) as page:
+        async with gateway_stand(engine) as stand, browsed(stand.url, **options) as page:
             asked: list[str] = []
             page.on("request", lambda request: asked.append(request.url))
             await ask(page, "How fast?")
@@ -250,7 +221,7 @@ def test_markdown_is_shown_without_html_and_foreign_images(engine_text: Any):
 
 def test_chats_are_kept_in_the_browser_until_they_are_deleted(engine_text: Any):
     async def scenario() -> None:
-        async with gateway_stand(ScriptedEngine(engine_text)) as stand, page_of(stand) as page:
+        async with gateway_stand(ScriptedEngine(engine_text)) as stand, browsed(stand.url) as page:
             await ask(page, "first question")
             await page.locator(".chats .fresh").click()
             assert await page.locator(".turn").count() == 0
@@ -282,7 +253,7 @@ def test_chats_are_kept_in_the_browser_until_they_are_deleted(engine_text: Any):
 
 def test_the_last_answer_is_asked_for_again_and_the_last_question_edited(engine_text: Any):
     async def scenario() -> None:
-        async with gateway_stand(ScriptedEngine(engine_text)) as stand, page_of(stand) as page:
+        async with gateway_stand(ScriptedEngine(engine_text)) as stand, browsed(stand.url) as page:
             await ask(page, "one")
             await ask(page, "two")
             given = stand.engine.given
@@ -304,7 +275,7 @@ def test_images_are_offered_to_a_model_that_reads_them(engine: ScriptedEngine, t
 
     async def scenario() -> None:
         seeing = seeing_engine(tmp_path)
-        async with gateway_stand(seeing) as stand, page_of(stand) as page:
+        async with gateway_stand(seeing) as stand, browsed(stand.url) as page:
             await page.locator("#attach").wait_for()
             await page.set_input_files("#choose", tmp_path / "broken.png")
             await page.locator("#problem", has_text="The browser can't read broken.png as an image.").wait_for()
@@ -319,7 +290,7 @@ def test_images_are_offered_to_a_model_that_reads_them(engine: ScriptedEngine, t
             await page.get_by_role("button", name="Try again").click()
             await until(lambda: len(seeing.given) == 2 and seeing.live == 0)
             assert len(seeing.given[-1].images) == 1
-        async with gateway_stand(engine) as stand, page_of(stand) as page:
+        async with gateway_stand(engine) as stand, browsed(stand.url) as page:
             await page.locator("#state[data-state=ready]").wait_for()
             assert not await page.locator("#attach").is_visible()
 
