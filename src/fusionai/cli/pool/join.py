@@ -114,7 +114,9 @@ _REMEMBERED: Final = frozenset(
     metavar="TIMES",
     help="Lend only at these times, e.g. '22:00-07:00', 'mon-fri 18:00-23:30' or 'sat,sun'. May be repeated.",
 )
-@click.option("--pause-when-busy", is_flag=True, help="Don't compute while other programs keep the CPU busy.")
+@click.option(
+    "--pause-when-busy", is_flag=True, help="Don't compute while other programs keep the CPU or the graphics card busy."
+)
 @click.option("--name", default="", metavar="NAME", help="Show this name for the machine.  [default: the host name]")
 @flags.host_option()
 @flags.port_option("Listen on this TCP port, further devices on the next ones; 0: any free one.", shown="0")
