@@ -80,9 +80,10 @@ def unavailable() -> str | None:
 
 @cache
 def library() -> Path:
-    """Compile the guard once for each version of PyTorch, in about two seconds."""
-    package = Path(torch.__file__).parent
-    key = hashlib.sha256(_SOURCE.read_bytes() + str(torch.__version__).encode()).hexdigest()[:16]
+    """Compile the guard once for each installed PyTorch, in about two seconds."""
+    package = Path(torch.__file__).resolve().parent
+    installed = f"{torch.__version__} {package}"  # the guard finds PyTorch's libraries by this path
+    key = hashlib.sha256(_SOURCE.read_bytes() + installed.encode()).hexdigest()[:16]
     built = Path(gettempdir()) / f"fusionai-fake-cuda-{key}.so"
     if not built.exists():
         made = built.with_suffix(f".{os.getpid()}")
