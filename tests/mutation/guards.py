@@ -86,10 +86,8 @@ SERVING_PARTS: Final = ("driver", "rounds", "standbys", "takeovers", "state", "i
 SUBJECTS: Final = {
     subject.name: subject
     for subject in (
-        *(
-            Subject(f"training.{part}", ("unit/coordination/training/test_stage*.py", *JOBS))
-            for part in ("stage", "step")
-        ),
+        Subject("training.stage", ("unit/coordination/training/test_stage*.py", *JOBS)),
+        Subject("training.step", ("unit/coordination/training/test_st*.py", *JOBS)),
         Subject(
             "training.exchanges",
             ("unit/coordination/training/test_stage*.py", "unit/coordination/training/test_exchanges.py"),
