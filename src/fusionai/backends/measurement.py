@@ -30,8 +30,9 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, Literal, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -52,6 +53,9 @@ NARROW: Final = {"cpu": (128, 256, 1), "mps": (256, 512, 8), "cuda": (512, 1024,
 """Width, tokens and rows of the narrow block per device: memory traffic is a large share of its time."""
 LARGE: Final = {"cpu": (512, 128, 1), "mps": (1024, 512, 1), "cuda": (2048, 1024, 1)}
 """Width, tokens and rows of the wide block per device: matrix products dominate its time."""
+LEAST_COMPUTED: Final = 0.1
+"""Least part of a large block's time in bfloat16 that counts as computing (chosen): the costs of calls and bytes are
+those of float32, and may be too high."""
 HEADS: Final = 8
 """Attention heads of every block."""
 LEAST_PER_S: Final = 1e-9
@@ -97,14 +101,25 @@ def measured_pace(backend: Backend, seconds: Seconds) -> TrainingSpeed | None:
     if not 0 < small.took_s < min(narrow.took_s, large.took_s):
         return None
     if backend.device == "cpu":
-        return fitted((small, narrow, large))
+        found = fitted((small, narrow, large))
+        return None if found is None else _with_half(found, backend, seconds, found.call_s)
     # Calls are queued while the device computes earlier ones: in a large block they add no time.
-    computed = fitted([replace(sample, calls=0) for sample in (narrow, large)])
-    return (
-        None
-        if computed is None
-        else TrainingSpeed(flops_per_s=computed.flops_per_s, call_s=small.took_s / small.calls, byte_s=computed.byte_s)
-    )
+    found = fitted([replace(sample, calls=0) for sample in (narrow, large)])
+    if found is None:
+        return None
+    found = TrainingSpeed(flops_per_s=found.flops_per_s, call_s=small.took_s / small.calls, byte_s=found.byte_s)
+    return _with_half(found, backend, seconds, 0.0)
+
+
+def _with_half(found: TrainingSpeed, backend: Backend, seconds: Seconds, call_s: float) -> TrainingSpeed:
+    """Return `found` with the operations per second of a large block in bfloat16. `call_s`: time that its calls add."""
+    run = _Run(backend, *LARGE[backend.device], precision="bf16")
+    run()
+    run()
+    took_s = seconds(run)
+    others_s = run.calls * call_s + run.moved_bytes * found.byte_s
+    computed_s = max(took_s - others_s, LEAST_COMPUTED * took_s)
+    return msgspec.structs.replace(found, half_flops_per_s=run.flops / computed_s) if computed_s > 0 else found
 
 
 def fitted(samples: Sequence[Sample]) -> TrainingSpeed | None:
@@ -130,13 +145,15 @@ def fitted(samples: Sequence[Sample]) -> TrainingSpeed | None:
 class _Run:
     """A loaded block. A call runs one microbatch forward and backward."""
 
-    def __init__(self, backend: Backend, width: int, tokens: int, rows: int) -> None:
+    def __init__(
+        self, backend: Backend, width: int, tokens: int, rows: int, precision: Literal["fp32", "bf16"] = "fp32"
+    ) -> None:
         graph = block_graph(width, tokens, rows)
         (cost,) = block_costs(graph, {}, training=True)
         self.flops = cost.forward_flops + cost.backward_flops
         self.calls = cost.calls
         self.moved_bytes = cost.moved_bytes
-        self._program = backend.load(graph, grad_inputs=("x",), options=StageOptions())
+        self._program = backend.load(graph, grad_inputs=("x",), options=StageOptions(precision=precision))
         self._program.initialise()
         self._hidden = host_tensor("float32", (rows, tokens, width), bytearray(4 * rows * tokens * width))
 

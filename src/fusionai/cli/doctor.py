@@ -210,7 +210,8 @@ def _speed(area: str, report: DeviceReport) -> Iterator[Finding]:
     )
     if (pace := report.pace) is not None:
         moved = f", {format_bytes(1 / pace.byte_s)}/s read and written" if pace.byte_s > 0 else ""
-        found = f"{pace.flops_per_s / 1e9:.3g} GFLOP/s, {format_seconds(pace.call_s)} per operator{moved}"
+        half = f", in bfloat16 {pace.half_flops_per_s / 1e9:.3g} GFLOP/s" if pace.half_flops_per_s > 0 else ""
+        found = f"{pace.flops_per_s / 1e9:.3g} GFLOP/s{half}, {format_seconds(pace.call_s)} per operator{moved}"
         yield Finding(f"{area}, training", "good", found)
     if report.serving:
         formats = "; ".join(

@@ -1,4 +1,4 @@
-"""Measured speed of a device: three figures for training, and two per weight format for serving.
+"""Measured speed of a device: four figures for training, and two per weight format for serving.
 
 Decides only how the figures add up to a time. `backends.measurement` measures them, profiles carry them,
 `scheduling.problem.calibration` plans with them."""
@@ -25,6 +25,14 @@ class TrainingSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Seconds per operator call, forward and backward, whatever its size."""
     byte_s: float = 0.0
     """Seconds per byte that an operator reads or writes."""
+    half_flops_per_s: float = 0.0
+    """Counted operations per second with matrix products in bfloat16; 0.0 if that was not measured."""
+
+    def at(self, precision: Literal["fp32", "bf16"]) -> TrainingSpeed:
+        """Return the speed at this precision, as far as it was measured."""
+        if precision == "fp32" or self.half_flops_per_s == 0.0:
+            return self
+        return msgspec.structs.replace(self, flops_per_s=self.half_flops_per_s)
 
     def seconds(self, flops: float, calls: float, moved_bytes: float) -> float:
         return flops / self.flops_per_s + calls * self.call_s + moved_bytes * self.byte_s
@@ -32,7 +40,10 @@ class TrainingSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def slowed(self, factor: float) -> TrainingSpeed:
         """Return the pace of the same device when everything takes `factor` times as long."""
         return TrainingSpeed(
-            flops_per_s=self.flops_per_s / factor, call_s=self.call_s * factor, byte_s=self.byte_s * factor
+            flops_per_s=self.flops_per_s / factor,
+            call_s=self.call_s * factor,
+            byte_s=self.byte_s * factor,
+            half_flops_per_s=self.half_flops_per_s / factor,
         )
 
 

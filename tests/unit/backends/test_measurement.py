@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,15 +33,17 @@ from harness.null_backend import NullBackend, NullStageProgram
 class Machine:
     """Takes `call_s` for a call, `byte_s` for a byte and computes at `speed`. Runs what it is given: it must run."""
 
-    def __init__(self, device: str, call_s: float, speed: float, byte_s: float = 0.0) -> None:
-        self.device, self.pace = device, TrainingSpeed(flops_per_s=speed, call_s=call_s, byte_s=byte_s)
-        self.sizes = iter((SMALL, NARROW[device], LARGE[device]))
+    def __init__(self, device: str, call_s: float, speed: float, byte_s: float = 0.0, half: float = 2.0) -> None:
+        pace = TrainingSpeed(flops_per_s=speed, call_s=call_s, byte_s=byte_s)
+        self.device, self.pace, in_half = device, pace, msgspec.structs.replace(pace, flops_per_s=half * speed)
+        self.runs = iter(((SMALL, pace), (NARROW[device], pace), (LARGE[device], pace), (LARGE[device], in_half)))
         self.load = NullBackend().load
 
     def seconds(self, call: Callable[[], object]) -> float:
         call()
-        (cost,) = block_costs(block_graph(*next(self.sizes)), {}, training=True)
-        computed_s = self.pace.seconds(cost.forward_flops + cost.backward_flops, 0, cost.moved_bytes)
+        size, pace = next(self.runs)
+        (cost,) = block_costs(block_graph(*size), {}, training=True)
+        computed_s = pace.seconds(cost.forward_flops + cost.backward_flops, 0, cost.moved_bytes)
         called_s = self.pace.seconds(0, cost.calls, 0)
         return called_s + computed_s if self.device == "cpu" else max(called_s, computed_s)
 
@@ -64,6 +67,18 @@ def test_where_calls_are_made_while_computing_the_longer_of_both_counts():
     assert pace.flops_per_s == pytest.approx(2e13)
     assert pace.call_s == pytest.approx(2e-5)
     assert pace.byte_s == pytest.approx(1e-12)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("half", [0.25, 4.0])
+def test_half_precision_has_a_speed_of_its_own(device: str, half: float):
+    machine = Machine(device, 1e-6, 3e10, 1e-12, half)
+    pace = measured_pace(machine, machine.seconds)
+    assert pace is not None
+    assert pace.half_flops_per_s == pytest.approx(half * 3e10, rel=1e-3)
+    assert pace.at("bf16").flops_per_s == pace.half_flops_per_s
+    assert pace.at("fp32") == pace
+    assert pace.slowed(2.0).half_flops_per_s == pytest.approx(pace.half_flops_per_s / 2)
 
 
 @given(

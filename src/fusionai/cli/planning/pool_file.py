@@ -101,8 +101,9 @@ class PeerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     block_flops_per_s: Annotated[float, Meta(gt=0)] | None = None
     call_s: Annotated[float, Meta(ge=0)] | None = None
     moved_bytes_per_s: Annotated[float, Meta(gt=0)] | None = None
+    half_flops_per_s: Annotated[float, Meta(gt=0)] | None = None
     """Speed in training as `fusion doctor` measures it: operations per second, seconds per operator call, bytes read
-    and written per second (`primitives.pace`). The last two need the first."""
+    and written per second, operations per second in bfloat16 (`primitives.pace`). The others need the first."""
     memory: str | None = None
     memory_bandwidth_bytes_per_s: Annotated[float, Meta(ge=0)] | None = None
     precision: Dtype | None = None
@@ -127,7 +128,12 @@ class PeerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         if self.block_flops_per_s is None:
             return None
         byte_s = 0.0 if self.moved_bytes_per_s is None else 1 / self.moved_bytes_per_s
-        return TrainingSpeed(flops_per_s=self.block_flops_per_s, call_s=self.call_s or 0.0, byte_s=byte_s)
+        return TrainingSpeed(
+            flops_per_s=self.block_flops_per_s,
+            call_s=self.call_s or 0.0,
+            byte_s=byte_s,
+            half_flops_per_s=self.half_flops_per_s or 0.0,
+        )
 
     @property
     def catalogue_dtype(self) -> Dtype:
@@ -269,11 +275,11 @@ def _peer_table(entry: Mapping[str, object], where: str) -> PeerTable:
             raise RecipeError(
                 f"{where}: {key!r} applies to the catalogue's speed, but {why}.", hint=f"Leave {key!r} out."
             )
-    for key in ("call_s", "moved_bytes_per_s"):
+    for key in ("call_s", "moved_bytes_per_s", "half_flops_per_s"):
         if getattr(table, key) is not None and table.block_flops_per_s is None:
             raise RecipeError(
                 f"{where}: {key!r} needs 'block_flops_per_s', which is not given.",
-                hint="`fusion doctor` shows all three; give them together or leave them out.",
+                hint="`fusion doctor` shows all of them; give them together or leave them out.",
             )
     return table
 

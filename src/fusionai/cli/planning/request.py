@@ -107,6 +107,7 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
             microbatches=asked.microbatches,
             microbatch_tokens=asked.rows * asked.sequence,
             takeover=asked.takeover,
+            precision=asked.precision,
             compression=asked.compression,
             recompute=asked.recompute,
             offload=asked.offload,

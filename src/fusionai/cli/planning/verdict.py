@@ -90,6 +90,8 @@ def _changes(found: Plan, problem: Problem, graph: Graph, pool: PoolOnPaper, ask
         if asked.batch % (2 * asked.microbatches) == 0:
             more = replace(asked, microbatches=2 * asked.microbatches)
             yield _asking(f"--microbatches {more.microbatches}", graph, pool, more)
+        if asked.precision == "fp32":
+            yield _asking("--precision bf16; results differ slightly", graph, pool, replace(asked, precision="bf16"))
         if asked.lora is not None and asked.base == "fp32":
             yield _asking("--base int4; results differ slightly", graph, pool, replace(asked, base="int4"))
         if asked.replicas == 1 and asked.constraints.stages is None:

@@ -316,6 +316,7 @@ def standing_problem(prepared: PreparedJob, members: tuple[PoolMember, ...], own
         microbatch_tokens=prepared.tokens_per_microbatch,
         optimizer_bytes_per_trainable_byte=state_bytes_ratio(recipe.optimizer),
         takeover=numerics(recipe.faults.takeover),
+        precision=recipe.train.precision,
         compression=recipe.train.compression,
         recompute=recipe.train.recompute,
         offload=recipe.train.offload,

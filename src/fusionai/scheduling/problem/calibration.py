@@ -26,7 +26,8 @@ def paced(problem: Problem) -> Problem:
     an equal problem if it was converted before."""
     if problem.task == "serve":
         return _served(problem)
-    paces = [machine.pace for machine in problem.everyone if machine.pace is not None and machine.flops_per_s > 0]
+    measured = [machine.pace for machine in problem.everyone if machine.pace is not None and machine.flops_per_s > 0]
+    paces = [pace.at(problem.precision) for pace in measured]
     flops = sum(block.forward_flops + block.backward_flops for block in problem.blocks)
     calls = sum(block.calls for block in problem.blocks)
     moved_bytes = sum(block.moved_bytes for block in problem.blocks)
@@ -39,9 +40,11 @@ def paced(problem: Problem) -> Problem:
         if not peer.flops_per_s > 0:
             return peer
         # An unmeasured machine is assumed to be typical at its own speed.
-        pace = peer.pace or TrainingSpeed(
+        pace = TrainingSpeed(
             flops_per_s=peer.flops_per_s, call_s=call_flops / peer.flops_per_s, byte_s=byte_flops / peer.flops_per_s
         )
+        if peer.pace is not None:
+            pace = peer.pace.at(problem.precision)
         counted_flops = flops + calls * call_flops + moved_bytes * byte_flops
         whole_s = pace.seconds(flops, calls, moved_bytes)
         return msgspec.structs.replace(peer, flops_per_s=counted_flops / whole_s, pace=None)

@@ -192,6 +192,8 @@ class Problem(_Data, frozen=True, kw_only=True):
     spares_wanted: int | None = None
     takeover: Literal["exact", "tolerant"] = "exact"
     """Whether only a machine with bit-identical results (`exact`) may stand by for or take over a stage, or any."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Training: format of the matrix products, which decides the measured speed that counts."""
     compression: Compression = "none"
     """Training: how activations and gradients between stages are packed. `BlockCost` has their float32 sizes."""
     recompute: SavingMode = "never"

@@ -136,3 +136,16 @@ def test_everywhere_includes_the_owners_machine(planned: Any) -> None:
 )
 def test_a_large_gain_is_said_as_a_factor(gap: float, words: str) -> None:
     assert faster(gap).startswith(words)
+
+
+@pytest.mark.slow
+def test_bf16_is_named_where_it_is_measured_to_be_faster(planned: Any) -> None:
+    measured = RIG.format(0, 1000) + "block_flops_per_s = 2e9\nhalf_flops_per_s = 8e9\n"
+    flags = ("--batch", "8", "--microbatches", "8", "--sequence", "64", "--privacy", "encrypted")
+    pool = "[[peers]]" + measured + OWNER
+    found, _ = planned(pool, *flags)
+    helps = {one["change"].split(";")[0]: one["tokens_per_s"] for one in found["would_help"]}
+    asked, _ = planned(pool, *flags, "--precision", "bf16")
+    assert asked["tokens_per_s"] == pytest.approx(helps["--precision bf16"])
+    slower, _ = planned(pool.replace("8e9", "1e9"), *flags)
+    assert not [one for one in slower["would_help"] if "bf16" in one["change"]]

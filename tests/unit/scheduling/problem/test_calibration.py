@@ -77,6 +77,19 @@ def test_machines_that_are_alike_take_for_every_block_what_was_measured():
         assert twice_s == pytest.approx(2 * took_s)
 
 
+def test_in_bf16_the_speed_measured_in_bf16_counts():
+    card = peer("card", 1e9)
+    assert card.pace is not None
+    card = msgspec.structs.replace(card, pace=msgspec.structs.replace(card.pace, half_flops_per_s=4e9))
+    plain = paced(problem(card, peer("old", 1e9)))
+    in_half = paced(problem(card, peer("old", 1e9), precision="bf16"))
+    one = block(0)
+    others_s = one.calls * 1e-4 + one.moved_bytes * 1e-9
+    for found, machine, speed in ((plain, 0, 1e9), (plain, 1, 1e9), (in_half, 0, 4e9), (in_half, 1, 1e9)):
+        computed_s = (one.forward_flops + one.backward_flops) / speed
+        assert seconds(found, found.peers[machine])[0] == pytest.approx(computed_s + others_s)
+
+
 @given(st.lists(st.tuples(st.floats(1e8, 1e14), st.floats(0.0, 1e-2), st.floats(0.0, 1e-7)), min_size=1, max_size=5))
 def test_whatever_machines_are_like_each_takes_for_layers_that_are_alike_what_it_takes(
     measured: list[tuple[float, float, float]],
