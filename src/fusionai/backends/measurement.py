@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Final, Literal, cast
 
@@ -53,6 +53,9 @@ NARROW: Final = {"cpu": (128, 256, 1), "mps": (256, 512, 8), "cuda": (512, 1024,
 """Width, tokens and rows of the narrow block per device: memory traffic is a large share of its time."""
 LARGE: Final = {"cpu": (512, 128, 1), "mps": (1024, 512, 1), "cuda": (2048, 1024, 1)}
 """Width, tokens and rows of the wide block per device: matrix products dominate its time."""
+MOST_OF_PRODUCT: Final = 3.0
+"""Highest believable speed of a training block, as a multiple of the measured matrix product's (chosen). Both are
+measured by time, and other programs may slow either one down."""
 LEAST_COMPUTED: Final = 0.1
 """Least part of a large block's time in bfloat16 that counts as computing (chosen): the costs of calls and bytes are
 those of float32, and may be too high."""
@@ -85,13 +88,13 @@ class Sample:
 
 def with_pace(speeds: Speeds, backend: Backend, seconds: Seconds) -> Speeds:
     """Return `speeds` with the pace of the backend's device, or with None if the pace can't be measured."""
-    return replace(speeds, pace=measured_pace(backend, seconds))
+    return replace(speeds, pace=measured_pace(backend, seconds, MOST_OF_PRODUCT * speeds.flops_per_s))
 
 
-def measured_pace(backend: Backend, seconds: Seconds) -> TrainingSpeed | None:
+def measured_pace(backend: Backend, seconds: Seconds, most_flops_per_s: float = inf) -> TrainingSpeed | None:
     """Return the measured pace of the backend's device. `seconds` returns the measured run time of one call of its
-    argument. Returns None if the measurement makes no sense, for example because other work disturbed it: a large block
-    took no longer than a small one."""
+    argument. A pace above `most_flops_per_s` is not believed. Returns None if the measurement makes no sense, for
+    example because other work disturbed it: a large block took no longer than a small one."""
     runs = [_Run(backend, *size) for size in (SMALL, NARROW[backend.device], LARGE[backend.device])]
     for run in runs:
         # Compilation happens at the first microbatch and again at the second, whose gradients are added to the first's.
@@ -101,10 +104,10 @@ def measured_pace(backend: Backend, seconds: Seconds) -> TrainingSpeed | None:
     if not 0 < small.took_s < min(narrow.took_s, large.took_s):
         return None
     if backend.device == "cpu":
-        found = fitted((small, narrow, large))
+        found = fitted((small, narrow, large), most_flops_per_s)
         return None if found is None else _with_half(found, backend, seconds, found.call_s)
     # Calls are queued while the device computes earlier ones: in a large block they add no time.
-    found = fitted([replace(sample, calls=0) for sample in (narrow, large)])
+    found = fitted([replace(sample, calls=0) for sample in (narrow, large)], most_flops_per_s)
     if found is None:
         return None
     found = TrainingSpeed(flops_per_s=found.flops_per_s, call_s=small.took_s / small.calls, byte_s=found.byte_s)
@@ -122,10 +125,10 @@ def _with_half(found: TrainingSpeed, backend: Backend, seconds: Seconds, call_s:
     return msgspec.structs.replace(found, half_flops_per_s=run.flops / computed_s) if computed_s > 0 else found
 
 
-def fitted(samples: Sequence[Sample]) -> TrainingSpeed | None:
-    """Return the pace that fits `samples` best by the squares of relative errors, with no figure below zero. If noise
-    would make the cost of calls or bytes negative, that cost is set to zero. Returns None if the cost of operations is
-    not positive even then."""
+def fitted(samples: Sequence[Sample], most_flops_per_s: float = inf) -> TrainingSpeed | None:
+    """Return the pace that fits `samples` best by the squares of relative errors, with no figure below zero and at most
+    `most_flops_per_s`. If noise would make the cost of calls or bytes negative, or leave hardly any time for the
+    operations, that cost is set to zero. Returns None if no such pace is left."""
     counted = np.array([(sample.flops, sample.calls, sample.moved_bytes) for sample in samples], dtype=np.float64)
     relative = counted / np.array([[sample.took_s] for sample in samples])
     # so that their coefficients are of one magnitude: operations are many and short
@@ -136,7 +139,7 @@ def fitted(samples: Sequence[Sample]) -> TrainingSpeed | None:
         figures = np.zeros(3)
         figures[kept] = np.linalg.lstsq(relative[:, kept], np.ones(len(samples)), rcond=None)[0]
         flop_s, call_s, byte_s = (float(figure) for figure in figures / sizes)
-        if flop_s > 0 and call_s >= 0 and byte_s >= 0:
+        if flop_s > 0 and flop_s * most_flops_per_s >= 1 and call_s >= 0 and byte_s >= 0:
             error = float(np.square(relative @ figures - 1).sum())
             found.append((error, TrainingSpeed(flops_per_s=1 / flop_s, call_s=call_s, byte_s=byte_s)))
     return min(found, key=lambda one: one[0])[1] if found else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -110,6 +111,24 @@ def test_a_block_that_noise_made_too_short_takes_no_figure_below_zero():
     assert pace.byte_s == 0.0
     for sample in samples:
         assert pace.seconds(sample.flops, sample.calls, sample.moved_bytes) == pytest.approx(sample.took_s, rel=0.3)
+
+
+def test_a_block_does_not_compute_faster_than_a_matrix_product_by_far():
+    """Other programs slowed the narrow block down: its bytes seem to explain all of the time of the wide one."""
+    samples = [Sample(1e4, 100, 1e5, 3e-3), Sample(1e9, 100, 1e8, 53e-3), Sample(5e9, 100, 1e8, 53.1e-3)]
+    free = fitted(samples)
+    assert free is not None
+    assert free.flops_per_s > 1e13
+    held = fitted(samples, most_flops_per_s=3e11)
+    assert held is not None
+    assert held.flops_per_s <= 3e11
+    assert fitted(samples, most_flops_per_s=1e3) is None
+    speeds, machine = Speeds(1.0, 2.0, 3.0), Machine("cpu", 1e-4, 1e9)
+    assert with_pace(speeds, machine, machine.seconds).pace is None
+    machine = Machine("cpu", 1e-4, 1e9)
+    found = with_pace(replace(speeds, flops_per_s=1e9), machine, machine.seconds).pace
+    assert found is not None
+    assert found.flops_per_s == pytest.approx(1e9)
 
 
 def test_what_the_first_two_microbatches_compile_is_not_in_the_time(monkeypatch: pytest.MonkeyPatch):
