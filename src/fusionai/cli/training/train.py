@@ -33,11 +33,14 @@ if TYPE_CHECKING:
 def train(recipe: Path, privacy: PrivacyLevel | None, lifeline: bool, json_file: Path | None, **given: Any) -> int:
     """Train the model of RECIPE.toml on the pool. After an interruption or a stop, run the same command again to
     resume. Exit code: 0 if it is done or was stopped with `fusion stop`, 130 after Ctrl-C."""
-    from fusionai.cli.training.run import run_recipe
-    from fusionai.client.training.train import TrainOptions
     from fusionai.corpus.recipe import load_recipe
 
-    return run_recipe(load_recipe(recipe, privacy=privacy), TrainOptions(**given), json_file, lifeline=lifeline)
+    # A mistake in the recipe is said before PyTorch is imported, which takes seconds.
+    loaded = load_recipe(recipe, privacy=privacy)
+    from fusionai.cli.training.run import run_recipe
+    from fusionai.client.training.train import TrainOptions
+
+    return run_recipe(loaded, TrainOptions(**given), json_file, lifeline=lifeline)
 
 
 OPEN: Final = "[["
