@@ -127,7 +127,7 @@ def _with_half(found: TrainingSpeed, backend: Backend, seconds: Seconds, call_s:
 
 def fitted(samples: Sequence[Sample], most_flops_per_s: float = inf) -> TrainingSpeed | None:
     """Return the pace that fits `samples` best by the squares of relative errors, with no figure below zero and at most
-    `most_flops_per_s`. If noise would make the cost of calls or bytes negative, or leave hardly any time for the
+    `most_flops_per_s`. If noise would make the cost of calls or bytes negative, or leave almost no time for the
     operations, that cost is set to zero. Returns None if no such pace is left."""
     counted = np.array([(sample.flops, sample.calls, sample.moved_bytes) for sample in samples], dtype=np.float64)
     relative = counted / np.array([[sample.took_s] for sample in samples])
