@@ -68,8 +68,10 @@ class Terminal:
         os.write(self._ours, keys.encode())
 
     async def heard(self, words: str, after: int = 0) -> None:
+        """Wait for words, between which lines may end."""
+        pattern = words.replace(" ", r"\s+")
         try:
-            await until(lambda: re.search(words, self.said[after:]) is not None, limit_s=PATIENCE_S)
+            await until(lambda: re.search(pattern, self.said[after:]) is not None, limit_s=PATIENCE_S)
         except TimeoutError:
             raise AssertionError(f"{words!r} never came: {self.said}") from None
 
