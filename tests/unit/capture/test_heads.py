@@ -85,16 +85,21 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def plain(llama: Path) -> Captured:
+    return capture_served(DirectorySource(llama))
+
+
 def eagle(directory: Path) -> EagleFiles:
     found = eagle_files(directory)
     assert found is not None
     return found
 
 
-def test_an_eagle_head_computes_the_published_formula(llama: Path, tmp_path: Path) -> None:
+def test_an_eagle_head_computes_the_published_formula(llama: Path, plain: Captured, tmp_path: Path) -> None:
     save_eagle_head(tmp_path, WIDTH, 3 * WIDTH)
     files = eagle(tmp_path)
-    model = featured(files, capture_served(DirectorySource(llama)))
+    model = featured(files, plain)
     head = eagle_head(files, model)
     ids, features = given(3 * WIDTH)
     made = computed(head, model, ids, features)
@@ -135,14 +140,14 @@ def published(
     return norm(hidden, "norm") @ state["lm_head.weight"].T, hidden
 
 
-def test_the_features_are_what_enters_the_layers(llama: Path, tmp_path: Path) -> None:
+def test_the_features_are_what_enters_the_layers(llama: Path, plain: Captured, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from fusionai.backends.torch.backend import TorchBackend
     from fusionai.ir.serving import serving_graph
 
     save_eagle_head(tmp_path, WIDTH, 3 * WIDTH)
-    model = featured(eagle(tmp_path), capture_served(DirectorySource(llama)))
+    model = featured(eagle(tmp_path), plain)
     graph = serving_graph(model.graph)
     program = TorchBackend(device="cpu", threads=1).serve(graph, options=OPTIONS)
     program.import_weights(model.state({spec.key for spec in graph.params.values()}))
@@ -176,12 +181,11 @@ def changed(directory: Path, name: str, value: torch.Tensor | None) -> None:
     ],
 )
 def test_an_eagle_head_that_does_not_fit_is_refused(
-    llama: Path, tmp_path: Path, name: str, value: torch.Tensor | None, said: str
+    plain: Captured, tmp_path: Path, name: str, value: torch.Tensor | None, said: str
 ) -> None:
     save_eagle_head(tmp_path, WIDTH, 3 * WIDTH)
     changed(tmp_path, name, value)
     files = eagle(tmp_path)
-    plain = capture_served(DirectorySource(llama))
     with pytest.raises(ModelError, match=said.replace("[", r"\[").replace("]", r"\]")):
         eagle_head(files, featured(files, plain))
 
@@ -215,5 +219,5 @@ def test_a_head_in_the_models_files_that_does_not_fit_is_refused(
         mtp_head(model)
 
 
-def test_models_without_a_head_have_none(llama: Path) -> None:
-    assert mtp_head(capture_served(DirectorySource(llama))) is None
+def test_models_without_a_head_have_none(plain: Captured) -> None:
+    assert mtp_head(plain) is None
