@@ -15,7 +15,7 @@ from fusionai.cli.pool.members import isolation_words, job_state, part_words, st
 from fusionai.client.pool.session import PoolMember
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.primitives.units import format_seconds, format_speed
-from fusionai.scheduling.problem.types import Plan
+from fusionai.scheduling.problem.types import Plan, StagePlacement
 from fusionai.transport.routes.addresses import best_links
 from fusionai.wire.messages import JobView
 
@@ -217,17 +217,11 @@ def picture(plan: Plan, names: Mapping[str, str], owner: str) -> PlanPicture:
     return PlanPicture(
         sentence=_speed(plan),
         stages=tuple(
-            StageRow(
-                stage=stage.stage,
-                name=name(stage.peer),
-                blocks=stage.blocks,
-                roles=stage.roles,
-                replica=stage.replica,
-                compute_s=stage.compute_s,
-                send_s=stage.send_s,
-                memory_bytes=stage.memory_bytes,
-                memory_limit_bytes=stage.memory_limit_bytes,
-                standby=name(standbys[stage.stage]) if stage.stage in standbys else "",
+            _stage_row(
+                stage,
+                stage.stage,
+                name(stage.peer),
+                name(standbys[stage.stage]) if stage.stage in standbys else "",
             )
             for stage in plan.stages
         ),
@@ -270,22 +264,25 @@ def planned_picture(content: bytes) -> PlanPicture:
     return PlanPicture(
         sentence=f"{format_speed(found.tokens_per_s)} tokens/s, {format_seconds(found.step_time_s)} per step.",
         stages=tuple(
-            StageRow(
-                stage=number,
-                name=one.peer,
-                blocks=one.blocks,
-                roles=one.roles,
-                replica=one.replica,
-                compute_s=one.compute_s,
-                send_s=one.send_s,
-                memory_bytes=one.memory_bytes,
-                memory_limit_bytes=one.memory_limit_bytes,
-                standby=standbys.get(number, ""),
-            )
-            for number, one in enumerate(found.stages)
+            _stage_row(one, number, one.peer, standbys.get(number, "")) for number, one in enumerate(found.stages)
         ),
         spares=found.spares,
         bottleneck=found.bottleneck,
+    )
+
+
+def _stage_row(stage: StagePlacement | _PlannedStage, number: int, name: str, standby: str) -> StageRow:
+    return StageRow(
+        stage=number,
+        name=name,
+        blocks=stage.blocks,
+        roles=stage.roles,
+        replica=stage.replica,
+        compute_s=stage.compute_s,
+        send_s=stage.send_s,
+        memory_bytes=stage.memory_bytes,
+        memory_limit_bytes=stage.memory_limit_bytes,
+        standby=standby,
     )
 
 
