@@ -298,7 +298,8 @@ def _smaller(graph: Graph, pool: PoolOnPaper, asked: Asked, again: Callable[[Ask
 
 
 def _adapted(graph: Graph, pool: PoolOnPaper, asked: Asked, again: Callable[[Asked], Graph]) -> Iterator[Change]:
-    """Yield the training of adapters, with the base in the largest format that the lent memory could hold."""
+    """Yield the training of adapters. Their base has 4 bits if adapters were asked for already, or if the lent memory
+    can't hold the model as it is."""
     whole_bytes = sum(tensor_bytes(spec.dtype, spec.shape) for spec in graph.params.values())
     lent_bytes = sum(peer.memory_bytes for peer in pool.peers)
     adapted = replace(asked, lora=_RANK if asked.lora is None else asked.lora)
