@@ -96,33 +96,30 @@ def measured_pace(backend: Backend, seconds: Seconds, most_flops_per_s: float = 
     argument. A pace above `most_flops_per_s` is not believed. Returns None if the measurement makes no sense, for
     example because other work disturbed it: a large block took no longer than a small one."""
     runs = [_Run(backend, *size) for size in (SMALL, NARROW[backend.device], LARGE[backend.device])]
+    runs.append(_Run(backend, *LARGE[backend.device], precision="bf16"))
     for run in runs:
         # Compilation happens at the first microbatch and again at the second, whose gradients are added to the first's.
         run()
         run()
-    small, narrow, large = (Sample(run.flops, run.calls, run.moved_bytes, seconds(run)) for run in runs)
+    small, narrow, large, half = (Sample(run.flops, run.calls, run.moved_bytes, seconds(run)) for run in runs)
     if not 0 < small.took_s < min(narrow.took_s, large.took_s):
         return None
     if backend.device == "cpu":
         found = fitted((small, narrow, large), most_flops_per_s)
-        return None if found is None else _with_half(found, backend, seconds, found.call_s)
+        return None if found is None else _with_half(found, half)
     # Calls are queued while the device computes earlier ones: in a large block they add no time.
     found = fitted([replace(sample, calls=0) for sample in (narrow, large)], most_flops_per_s)
     if found is None:
         return None
-    found = TrainingSpeed(flops_per_s=found.flops_per_s, call_s=small.took_s / small.calls, byte_s=found.byte_s)
-    return _with_half(found, backend, seconds, 0.0)
+    found = _with_half(found, half)
+    return msgspec.structs.replace(found, call_s=small.took_s / small.calls)
 
 
-def _with_half(found: TrainingSpeed, backend: Backend, seconds: Seconds, call_s: float) -> TrainingSpeed:
-    """Return `found` with the operations per second of a large block in bfloat16. `call_s`: time that its calls add."""
-    run = _Run(backend, *LARGE[backend.device], precision="bf16")
-    run()
-    run()
-    took_s = seconds(run)
-    others_s = run.calls * call_s + run.moved_bytes * found.byte_s
-    computed_s = max(took_s - others_s, LEAST_COMPUTED * took_s)
-    return msgspec.structs.replace(found, half_flops_per_s=run.flops / computed_s) if computed_s > 0 else found
+def _with_half(found: TrainingSpeed, half: Sample) -> TrainingSpeed:
+    """Return `found` with the operations per second of `half`, a large block in bfloat16."""
+    others_s = found.seconds(0.0, half.calls, half.moved_bytes)
+    computed_s = max(half.took_s - others_s, LEAST_COMPUTED * half.took_s)
+    return msgspec.structs.replace(found, half_flops_per_s=half.flops / computed_s) if computed_s > 0 else found
 
 
 def fitted(samples: Sequence[Sample], most_flops_per_s: float = inf) -> TrainingSpeed | None:
