@@ -21,6 +21,7 @@ _FILES: Final = (
     "page.css",
     "page.js",
     "chats.js",
+    "dom.js",
     "markdown.js",
     "markdown-it.js",
     "pictures.js",

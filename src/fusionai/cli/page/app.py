@@ -41,6 +41,7 @@ _FILES: Final = {
     "style.css": ("fusionai.gateway", "page/style.css", "text/css; charset=utf-8"),
     "page.css": ("fusionai.cli.page", "files/page.css", "text/css; charset=utf-8"),
     "page.js": ("fusionai.cli.page", "files/page.js", "text/javascript; charset=utf-8"),
+    "dom.js": ("fusionai.gateway", "page/dom.js", "text/javascript; charset=utf-8"),
     "draw.js": ("fusionai.cli.page", "files/draw.js", "text/javascript; charset=utf-8"),
     "icon.svg": ("fusionai.gateway", "page/icon.svg", "image/svg+xml"),
 }

@@ -1,7 +1,7 @@
 // Shows Markdown: parsed by markdown-it, without HTML and images of the text's own, with a button to copy each code block.
 
 import markdownit from "./markdown-it.js";
-import { element } from "./pool.js";
+import { element } from "./dom.js";
 
 const COPIED_MS = 1500;
 const parser = markdownit({ html: false, linkify: true }).disable("image");

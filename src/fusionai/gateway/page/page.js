@@ -1,11 +1,11 @@
 // The conversation: sends it, shows the answer while it streams, keeps chats and the pool's state up to date.
 
 import { newChat, openChats, titleOf } from "./chats.js";
+import { element, place } from "./dom.js";
 import { copyButton, markdownIn } from "./markdown.js";
 import { picture, pictureBox } from "./pictures.js";
-import { duration, element, showRoute, showState, showStatus } from "./pool.js";
+import { duration, showRoute, showState, showStatus } from "./pool.js";
 
-const place = (id) => document.getElementById(id);
 const log = place("log"), prompt = place("prompt"), send = place("send"), problem = place("problem");
 const welcome = place("welcome"), pictures = pictureBox(place("pictures"), complain);
 const RETRY_MS = [500, 1000, 2000, 5000];

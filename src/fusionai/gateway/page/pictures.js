@@ -1,6 +1,6 @@
 // Images beside a message: chosen, pasted or dropped, made small enough to send, shown until they are sent.
 
-import { element } from "./pool.js";
+import { element } from "./dom.js";
 
 const LONGEST_PX = 1536, QUALITY = 0.9;
 // Most models read at most about that many pixels; the gateway's limit for a request is 32 MiB.

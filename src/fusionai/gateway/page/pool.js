@@ -1,18 +1,12 @@
 // Shows the pool's state and the last answer's route, as received from the gateway. page.js makes the requests.
 
-const place = (id) => document.getElementById(id);
+import { element, place, write } from "./dom.js";
+
 const WORDS = {
   ready: "ready", starting: "starting", recovering: "recovering", waiting: "waiting for a machine",
   stopped: "stopped", unreachable: "unreachable",
 };
 const CONDITIONS = { running: "", loading: "loading its weights", rebuilding: "rebuilding its cache", lost: "lost" };
-
-export function element(name, className, text) {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
 
 export function duration(seconds) {
   if (seconds >= 10) return `${seconds.toFixed(0)} s`;
@@ -23,11 +17,6 @@ export function duration(seconds) {
 
 function memory(bytes) {
   return bytes >= 1e9 ? `${(bytes / 1e9).toFixed(1)} GB` : `${Math.round(bytes / 1e6)} MB`;
-}
-
-// Changes only text that differs, because a screen reader announces every change.
-function write(target, text) {
-  if (target.textContent !== text) target.textContent = text;
 }
 
 export function showState(state) {

@@ -1,18 +1,6 @@
 // Draws what the page shows: rows, the map of links, plans. Text from the pool only ever becomes text nodes.
 
-export const place = (id) => document.getElementById(id);
-
-export function element(name, className, text) {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
-// Changes only text that differs, because a screen reader announces every change.
-export function write(target, text) {
-  if (target.textContent !== text) target.textContent = text;
-}
+import { element, write } from "./dom.js";
 
 // Keeps one element per row, so that focus and open parts survive an update.
 export function keyed(list, rows, key, make, update) {

@@ -1,6 +1,7 @@
 // The broker's page: signs in, follows the stream of overviews, and sends what its owner asks for.
 
-import { badge, bytes, drawMap, drawPlan, drawQr, element, flops, keyed, place, seconds, setBadge, speed, trip, write } from "./draw.js";
+import { element, place, write } from "./dom.js";
+import { badge, bytes, drawMap, drawPlan, drawQr, flops, keyed, seconds, setBadge, speed, trip } from "./draw.js";
 
 let latest = null;
 let stream = null;
