@@ -163,28 +163,43 @@ class _Run:
         self._program.backward(call, {"y": self._hidden})
 
 
-def block_graph(width: int, tokens: int, rows: int) -> Graph:
-    """Return a graph x [rows, tokens, width] -> y: attention and a gated MLP, each after a norm, as in language
-    models."""
+def block_graph(width: int, tokens: int, rows: int, *, layers: int = 1, heads: int = HEADS) -> Graph:
+    """Return a graph x [rows, tokens, width] -> y: layers of attention and a gated MLP, each after a norm, as in
+    language models."""
     made = _Sketch((rows, tokens, width))
-    heads = (rows, HEADS, tokens, width // HEADS)
-    normed = made.norm(Ref("x"), "attention_norm")
+    hidden = Ref("x")
+    for layer in range(layers):
+        made.layer = layer
+        hidden = _layer(made, hidden, heads)
+    return made.graph(hidden)
+
+
+def product_graph(outputs: int, inputs: int, rows: int) -> Graph:
+    """Return a graph x [1, rows, inputs] -> y [1, rows, outputs]: one matrix product."""
+    made = _Sketch((1, rows, inputs))
+    return made.graph(made.linear(Ref("x"), "weight", outputs))
+
+
+def _layer(made: _Sketch, entering: Ref, count: int) -> Ref:
+    rows, tokens, width = made.shape
+    heads = (rows, count, tokens, width // count)
+    normed = made.norm(entering, "attention_norm")
     projected = [
         made.add(
-            "aten.transpose.int", made.reshaped(made.linear(normed, name, width), tokens, HEADS, -1), 1, 2, to=heads
+            "aten.transpose.int", made.reshaped(made.linear(normed, name, width), tokens, count, -1), 1, 2, to=heads
         )
         for name in ("q", "k", "v")
     ]
     query, key, value = made.rotated(projected[0], heads), made.rotated(projected[1], heads), projected[2]
-    seen = made.add("fusion.attention", query, key, value, to=heads, scale=1.0, causal=True)
-    merged = made.add("aten.transpose.int", seen, 1, 2, to=(rows, tokens, HEADS, width // HEADS))
+    seen = made.add("fusion.attention", query, key, value, to=heads, scale=(width // count) ** -0.5, causal=True)
+    merged = made.add("aten.transpose.int", seen, 1, 2, to=(rows, tokens, count, width // count))
     attended = made.linear(made.reshaped(merged, tokens, width), "o", width)
-    middle = made.add("aten.add.Tensor", Ref("x"), attended)
+    middle = made.add("aten.add.Tensor", entering, attended)
     inner = made.norm(middle, "mlp_norm")
     wide = (rows, tokens, 2 * width)
     gate = made.add("aten.silu.default", made.linear(inner, "gate", 2 * width), to=wide)
     mixed = made.add("aten.mul.Tensor", gate, made.linear(inner, "up", 2 * width), to=wide)
-    return made.graph(made.add("aten.add.Tensor", middle, made.linear(mixed, "down", width)))
+    return made.add("aten.add.Tensor", middle, made.linear(mixed, "down", width))
 
 
 @dataclass
@@ -195,6 +210,8 @@ class _Sketch:
     values: dict[str, ValueSpec] = field(default_factory=dict[str, ValueSpec])
     params: dict[str, ParamSpec] = field(default_factory=dict[str, ParamSpec])
     nodes: list[Node] = field(default_factory=list[Node])
+    layer: int = 0
+    """Number of the block to which nodes belong now."""
 
     def __post_init__(self) -> None:
         self.values["x"] = ValueSpec(self.shape, "float32")
@@ -202,10 +219,13 @@ class _Sketch:
     def add(self, op: str, *args: Arg, to: tuple[Dim, ...] | None = None, **options: Arg) -> Ref:
         name = f"v{len(self.nodes)}"
         self.values[name] = ValueSpec(self.shape if to is None else to, "float32")
-        self.nodes.append(Node(id=len(self.nodes), op=op, args=args, kwargs=options, outputs=(name,)))
+        self.nodes.append(
+            Node(id=len(self.nodes), op=op, args=args, kwargs=options, outputs=(name,), block=self.layer)
+        )
         return Ref(name)
 
     def param(self, key: str, *shape: int, value: float) -> Ref:
+        key = f"{self.layer}.{key}"
         spec = ParamSpec(
             key=key,
             kind="parameter",

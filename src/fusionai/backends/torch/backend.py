@@ -273,6 +273,10 @@ class TorchBackend(Backend):
     def devices(self) -> tuple[str, ...]:
         return _cards() or ("cpu",)
 
+    @property
+    def torch_device(self) -> torch.device:
+        return self._device
+
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Take about a second; a few milliseconds with `speeds`."""
         known = speeds or self._measured()
