@@ -219,9 +219,7 @@ class _Sketch:
     def add(self, op: str, *args: Arg, to: tuple[Dim, ...] | None = None, **options: Arg) -> Ref:
         name = f"v{len(self.nodes)}"
         self.values[name] = ValueSpec(self.shape if to is None else to, "float32")
-        self.nodes.append(
-            Node(id=len(self.nodes), op=op, args=args, kwargs=options, outputs=(name,), block=self.layer)
-        )
+        self.nodes.append(Node(id=len(self.nodes), op=op, args=args, kwargs=options, outputs=(name,), block=self.layer))
         return Ref(name)
 
     def param(self, key: str, *shape: int, value: float) -> Ref:

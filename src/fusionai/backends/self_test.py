@@ -52,8 +52,6 @@ class SelfTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     took_s: float
     fusionai: str = __version__
     system: str = platform.platform(terse=True)
-    problem: str = ""
-    """Why the device could not be tested; empty: it was."""
 
 
 class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="begun"):
@@ -62,7 +60,7 @@ class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="begun"
     name: str
 
 
-Told = SelfTest | Begun
+SelfTestEvent = SelfTest | Begun
 LONGEST_S: Final = 100.0
 """Checks that would begin later than this are skipped, so that a self-test takes less than two minutes."""
 WHOLE_RATE: Final = 1.5
@@ -137,12 +135,12 @@ def main() -> int:
     parser.add_argument("--threads", type=int)
     given = parser.parse_args()
 
-    def tell(told: Told) -> None:
-        sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
+    def send(event: SelfTestEvent) -> None:
+        sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
         sys.stdout.buffer.flush()
 
     try:
-        tell(self_test(given.device, given.threads, lambda name: tell(Begun(name))))
+        send(self_test(given.device, given.threads, lambda name: send(Begun(name))))
     except KeyboardInterrupt:
         return 130
     except FusionError as failure:

@@ -32,6 +32,7 @@ from fusionai.cli import console
 from fusionai.cli.options import device_option, home_option, json_option, port_option, threads_option, write_json
 from fusionai.cli.reach import Reach, look
 from fusionai.cli.running import run
+from fusionai.cli.self_test import self_test
 from fusionai.client.pool.session import OWNER_DIRECTORY, any_membership
 from fusionai.primitives import environment
 from fusionai.primitives.errors import FusionError
@@ -48,6 +49,9 @@ _DISK_WANTED_BYTES: Final = 10 * 10**9
 _OPEN_FILES_WANTED: Final = 1024
 _LIBRARIES: Final = ("torch", "transformers", "numpy", "tokenizers", "safetensors", "cryptography", "uvloop")
 _REINSTALL: Final = "Reinstall it if you want to use it: `%s`."
+_SELF_TEST: Final = (
+    "Instead, run real kernels on the device for up to two minutes: equal bits, right numbers, memory, rates."
+)
 _MARKS: Final = {"good": "ok", "note": "note", "bad": "FIX"}
 _BY_UDP: Final = {
     True: "through the routers by QUIC if those allow it, else over the broker's relay at the relay's speed.",
@@ -83,10 +87,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     "If this machine has joined a pool, test whether its broker can connect to this TCP port; 0: any free one.",
     shown="0",
 )
+@click.option("--self-test", "test_device", is_flag=True, help=_SELF_TEST)
 @home_option
 @json_option
-def doctor(device: str, threads: int | None, port: int, home: Path, json_file: Path | None) -> int:
+def doctor(device: str, threads: int | None, port: int, test_device: bool, home: Path, json_file: Path | None) -> int:
     """Check this machine: devices, speed, memory, network and versions, with a remedy for each problem."""
+    if test_device:
+        return self_test(device, threads, json_file)
     found = everything(device=device, threads=threads, home=home, port=port)
     console.table(("", "area", "found"), [(_MARKS[one.state], one.area, one.what) for one in found.findings])
     remedies = [one for one in found.findings if one.remedy]

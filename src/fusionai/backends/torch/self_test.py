@@ -1,21 +1,22 @@
 """Checks of a device on real kernels: equal bits, right numbers, memory, rates. For `fusion doctor --self-test`.
 
-Stages are loaded and run as jobs run them, so every check covers what a job uses: interpreters, packed products, caches,
-deterministic settings. Numbers are compared with a processor's in float64, gradients with differences of the forward
-pass. Rates are shares of what the device's memory and its matrix products reach, measured here.
+Stages are loaded and run as jobs run them, so every check covers what a job uses: interpreters, packed products,
+caches, deterministic settings. Numbers are compared with a processor's in float64, gradients with differences of the
+forward pass. Rates are shares of what the device's memory and its matrix products reach, measured here.
 
 Neighbours: `backends.self_test` judges rates and reports, `backends.measurement` makes the graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 
 from fusionai.backends import measurement
@@ -52,13 +53,16 @@ ROWS: Final = (1, 7, 64)
 """Rows of the products that are checked: kernels are chosen by the number of rows."""
 SLOPE_TOLERANCE: Final = 0.02
 """Largest relative difference between a gradient's slope and the slope of the forward pass; chosen."""
+IDLE: Final = 0.2
+"""Share of the processor's time above which other programs disturb the rates; chosen."""
 STEP: Final = 2.0**-6
 """Half the distance of the two forward passes of a slope, relative to the inputs; chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestedDevice:
-    """A backend with the measured limits of its device. `matrix_flops_per_s`: by precision."""
+    """A backend with the measured limits of its device. `matrix_flops_per_s`: by precision. `busy`: share of the
+    processor's time that programs used before the test."""
 
     backend: TorchBackend
     device: torch.device
@@ -69,11 +73,13 @@ class TestedDevice:
     memory_bytes: int
     bandwidth_bytes_per_s: float
     matrix_flops_per_s: dict[str, float]
+    busy: float
 
 
 def tested(backend: TorchBackend) -> TestedDevice:
     """Return the device with its measured limits. Takes about a second."""
     device = backend.torch_device
+    busy = psutil.cpu_percent(interval=0.5) / 100
     size = measurement.MATRIX_SIZE[device.type]
     peaks: dict[str, float] = {}
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -97,11 +103,13 @@ def tested(backend: TorchBackend) -> TestedDevice:
         memory_bytes=free_and_total_bytes(device)[1],
         bandwidth_bytes_per_s=copied_bytes_per_s,
         matrix_flops_per_s=peaks,
+        busy=busy,
     )
 
 
 def checks(found: TestedDevice) -> Iterator[tuple[str, Callable[[], Check]]]:
     """Yield every check with its name, in the order in which they run."""
+    yield "idle machine", partial(_idle, found)
     for precision in _PRECISIONS:
         yield f"equal bits, {precision}", partial(_repeats, found, precision)
     yield "gradients", partial(_slopes, found)
@@ -114,6 +122,18 @@ def checks(found: TestedDevice) -> Iterator[tuple[str, Callable[[], Check]]]:
         yield f"training rate, {precision}", partial(_training_rate, found, precision)
     for form in DECODING:
         yield f"decoding rate, {form}", partial(_decoding_rate, found, form)
+
+
+def _idle(found: TestedDevice) -> Check:
+    said = f"other programs used {found.busy:.0%} of the processor before the test"
+    if found.busy > IDLE:
+        said += ", so the rates below may be too low: threads that wait for each other lose most"
+    return Check(
+        name="idle machine",
+        verdict="slow" if found.busy > IDLE else "right",
+        found=said,
+        figures={"busy": found.busy},
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- stages
@@ -253,7 +273,9 @@ def _peak(found: TestedDevice) -> Check:
             program.apply(scale=1.0, learning_rate=1e-4)
     estimated_bytes = program.size.kept_bytes + program.size.in_use_bytes
     ratio = seen.peak_bytes / estimated_bytes
-    said = f"training took {format_bytes(seen.peak_bytes)}, {ratio:.0%} of the estimated {format_bytes(estimated_bytes)}"
+    said = (
+        f"training took {format_bytes(seen.peak_bytes)}, {ratio:.0%} of the estimated {format_bytes(estimated_bytes)}"
+    )
     figures = {"seen_bytes": float(seen.peak_bytes), "estimated_bytes": float(estimated_bytes), "ratio": ratio}
     if ratio > BEYOND_LENT:
         said += f". More than {BEYOND_LENT:.0%} is refused on a card that is lent to its limit"
@@ -266,7 +288,9 @@ def _limit(found: TestedDevice) -> Check:
     try:
         _loaded(found.backend, graph, "fp32", limit_bytes=graph_bytes(graph) // 2)
     except ExecutionError:
-        return Check(name=name, verdict="right", found="a stage that needs more than its limit is refused before it runs")
+        return Check(
+            name=name, verdict="right", found="a stage that needs more than its limit is refused before it runs"
+        )
     return Check(name=name, verdict="wrong", found="a stage that needs more than its limit was loaded")
 
 
@@ -316,9 +340,7 @@ def _training_rate(found: TestedDevice, precision: Precision) -> Check:
     what = f"{RATED_LAYERS} layers of width {width:,} train at {reached / 1e12:.3g} TFLOP/s, {reached / peak:.0%} of "
     what += f"the {peak / 1e12:.3g} that matrix products reach in {precision}"
     figures = {"flops_per_s": reached, "peak_flops_per_s": peak, "tokens_per_s": tokens * reached / flops}
-    return rated(
-        f"training rate, {precision}", what, reached / peak, TRAINING[precision], found.device.type, figures
-    )
+    return rated(f"training rate, {precision}", what, reached / peak, TRAINING[precision], found.device.type, figures)
 
 
 def _decoding_rate(found: TestedDevice, form: WeightFormat) -> Check:
@@ -331,7 +353,9 @@ def _decoding_rate(found: TestedDevice, form: WeightFormat) -> Check:
     passes_per_s = calls_per_s(lambda: program.run((segment,), fed, wanted=["y"]), found.device, 1.0)
     read_bytes, limit = program.size.kept_bytes, found.bandwidth_bytes_per_s
     reached = read_bytes * passes_per_s
-    what = f"{RATED_LAYERS} layers of width {width:,} ({format_bytes(read_bytes)}) decode {passes_per_s:.3g} tokens per "
+    what = (
+        f"{RATED_LAYERS} layers of width {width:,} ({format_bytes(read_bytes)}) decode {passes_per_s:.3g} tokens per "
+    )
     what += f"second and read {format_bytes(reached)}/s, {reached / limit:.0%} of the memory's {format_bytes(limit)}/s"
     figures = {"tokens_per_s": passes_per_s, "bytes_per_s": reached, "weight_bytes": float(read_bytes)}
     return rated(f"decoding rate, {form}", what, reached / limit, DECODING[form], found.device.type, figures)
