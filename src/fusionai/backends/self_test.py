@@ -21,12 +21,13 @@ from fusionai import __version__
 from fusionai.backends.registry import open_backend
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.process import loading
+from fusionai.wire.serving import WeightFormat
 
 Verdict = Literal["right", "wrong", "slow", "skipped"]
 """`skipped`: the check does not apply to this device, or there was no time for it."""
 
 
-class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DeviceCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Result of one check. `found`: a sentence; `figures`: its numbers by name."""
 
     name: str
@@ -48,7 +49,7 @@ class SelfTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     memory_bytes: int
     memory_bandwidth_bytes_per_s: float
     matrix_flops_per_s: dict[str, float]
-    checks: tuple[Check, ...]
+    checks: tuple[DeviceCheck, ...]
     took_s: float
     fusionai: str = __version__
     system: str = platform.platform(terse=True)
@@ -75,21 +76,25 @@ class Least(msgspec.Struct, frozen=True):
     processor: float
 
 
-DECODING: Final = {"bf16": Least(0.5, 0.2), "int8": Least(0.35, 0.2), "int4": Least(0.3, 0.1)}
+DECODING: Final[dict[WeightFormat, Least]] = {
+    "bf16": Least(0.5, 0.2),
+    "int8": Least(0.35, 0.2),
+    "int4": Least(0.3, 0.1),
+}
 """Decoding reads each weight once per token, so memory bandwidth limits it. On cards a good engine reaches 0.85 in
 bfloat16 and 0.6 with 4-bit weights for models whose layers are large; half of that is slow."""
 TRAINING: Final = {"fp32": Least(0.3, 0.2), "bf16": Least(0.25, 0.1)}
 """Training is limited by matrix products: 0.5 of the peak in bfloat16 is good on cards, half of that is slow."""
 
 
-def rated(name: str, what: str, share: float, least: Least, device: str, figures: dict[str, float]) -> Check:
+def rated(name: str, what: str, share: float, least: Least, device: str, figures: dict[str, float]) -> DeviceCheck:
     """Return the check of a rate that reaches `share` of its limit."""
     enough = least.processor if device == "cpu" else least.card
     verdict: Verdict = "right" if share >= enough else "slow"
     judged = "" if verdict == "right" else f". At least {enough:.0%} is expected of this kind of device"
     if share > WHOLE_RATE:
         judged = ". More than all: the peak was measured while the machine was busy, or weights stayed in caches"
-    return Check(name=name, verdict=verdict, found=f"{what}{judged}", figures={**figures, "share": share})
+    return DeviceCheck(name=name, verdict=verdict, found=f"{what}{judged}", figures={**figures, "share": share})
 
 
 def self_test(device: str, threads: int | None, begun: Callable[[str], None]) -> SelfTest:
@@ -102,18 +107,18 @@ def self_test(device: str, threads: int | None, begun: Callable[[str], None]) ->
     assert isinstance(backend, TorchBackend)
     begun("speed of matrix products and memory")
     found = tested(backend)
-    results: list[Check] = []
+    results: list[DeviceCheck] = []
     for name, check in checks(found):
         if time.monotonic() - started_s > LONGEST_S:
             late = f"not run: the checks before it took {LONGEST_S:.0f} seconds"
-            results.append(Check(name=name, verdict="skipped", found=late))
+            results.append(DeviceCheck(name=name, verdict="skipped", found=late))
             continue
         begun(name)
         try:
             results.append(check())
         except Exception as failure:  # noqa: BLE001 - any error that a driver or a kernel raises is the finding
             said = failure.message if isinstance(failure, FusionError) else f"{type(failure).__name__}: {failure}"
-            results.append(Check(name=name, verdict="wrong", found=f"failed: {said}"))
+            results.append(DeviceCheck(name=name, verdict="wrong", found=f"failed: {said}"))
     return SelfTest(
         backend=backend.name,
         device=str(found.device),

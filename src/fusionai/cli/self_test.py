@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from fusionai.backends.self_test import Check, SelfTest, SelfTestEvent, Verdict
+from fusionai.backends.self_test import DeviceCheck, SelfTest, SelfTestEvent, Verdict
 from fusionai.cli import console
 from fusionai.cli.options import write_json
 from fusionai.primitives import environment
@@ -61,10 +61,8 @@ def summary(report: SelfTest) -> str:
         f"{report.device} ({report.device_name}), tested in {format_seconds(report.took_s)}. Memory is copied at "
         f"{format_bytes(report.memory_bandwidth_bytes_per_s)}/s, and matrix products reach {peaks} TFLOP/s."
     )
-    for verdict, said in (("wrong", "Wrong"), ("slow", "Slow")):
-        if found := names(verdict):
-            text += f" {said}: {found}."
     wrong, slow = names("wrong"), names("slow")
+    text += "".join(f" {said}: {found}." for said, found in (("Wrong", wrong), ("Slow", slow)) if found)
     if not wrong:
         text += " Nothing is wrong." if slow else " Nothing is wrong or slow."
     return text
@@ -123,7 +121,7 @@ def _broken(device: str, name: str, code: int, last: str) -> SelfTest:
         memory_bytes=0,
         memory_bandwidth_bytes_per_s=0.0,
         matrix_flops_per_s={},
-        checks=(Check(name=name, verdict="wrong", found=found),),
+        checks=(DeviceCheck(name=name, verdict="wrong", found=found),),
         took_s=0.0,
     )
 

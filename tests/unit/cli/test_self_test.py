@@ -12,17 +12,17 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from fusionai.backends.self_test import Begun, Check, SelfTest
+from fusionai.backends.self_test import Begun, DeviceCheck, SelfTest
 from fusionai.cli import self_test
 from fusionai.cli.doctor import doctor
 from fusionai.primitives.errors import UsageError
 
-RIGHT = Check(name="gradients", verdict="right", found="they agree", figures={"off": 1e-4})
-SLOW = Check(name="decoding rate, int4", verdict="slow", found="20% of the memory's")
-WRONG = Check(name="products, int8", verdict="wrong", found="0.3 off")
+RIGHT = DeviceCheck(name="gradients", verdict="right", found="they agree", figures={"off": 1e-4})
+SLOW = DeviceCheck(name="decoding rate, int4", verdict="slow", found="20% of the memory's")
+WRONG = DeviceCheck(name="products, int8", verdict="wrong", found="0.3 off")
 
 
-def report(*checks: Check) -> SelfTest:
+def report(*checks: DeviceCheck) -> SelfTest:
     return SelfTest(
         backend="torch",
         device="cuda:0",
@@ -63,7 +63,7 @@ def printing(*events: Any) -> str:
     ],
 )
 def test_the_report_is_printed_written_and_decides_the_exit_code(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checks: tuple[Check, ...], code: int, said: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checks: tuple[DeviceCheck, ...], code: int, said: str
 ) -> None:
     scripted(monkeypatch, printing(Begun("gradients"), report(*checks)))
     file = tmp_path / "report.json"

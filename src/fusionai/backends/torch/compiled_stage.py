@@ -14,17 +14,17 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionai.backends.binding import OPERATOR_FAILURES, first_line, largest, shape_of
 from fusionai.backends.interface import movable_weights
 from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.interpreter import EMBEDDING, Interpreter, PackedReading, Step, compile_graph, describe
+from fusionai.backends.torch.live_memory import WatchedStorages
 from fusionai.backends.torch.operators import TorchContext
 from fusionai.backends.torch.optimizers import PIECE
 from fusionai.backends.torch.recomputation import RecomputedSegment, segments
@@ -79,7 +79,7 @@ def measure(
     beginnings = {part.start: part for part in segments(interpreter)} if recompute else {}
 
     with (
-        _Inside(meter),
+        WatchedStorages("meta", meter.make),
         # No backward runs here, so nothing need be kept; a result that is saved as itself would never be freed.
         torch.autograd.graph.saved_tensors_hooks(meter.save, _never),
         torch.set_grad_enabled(context.training),
@@ -97,28 +97,6 @@ def measure(
                 raise ExecutionError(f"{describe(step.node)} can't run at these sizes: {first_line(error)}") from error
             meter.after(step, registers)
     return meter.footprint()
-
-
-class _Inside(TorchDispatchMode):
-    """Shows a meter every storage that is made while operators run, also those that live inside one operator only."""
-
-    def __init__(self, meter: _Meter) -> None:
-        super().__init__()
-        self._meter = meter
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Hide nothing from torch's compiler, which is not used: hiding would load it, which takes a second."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for value in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(value, Tensor) and value.device == META:
-                self._meter.make(value.untyped_storage(), func)
-        return made
 
 
 class _Meter:

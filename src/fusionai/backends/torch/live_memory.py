@@ -9,7 +9,7 @@ Neighbours: `self_test` compares the peak with the estimate of `compiled_stage`,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +33,9 @@ def counted_memory(device: torch.device) -> Generator[LiveBytes]:
     `NotImplementedError` on Apple's devices, which keep no peak."""
     match device.type:
         case "cpu":
-            with _Storages(device) as watched:
-                yield watched.count
+            storages = _Storages()
+            with WatchedStorages("cpu", storages.see):
+                yield storages.count
         case "cuda":
             torch.cuda.synchronize(device)
             before_bytes = torch.cuda.memory_allocated(device)
@@ -48,14 +49,14 @@ def counted_memory(device: torch.device) -> Generator[LiveBytes]:
             raise NotImplementedError(f"{device} keeps no peak of its memory")
 
 
-class _Storages(TorchDispatchMode):
-    """Watches the storages that operators make on a device, until they are freed."""
+class WatchedStorages(TorchDispatchMode):
+    """Shows every storage that operators make on a kind of device, also those that live inside one operator only.
+    `see`: gets the storage and its operator; may get a storage several times."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, kind: str, see: Callable[[torch.UntypedStorage, object], None]) -> None:
         super().__init__()
-        self.count = LiveBytes()
-        self._device = device
-        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._kind = kind
+        self._see = see
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -67,11 +68,20 @@ class _Storages(TorchDispatchMode):
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         for value in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(value, Tensor) and value.device.type == self._device.type:
-                self._see(value.untyped_storage())
+            if isinstance(value, Tensor) and value.device.type == self._kind:
+                self._see(value.untyped_storage(), func)
         return made
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+
+class _Storages:
+    """Counts storages until they are freed."""
+
+    def __init__(self) -> None:
+        self.count = LiveBytes()
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def see(self, storage: torch.UntypedStorage, by: object) -> None:
+        del by
         address, nbytes, count = storage._cdata, storage.nbytes(), self.count
         if address in self._made:
             return

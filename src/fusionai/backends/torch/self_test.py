@@ -21,7 +21,7 @@ import torch
 
 from fusionai.backends import measurement
 from fusionai.backends.interface import Call, StageProgram
-from fusionai.backends.self_test import DECODING, TRAINING, Check, rated
+from fusionai.backends.self_test import DECODING, TRAINING, DeviceCheck, rated
 from fusionai.backends.torch.backend import TorchBackend, calls_per_s, card_versions, device_name, fingerprint
 from fusionai.backends.torch.card_memory import BEYOND_LENT, free_and_total_bytes, with_memory
 from fusionai.backends.torch.live_memory import counted_memory
@@ -107,7 +107,7 @@ def tested(backend: TorchBackend) -> TestedDevice:
     )
 
 
-def checks(found: TestedDevice) -> Iterator[tuple[str, Callable[[], Check]]]:
+def checks(found: TestedDevice) -> Iterator[tuple[str, Callable[[], DeviceCheck]]]:
     """Yield every check with its name, in the order in which they run."""
     yield "idle machine", partial(_idle, found)
     for precision in _PRECISIONS:
@@ -124,11 +124,11 @@ def checks(found: TestedDevice) -> Iterator[tuple[str, Callable[[], Check]]]:
         yield f"decoding rate, {form}", partial(_decoding_rate, found, form)
 
 
-def _idle(found: TestedDevice) -> Check:
+def _idle(found: TestedDevice) -> DeviceCheck:
     said = f"other programs used {found.busy:.0%} of the processor before the test"
     if found.busy > IDLE:
         said += ", so the rates below may be too low: threads that wait for each other lose most"
-    return Check(
+    return DeviceCheck(
         name="idle machine",
         verdict="slow" if found.busy > IDLE else "right",
         found=said,
@@ -177,7 +177,7 @@ def _array(tensor: HostTensor) -> npt.NDArray[np.float64]:
 # ------------------------------------------------------------------------------------------------------ right or wrong
 
 
-def _repeats(found: TestedDevice, precision: Precision) -> Check:
+def _repeats(found: TestedDevice, precision: Precision) -> DeviceCheck:
     name, (graph, hidden) = f"equal bits, {precision}", _layer(found)
     program = _loaded(found.backend, graph, precision)
     keys = [spec.key for spec in graph.params.values()]
@@ -193,13 +193,13 @@ def _repeats(found: TestedDevice, precision: Precision) -> Check:
     figures = {"equal": float(equal), "tensors": float(len(runs[0]))}
     if found.bits_promised and program.repeats:
         said = "have equal bits" if equal else "differ, but this device promises equal bits: jobs would accuse it"
-        return Check(name=name, verdict="right" if equal else "wrong", found=what + said, figures=figures)
+        return DeviceCheck(name=name, verdict="right" if equal else "wrong", found=what + said, figures=figures)
     said = "have equal bits" if equal else "differ"
     promise = ". This device promises no bits, so its results are compared with tolerance"
-    return Check(name=name, verdict="right", found=f"{what}{said}{promise}", figures=figures)
+    return DeviceCheck(name=name, verdict="right", found=f"{what}{said}{promise}", figures=figures)
 
 
-def _slopes(found: TestedDevice) -> Check:
+def _slopes(found: TestedDevice) -> DeviceCheck:
     """Compare the gradient of the input and of a matrix with differences of the forward pass, and on cards the forward
     pass with the processor's."""
     graph, hidden = _layer(found, 64)
@@ -221,7 +221,7 @@ def _slopes(found: TestedDevice) -> Check:
     wrong = not off <= SLOPE_TOLERANCE or not beside <= QUANTISED["fp32"] * 10
     said = f"a layer's gradient deviates by {off:.2g} from differences of its forward pass"
     said += f", and the forward pass by {beside:.2g} from the processor's" if found.device.type != "cpu" else ""
-    return Check(name="gradients", verdict="wrong" if wrong else "right", found=said, figures=figures)
+    return DeviceCheck(name="gradients", verdict="wrong" if wrong else "right", found=said, figures=figures)
 
 
 def _beside_processor(found: TestedDevice, graph: Graph, hidden: HostTensor, made: HostTensor) -> float:
@@ -233,7 +233,7 @@ def _beside_processor(found: TestedDevice, graph: Graph, hidden: HostTensor, mad
     return float(np.linalg.norm(_array(made) - expected) / np.linalg.norm(expected))
 
 
-def _products(found: TestedDevice, form: WeightFormat, tolerance: float) -> Check:
+def _products(found: TestedDevice, form: WeightFormat, tolerance: float) -> DeviceCheck:
     """Compare products with those of the same packed numbers, in float64 on the processor."""
     width = WIDTH[found.device.type]
     weight = _drawn((2 * width, width), width**-0.5)
@@ -252,17 +252,17 @@ def _products(found: TestedDevice, form: WeightFormat, tolerance: float) -> Chec
     wrong = worst > tolerance
     if wrong:
         said += f". At most {tolerance:g} is rounding: the kernel computes wrong numbers"
-    return Check(name=f"products, {form}", verdict="wrong" if wrong else "right", found=said, figures=off)
+    return DeviceCheck(name=f"products, {form}", verdict="wrong" if wrong else "right", found=said, figures=off)
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-def _peak(found: TestedDevice) -> Check:
+def _peak(found: TestedDevice) -> DeviceCheck:
     """Train two steps with two microbatches in flight, and compare the most memory with what was estimated."""
     name, (graph, hidden) = "memory estimate", _layer(found)
     if found.device.type == "mps":
-        return Check(name=name, verdict="skipped", found="Apple's devices keep no figure of their memory's peak")
+        return DeviceCheck(name=name, verdict="skipped", found="Apple's devices keep no figure of their memory's peak")
     with counted_memory(found.device) as seen:
         program = _loaded(found.backend, graph, "fp32", in_flight=2)
         for step in range(2):
@@ -279,19 +279,19 @@ def _peak(found: TestedDevice) -> Check:
     figures = {"seen_bytes": float(seen.peak_bytes), "estimated_bytes": float(estimated_bytes), "ratio": ratio}
     if ratio > BEYOND_LENT:
         said += f". More than {BEYOND_LENT:.0%} is refused on a card that is lent to its limit"
-    return Check(name=name, verdict="wrong" if ratio > BEYOND_LENT else "right", found=said, figures=figures)
+    return DeviceCheck(name=name, verdict="wrong" if ratio > BEYOND_LENT else "right", found=said, figures=figures)
 
 
-def _limit(found: TestedDevice) -> Check:
+def _limit(found: TestedDevice) -> DeviceCheck:
     """Load a stage with less memory than it needs."""
     name, (graph, _) = "memory limit", _layer(found)
     try:
         _loaded(found.backend, graph, "fp32", limit_bytes=graph_bytes(graph) // 2)
     except ExecutionError:
-        return Check(
+        return DeviceCheck(
             name=name, verdict="right", found="a stage that needs more than its limit is refused before it runs"
         )
-    return Check(name=name, verdict="wrong", found="a stage that needs more than its limit was loaded")
+    return DeviceCheck(name=name, verdict="wrong", found="a stage that needs more than its limit was loaded")
 
 
 def graph_bytes(graph: Graph) -> int:
@@ -299,13 +299,13 @@ def graph_bytes(graph: Graph) -> int:
     return sum(4 * int(np.prod(spec.shape)) for spec in graph.params.values())
 
 
-def _out_of_memory(found: TestedDevice) -> Check:
+def _out_of_memory(found: TestedDevice) -> DeviceCheck:
     """Ask a card for twice its memory, then compute as before."""
     name, device = "out of memory", found.device
     if device.type == "cpu":
         why = "not applicable: a processor's memory is not allocated until it is written, and then the system ends a "
         why += "program that takes too much; stages are refused by their estimates instead"
-        return Check(name=name, verdict="skipped", found=why)
+        return DeviceCheck(name=name, verdict="skipped", found=why)
     graph, hidden = _layer(found, 64)
     program = _loaded(found.backend, graph, "fp32")
     before = bytes(program.forward(Call("eval", 0, 0), {"x": hidden})["y"].data)
@@ -317,15 +317,15 @@ def _out_of_memory(found: TestedDevice) -> Check:
         same = before == after or not found.bits_promised
         said = "the device refused twice its memory, and afterwards the stage computed "
         said += "as before" if same else f"other numbers than before. The refusal: {error.message}"
-        return Check(name=name, verdict="right" if same else "wrong", found=said)
+        return DeviceCheck(name=name, verdict="right" if same else "wrong", found=said)
     said = f"the device gave {format_bytes(asked_bytes)}, twice its memory: its driver moves memory elsewhere silently"
-    return Check(name=name, verdict="wrong", found=said)
+    return DeviceCheck(name=name, verdict="wrong", found=said)
 
 
 # -------------------------------------------------------------------------------------------------------------- rates
 
 
-def _training_rate(found: TestedDevice, precision: Precision) -> Check:
+def _training_rate(found: TestedDevice, precision: Precision) -> DeviceCheck:
     width, tokens = TRAINED[found.device.type]
     graph = measurement.block_graph(width, tokens, 1, layers=RATED_LAYERS, heads=width // HEAD_WIDTH)
     flops = sum(cost.forward_flops + cost.backward_flops for cost in block_costs(graph, {}, training=True))
@@ -343,7 +343,7 @@ def _training_rate(found: TestedDevice, precision: Precision) -> Check:
     return rated(f"training rate, {precision}", what, reached / peak, TRAINING[precision], found.device.type, figures)
 
 
-def _decoding_rate(found: TestedDevice, form: WeightFormat) -> Check:
+def _decoding_rate(found: TestedDevice, form: WeightFormat) -> DeviceCheck:
     width = DECODED[found.device.type]
     graph = measurement.block_graph(width, 1, 1, layers=RATED_LAYERS, heads=width // HEAD_WIDTH)
     options = ServeOptions(weights=form, cache="bf16", pages=1, sessions=1, pass_tokens=1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusionai.backends import self_test as reporting
-from fusionai.backends.self_test import DECODING, Check, rated
+from fusionai.backends.self_test import DECODING, DeviceCheck, rated
 from fusionai.backends.torch import live_memory, packed_linear, program, self_test
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.self_test import TestedDevice, checks
@@ -40,7 +40,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> TestedDevice:
     )
 
 
-def run(found: TestedDevice, name: str) -> Check:
+def run(found: TestedDevice, name: str) -> DeviceCheck:
     return dict(checks(found))[name]()
 
 
@@ -161,11 +161,11 @@ def test_a_rate_below_what_such_devices_reach_is_slow(device: str, slow: float) 
 def test_an_error_of_a_kernel_is_wrong_and_the_next_checks_run(
     monkeypatch: pytest.MonkeyPatch, found: TestedDevice
 ) -> None:
-    def fails() -> Check:
+    def fails() -> DeviceCheck:
         raise RuntimeError("CUDA error: an illegal memory access")
 
-    passing = Check(name="second", verdict="right", found="fine")
-    listed: list[tuple[str, Callable[[], Check]]] = [("first", fails), ("second", lambda: passing)]
+    passing = DeviceCheck(name="second", verdict="right", found="fine")
+    listed: list[tuple[str, Callable[[], DeviceCheck]]] = [("first", fails), ("second", lambda: passing)]
     monkeypatch.setattr(self_test, "tested", lambda backend: found)
     monkeypatch.setattr(self_test, "checks", lambda found: iter(listed))
     begun: list[str] = []
