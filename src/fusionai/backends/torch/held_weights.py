@@ -24,6 +24,7 @@ from fusionai.backends.torch.packed_linear import (
     for_levels,
     pack,
     packed_bytes,
+    together,
 )
 from fusionai.backends.torch.packed_siblings import Joined
 from fusionai.ir.levels import Array, LevelLayout, Levels, level_layout, levels_of, numbers_of
@@ -166,7 +167,7 @@ class ServingWeights:
         for use in uses:
             if use.transposed not in by_layout:
                 plain = given()
-                by_layout[use.transposed] = [
+                made = [
                     pack(
                         one.t().contiguous() if use.transposed else one,
                         None,
@@ -177,6 +178,7 @@ class ServingWeights:
                     )
                     for one in (plain.unbind(0) if plain.dim() == 3 else [plain])
                 ]
+                by_layout[use.transposed] = together(made) if len(made) > 1 else made
             self._packed.setdefault(name, {})[use.node] = by_layout[use.transposed]
         return bool(uses)
 

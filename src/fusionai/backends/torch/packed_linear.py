@@ -14,7 +14,7 @@ rounding errors only."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from torch.nn.functional import linear, pad
 
 from fusionai.backends.torch import row_blocks
 from fusionai.backends.torch.blocked_linear import blocked_product
+from fusionai.backends.torch.card_matrix import CardMatrix, stacked
 from fusionai.backends.torch.row_code import Factor
 from fusionai.ir.levels import Array, LevelLayout, Levels
 from fusionai.primitives.errors import ExecutionError
@@ -50,8 +51,6 @@ _TRIED_INSTEAD: Final = 2**22
 zeros, may be exact in any order and so prove nothing. Chosen."""
 _ROUNDED_ROWS: Final = 64
 """Rows quantised at a time: whole blocks, few enough that intermediate values stay in the processor's cache."""
-_NUMBERS_OF_A_PIECE: Final = 2**24
-"""Numbers that other devices than processors unpack at a time; chosen."""
 _PROBE_TOLERANCE: Final = 1e-3
 """Largest relative error of a float32 kernel that counts as working."""
 
@@ -106,6 +105,14 @@ def pack(
         return _on_cpu(stand_in, form, key)[1], _as_read(stand_in, form)
 
     return PackedLinear(product, bias, nbytes, steady_counts(kind, shape, trial))
+
+
+def together(products: Sequence[PackedLinear]) -> list[PackedLinear]:
+    """Return the products with the matrices of experts; on a card these matrices then follow each other in memory."""
+    matrices = [one.product for one in products if isinstance(one.product, CardMatrix)]
+    if len(matrices) < len(products):
+        return list(products)
+    return [replace(one, product=made) for one, made in zip(products, stacked(matrices), strict=True)]
 
 
 def for_levels(shape: Sequence[int], layout: LevelLayout, pages: row_blocks.WidePages | None = None) -> PackedLinear:
@@ -300,47 +307,22 @@ def _plain(weight: Tensor, dtype: torch.dtype) -> tuple[str, Product, int]:
     return f"plain {dtype}", lambda x: linear(x.to(dtype), kept), kept.nbytes
 
 
-def _on_accelerator(weight: Tensor, form: WeightFormat, key: str) -> tuple[Product, int]:
-    """Return (product, bytes) on another device: it multiplies in the wanted dtype. Levels become numbers again in
-    pieces, because a whole matrix of these would take several times its memory."""
+def _on_accelerator(weight: Tensor, form: WeightFormat, key: str) -> tuple[CardMatrix, int]:
+    """Return (product, bytes) on another device: it multiplies in the wanted dtype."""
+    rows, columns = weight.shape
+    group = int4_group(rows, columns) if form == "int4" else None
     if form in _FLOATS:
         if form == "fp16":
             _check_float16(weight, key)
-        _, product, nbytes = _plain(weight, _FLOATS[form][0])
-        return product, nbytes
-    rows, columns = weight.shape
-    group = int4_group(rows, columns) if form == "int4" else None
-    step = max(1, _NUMBERS_OF_A_PIECE // columns)
-    if group is None:
-        levels, scales = quantise_rows(weight)
-        parts = list(zip(levels.split(step), scales.split(step), strict=True))
-
-        def eight(x: Tensor) -> Tensor:
-            # The product of levels is exact in them whatever the dtype of x: they have eight bits.
-            made = [linear(x, some.to(x.dtype)) * scale.to(x.dtype) for some, scale in parts]
-            return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
-
-        return eight, levels.nbytes + scales.nbytes
-    levels, of_groups = quantise_groups(weight, group)
-    pairs = (levels[:, 0::2] | (levels[:, 1::2] << 4)).to(torch.uint8)
-    of_rows = of_groups.transpose(0, 1).contiguous()
-
-    def four(x: Tensor) -> Tensor:
-        made = [
-            linear(x, _numbers_of_pairs(some, shared.float()).to(x.dtype))
-            for some, shared in zip(pairs.split(step), of_rows.split(step), strict=True)
-        ]
-        return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
-
-    return four, pairs.nbytes + of_rows.nbytes
-
-
-def _numbers_of_pairs(pairs: Tensor, of_rows: Tensor) -> Tensor:
-    """Return the numbers [out, in] of levels [out, in / 2], two to a byte. `of_rows`: scale and middle [out, groups,
-    2]."""
-    levels = torch.stack([pairs & 15, pairs >> 4], dim=-1).reshape(*of_rows.shape[:2], -1)
-    scale, middle = of_rows.unbind(-1)
-    return ((levels.to(of_rows.dtype) - 8) * scale[..., None] + middle[..., None]).flatten(1)
+        dtype, factor = _FLOATS[form]
+        made = CardMatrix(factor, weight.to(dtype))
+    elif group is None:
+        made = CardMatrix(Factor.INT8, *quantise_rows(weight))
+    else:
+        levels, of_groups = quantise_groups(weight, group)
+        pairs = (levels[:, 0::2] | (levels[:, 1::2] << 4)).to(torch.uint8)
+        made = CardMatrix(row_blocks.GROUPS[group], pairs, of_groups.transpose(0, 1).contiguous(), group)
+    return made, made.nbytes
 
 
 def _check_float16(weight: Tensor, key: str) -> None:

@@ -117,6 +117,12 @@ class LayerCache:
         keys, values = (rows.data_ptr() for rows in self._rows)
         return keys, values
 
+    @property
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """The keys and the values, both [positions, heads, width]."""
+        keys, values = self._rows
+        return keys, values
+
     def write(self, layout: PassLayout, keys: Tensor, values: Tensor) -> None:
         """Store keys and values of the pass, each [1, heads, rows, width]."""
         slots = layout.slots if self.window is None else layout.ring_slots[self.window]
@@ -188,7 +194,7 @@ def cut(rows: Tensor, first: int, end: int) -> Tensor:
     return part
 
 
-_FORMS: Final = {
+FORMS: Final = {
     torch.float32: Form.FP32, torch.bfloat16: Form.BF16, torch.float16: Form.FP16, torch.uint8: Form.INT8
 }  # fmt: skip
 _LINE_FLOATS: Final = 16
@@ -240,7 +246,7 @@ def compiled_attention(span: RowSpan, cache: LayerCache, q: Tensor, scores: Scor
     task[[places.QUERIES, places.QUERY_POSITION_STEP, places.QUERY_HEAD_STEP]] = (
         q.data_ptr(), 4 * q.stride(2), 4 * q.stride(1)
     )  # fmt: skip
-    task[[places.OUT, places.KEYS, places.VALUES, places.FORM]] = out.data_ptr(), keys, values, _FORMS[cache.dtype]
+    task[[places.OUT, places.KEYS, places.VALUES, places.FORM]] = out.data_ptr(), keys, values, FORMS[cache.dtype]
     task[[places.HEADS, places.SHARED, places.KEY_WIDTH, places.VALUE_WIDTH]] = (
         heads, shape.heads, key_width, shape.value_width
     )  # fmt: skip

@@ -25,10 +25,12 @@ from fusionai.backends.semantics import DropoutKey, Scores
 from fusionai.backends.serving.base import CheckedPass, PlacedCache, ServingProgram, array_of, largest_pass
 from fusionai.backends.serving.page_table import RowSpan, one_by_one
 from fusionai.backends.state import ProgramSize
-from fusionai.backends.torch import carried_states, packed_graph
+from fusionai.backends.torch import card_launch, carried_states, packed_graph
 from fusionai.backends.torch.blocked_linear import kernels as row_kernels
 from fusionai.backends.torch.blocked_linear import scratch_bytes
 from fusionai.backends.torch.card_memory import with_memory
+from fusionai.backends.torch.card_program import CardProgram, planned_for_card
+from fusionai.backends.torch.card_program import needed_bytes as card_bytes
 from fusionai.backends.torch.carried_states import NodeStates
 from fusionai.backends.torch.compiled_stage import META, input_shapes, measure
 from fusionai.backends.torch.held_weights import ServingWeights, import_bytes, weight_bytes
@@ -47,7 +49,7 @@ from fusionai.backends.torch.row_program import RowPlace, RowProgram, needed_byt
 from fusionai.ir.schema import Graph, Node, ParamSpec
 from fusionai.ir.serving import row_dimension, split_behind_attention
 from fusionai.ir.states import StateShape
-from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.errors import ExecutionError, FusionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.serving import ServeOptions
 
@@ -71,6 +73,9 @@ class TorchServingProgram(ServingProgram):
         rows_bytes = 0 if self._plan is None else programs * needed_bytes(self._plan, options)
         if in_blocks:
             rows_bytes += scratch_bytes()
+        self._card_plan = planned_for_card(self._running, tuple(graph.outputs), packed_graph.products(self._running), device)
+        if self._card_plan is not None:
+            rows_bytes += programs * card_bytes(self._card_plan, options, self._layers)
         if device.type == "cpu":
             rows_bytes += attention_scratch_bytes(self._layers, options.pass_tokens)
         self._check_memory(joined, rows_bytes, memory_limit_bytes, in_blocks=in_blocks)
@@ -87,6 +92,7 @@ class TorchServingProgram(ServingProgram):
         self._interpreters: dict[frozenset[str], Interpreter] = {}
         self._rows_behind: dict[frozenset[str], RowsBehind | None] = {}
         self._row_programs: dict[frozenset[str], RowProgram | None] = {}
+        self._card_programs: dict[frozenset[str], CardProgram | None] = {}
 
     def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
         with torch.inference_mode():
@@ -100,6 +106,7 @@ class TorchServingProgram(ServingProgram):
 
     def _forget_compiled(self) -> None:
         self._row_programs.clear()
+        self._card_programs.clear()
 
     def _keep_packed(self, spec: ParamSpec, data: memoryview) -> bool:
         return self._weights.keep_packed(spec, data)
@@ -107,6 +114,8 @@ class TorchServingProgram(ServingProgram):
     def allocate(self) -> None:
         if self._caches is None:
             self._caches, self._held = with_memory(self._device, "the caches", self._allocated)
+            if not self._waiting:
+                self._card_program(frozenset(self._graph.outputs))
 
     def _allocated(self) -> tuple[dict[int, LayerCache], dict[int, NodeStates]]:
         options, device = self._options, self._device
@@ -119,7 +128,8 @@ class TorchServingProgram(ServingProgram):
     @property
     def resident_bytes(self) -> int:
         caches = () if self._caches is None else self._caches.values()
-        programs = (program for program in self._row_programs.values() if program is not None)
+        kept = (*self._row_programs.values(), *self._card_programs.values())
+        programs = (program for program in kept if program is not None)
         return self._weights.nbytes + sum(part.nbytes for part in (*caches, *self._held.values(), *programs))
 
     def _check_memory(self, joined: Joined, rows_bytes: int, limit_bytes: int | None, *, in_blocks: bool) -> None:
@@ -154,6 +164,11 @@ class TorchServingProgram(ServingProgram):
     def _computed(self, work: CheckedPass) -> dict[str, HostTensor]:
         """Compute decoding by row programs and everything else by operators. The choice for a session does not depend
         on other sessions."""
+        card = self._card_program(work.wanted)
+        if card is not None and not any(span.together for span in work.spans):
+            made = self._by_card(card, work)
+            if made is not None:
+                return made
         program = self._row_program(work.wanted)
         if program is not None and not self._keeps:
             return self._by_rows(program, work.inputs, [RowPlace(0, (), -1)] * len(work.chosen), work.chosen)
@@ -215,6 +230,31 @@ class TorchServingProgram(ServingProgram):
                 results = {name: self._rows_of(name, value, rows) for name, value in outputs.items()}
         self._layout = None
         return {name: to_host(value, own=self._weights.shares(value)) for name, value in results.items()}
+
+    def _by_card(self, program: CardProgram, work: CheckedPass) -> dict[str, HostTensor] | None:
+        """Compute by kernels; None if the card's compiler fails, and then operators compute the same places anew."""
+        try:
+            return with_memory(self._device, f"a pass of {work.positions} positions", lambda: program.run(work))
+        except FusionError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and operators serve instead
+            card_launch.failed(error)
+            self._card_plan = None
+            self._card_programs.clear()
+            return None
+
+    def _card_program(self, wanted: frozenset[str]) -> CardProgram | None:
+        if self._card_plan is None:
+            return None
+        if wanted not in self._card_programs:
+            assert self._caches is not None
+            plan, uses = self._card_plan, self._weights.uses
+            if wanted != frozenset(self._graph.outputs):
+                plan = planned_for_card(self._running, sorted(wanted), uses, self._device)
+            self._card_programs[wanted] = plan and CardProgram(
+                plan, uses, self._weights.values, self._caches, self._options, self._device
+            )
+        return self._card_programs[wanted]
 
     def _row_program(self, wanted: frozenset[str]) -> RowProgram | None:
         if self._plan is None:

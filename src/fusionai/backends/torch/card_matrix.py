@@ -1,0 +1,154 @@
+"""A packed matrix on another device than the processor, and its product there.
+
+Levels lie row after row, in four bits two to a byte. The product by PyTorch's operators makes them numbers again in
+pieces, because a whole matrix of these would take several times its memory; on cards that run the kernels of
+`card_products`, levels are read once and numbers are never written. Neighbours: `packed_linear` makes the levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from fusionai.backends.torch import card_launch
+from fusionai.backends.torch.row_code import Factor
+
+_NUMBERS_OF_A_PIECE: Final = 2**24
+"""Numbers that operators unpack at a time; chosen."""
+_MOST_ROWS: Final = 64
+"""Rows up to which the kernels multiply by floats; the library's are faster for more. Chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class CardMatrix:
+    """A matrix [out, in], or a stack of such below each other. `data`: floats, int8 levels, or two levels to a byte.
+    `scales`: bfloat16 [out] for INT8; scale and middle [out, groups, 2] for four bits. `group`: levels that share
+    them; 0 for the other formats."""
+
+    factor: Factor
+    data: Tensor
+    scales: Tensor | None = None
+    group: int = 0
+    stack: CardMatrix | None = None
+    """The matrices of all experts, of which this is one, below each other."""
+
+    @property
+    def columns(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def count(self) -> int:
+        """Summands of each result."""
+        return self.data.shape[1] * (2 if self.group else 1)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [rows, out] for x [rows, in]."""
+        floats = self.scales is None
+        if not (floats and x.shape[0] > _MOST_ROWS) and x.shape[0] and card_launch.unused(x.device) is None:
+            try:
+                return self._by_kernels(x)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and operators serve instead
+                card_launch.failed(error)
+        return self.by_operators(x)
+
+    def by_operators(self, x: Tensor) -> Tensor:
+        if self.scales is None:
+            return linear(x.to(self.data.dtype), self.data)
+        step = max(1, _NUMBERS_OF_A_PIECE // self.count)
+        pieces = zip(self.data.split(step), self.scales.split(step), strict=True)
+        if self.group:
+            made = [linear(x, numbers_of_pairs(some, shared.float()).to(x.dtype)) for some, shared in pieces]
+        else:
+            # The product of levels is exact in them whatever the dtype of x: they have eight bits.
+            made = [linear(x, some.to(x.dtype)) * scale.to(x.dtype) for some, scale in pieces]
+        return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
+
+    def _by_kernels(self, x: Tensor) -> Tensor:
+        rows = x.to(torch.float32).contiguous()
+        made = torch.empty((x.shape[0], self.columns), dtype=torch.float32, device=x.device)
+        places = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+        multiply(self, Rows(rows, rows.shape[1]), Rows(made, self.columns), places, x.shape[0])
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Memory of rows `width` floats apart."""
+
+    memory: Tensor
+    width: int
+
+
+def multiply(
+    matrix: CardMatrix, x: Rows, y: Rows, places: Tensor, rows: int, bias: Tensor | None = None
+) -> None:
+    """Multiply the rows of x at `places`, int32, and write the results to y at the same places."""
+    from fusionai.backends.torch import card_products as kernels
+
+    form = Factor.INT4_32 if matrix.group else matrix.factor
+    options: dict[str, Any] = {"FORM": int(form), "GROUP": matrix.group, "BIASED": bias is not None}
+    scales, added = matrix.data if matrix.scales is None else matrix.scales, x.memory if bias is None else bias
+    operands = (x.memory, x.width, places, y.memory, y.width, matrix.data, scales, added)
+    columns, count = matrix.columns, matrix.count
+    if rows == 1:
+        card_launch.launch(
+            kernels.single, (-(-columns // 16), 1), *operands, x.memory, columns, count, 1, 0, 1,
+            **options, CHOSEN=False, BLOCK_N=16, BLOCK_K=128,
+        )  # fmt: skip
+        return
+    together = 16 if rows <= 16 else 64
+    step = min(matrix.group, 64) if matrix.group else 32 if matrix.factor is Factor.FP32 else 64
+    card_launch.launch(
+        kernels.several, (-(-columns // 64), -(-rows // together)), *operands, columns, count, rows,
+        **options, PRECISION=card_launch.precision(), ROWS=together, BLOCK_N=64, BLOCK_K=step,
+    )  # fmt: skip
+
+
+def multiply_experts(
+    matrix: CardMatrix, x: Rows, y: Rows, places: Tensor, rows: int, indices: Tensor, experts: tuple[int, int, int]
+) -> None:
+    """Multiply each row by the matrices of its experts. `matrix`: those of all experts, below each other. `indices`:
+    their numbers, as floats in rows of x's width. `experts`: how many each row chose, the floats between the operands
+    of two of them, and how many there are."""
+    from fusionai.backends.torch import card_products as kernels
+
+    chosen, step, known = experts
+    form = Factor.INT4_32 if matrix.group else matrix.factor
+    scales = matrix.data if matrix.scales is None else matrix.scales
+    columns = matrix.columns // known
+    card_launch.launch(
+        kernels.single, (-(-columns // 16), rows * chosen), x.memory, x.width, places, y.memory, y.width,
+        matrix.data, scales, x.memory, indices, columns, matrix.count, chosen, step, known,
+        FORM=int(form), GROUP=matrix.group, BIASED=False, CHOSEN=True, BLOCK_N=16, BLOCK_K=128,
+    )  # fmt: skip
+
+
+def stacked(matrices: Sequence[CardMatrix]) -> list[CardMatrix]:
+    """Return the same matrices as parts of one, which their products then need not gather."""
+    first = matrices[0]
+    scales = [one.scales for one in matrices if one.scales is not None]
+    whole = CardMatrix(
+        first.factor, torch.cat([one.data for one in matrices]), torch.cat(scales) if scales else None, first.group
+    )
+    rows = first.columns
+    parts = zip(whole.data.split(rows), whole.scales.split(rows) if whole.scales is not None else [None] * len(matrices))
+    return [CardMatrix(whole.factor, data, own, whole.group, whole) for data, own in parts]
+
+
+def numbers_of_pairs(pairs: Tensor, of_rows: Tensor) -> Tensor:
+    """Return the numbers [out, in] of levels [out, in / 2], two to a byte. `of_rows`: scale and middle [out, groups,
+    2]."""
+    levels = torch.stack([pairs & 15, pairs >> 4], dim=-1).reshape(*of_rows.shape[:2], -1)
+    scale, middle = of_rows.unbind(-1)
+    return ((levels.to(of_rows.dtype) - 8) * scale[..., None] + middle[..., None]).flatten(1)
