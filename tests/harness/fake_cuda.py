@@ -2,7 +2,8 @@
 
 Every operator of another device than its operands raises, and so would every read of a value; the reads that stages
 make today are answered and counted, as are copies to and from the host. A card's choice of kernels is not seen. Kernels
-are counted as operators that make numbers on the device.
+are counted as operators that make numbers on the device, and as launches of the product's own kernels, whose arguments
+are checked.
 
 `python -m harness.fake_cuda NAME...` examines models of `harness.zoo` and prints JSON; `examined` starts it with
 `fake_cuda.cpp` preloaded, which makes a build of PyTorch without CUDA accept backward on such tensors.
@@ -40,6 +41,10 @@ _NOT_KERNELS: Final = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh",
      "_local_scalar_dense", "_unsafe_view", "resize_")
 )  # fmt: skip
+
+
+_LAUNCH_OPTIONS: Final = frozenset(("num_warps", "num_stages", "enable_fp_fusion"))
+"""Options of Triton's launches that are no arguments of the kernel."""
 
 
 class Counts(msgspec.Struct, kw_only=True):
@@ -151,10 +156,7 @@ class Watched(TorchDispatchMode):
         if name in ("_to_copy", "copy_") and (source := args[name == "copy_"]).device.type != first.device.type:
             self._copied(source, first)
         elif first.device.type == "cuda" and name not in _NOT_KERNELS and not func.is_view:
-            self.counts.kernels += 1
-            strict = torch.are_deterministic_algorithms_enabled()
-            self.counts.loose += not strict or torch.is_deterministic_algorithms_warn_only_enabled()
-            self.counts.operators[name] = self.counts.operators.get(name, 0) + 1
+            self._counted(name)
         if name in ("any", "all") and given.device.type == "cuda":
             self._answers[id(first)] = first, name == "all"
         return made
@@ -183,6 +185,30 @@ class Watched(TorchDispatchMode):
         _, known = self._answers.get(id(value), (value, None))
         return list(known) if known is not None else [0] * value.numel() if value.dim() else 0  # pyright: ignore
 
+    def launched(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        """Count a kernel of the product's own, after checking what Triton and a card would refuse."""
+        constants = {param.name for param in kernel.params if param.is_constexpr}
+        names = [name for name in kernel.arg_names if name not in constants]
+        name = kernel.fn.__name__
+        if len(args) != len(names) or not constants <= options.keys() <= constants | _LAUNCH_OPTIONS:
+            raise TypeError(f"{name} takes {names} and {sorted(constants)}, got {len(args)} and {sorted(options)}")
+        if not 1 <= len(grid) <= 3 or not all(0 < size < 65536 or not axis for axis, size in enumerate(grid)):
+            raise ValueError(f"{name} is launched on {grid}")
+        for one, arg in zip(names, args, strict=True):
+            if isinstance(arg, Tensor) and arg.device.type != "cuda":
+                raise RuntimeError(f"{name}: {one} is on {arg.device}")
+            if not isinstance(arg, Tensor | int):
+                raise TypeError(f"{name}: {one} is {type(arg).__name__}")
+            if isinstance(arg, int) and not -(2**31) <= arg < 2**31:
+                raise OverflowError(f"{name}: {one} is {arg}")
+        self._counted(name)
+
+    def _counted(self, name: str) -> None:
+        self.counts.kernels += 1
+        strict = torch.are_deterministic_algorithms_enabled()
+        self.counts.loose += not strict or torch.is_deterministic_algorithms_warn_only_enabled()
+        self.counts.operators[name] = self.counts.operators.get(name, 0) + 1
+
     def _synced(self) -> None:
         self.counts.syncs += 1
         place = _place()
@@ -206,7 +232,7 @@ def _place() -> str:
 @contextmanager
 def fake_cuda() -> Generator[Watched]:
     """Run with tensors that have no memory. Host tensors enter as such, and leave as zeros."""
-    from fusionai.backends.torch import determinism, held_weights, program, serving
+    from fusionai.backends.torch import card_launch, card_program, determinism, held_weights, program, serving
     from fusionai.backends.torch.host import DTYPE_NAMES, DTYPES
     from fusionai.primitives.tensors import HostTensor, host_tensor
 
@@ -223,10 +249,11 @@ def fake_cuda() -> Generator[Watched]:
         return host_tensor(DTYPE_NAMES[value.dtype], tuple(value.shape), bytes(value.numel() * value.element_size()))
 
     with ExitStack() as stack:
-        for module in (held_weights, program, serving):
+        for module in (card_program, held_weights, program, serving):
             stack.enter_context(patch.object(module, "to_torch", enter))
             if hasattr(module, "to_host"):
                 stack.enter_context(patch.object(module, "to_host", leave))
+        stack.enter_context(patch.object(card_launch, "launch", watched.launched))
         stack.enter_context(patch.object(FakeTensor, "tolist", lambda value: watched.list_of(value)))
         stack.enter_context(patch.object(determinism, "card_repeats", lambda device: True))
         stack.enter_context(patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
@@ -337,6 +364,7 @@ def _serve(captured: Any, result: Examined, weights: str, cached: str, watched: 
             (spec.key, host_tensor(spec.dtype, spec.shape, bytes(tensor_bytes(spec.dtype, spec.shape))))
             for spec in stage.graph.params.values()
         )
+        program.allocate()
         programs.append(program)
     passes = {
         "prompts": [Segment(1, 0, 9, 0, (0, 2, 1)), Segment(2, 0, 9, 0, (3, 5, 4))],

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -27,11 +28,24 @@ class Launches:
     kernels: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
 
 
+@cache
 def kernels() -> tuple[Any, Any, Any]:
-    """Import the kernels for the interpreter: lines, products, attention."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    from fusionai.backends.torch import card_attention, card_products, card_rows
+    """Import the kernels for the interpreter: lines, products, attention. Triton decides at the import of a function,
+    so its own that are there already are made anew."""
+    import triton.experimental.gluon
+    import triton.language
 
+    with patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import JITFunction
+
+        for name, known in list(vars(triton.language.standard).items()):
+            if isinstance(known, JITFunction):
+                own = InterpretedFunction(known.fn)
+                setattr(triton.language.standard, name, own)
+                if hasattr(triton.language, name):
+                    setattr(triton.language, name, own)
+        from fusionai.backends.torch import card_attention, card_products, card_rows
     return card_rows, card_products, card_attention
 
 
@@ -55,6 +69,7 @@ def interpreted() -> Generator[Launches]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(InterpreterBuilder, "create_dot", _dot))
         stack.enter_context(patch.object(InterpreterBuilder, "cast_impl", _cast(InterpreterBuilder.cast_impl)))
+        stack.enter_context(np.errstate(all="ignore"))
         stack.enter_context(patch.object(card_launch, "unused", lambda device: None))
         stack.enter_context(patch.object(card_launch, "failed", raised))
         stack.enter_context(patch.object(card_launch, "launch", counted))

@@ -42,8 +42,12 @@ _SHARE_KEYS: Final = 256
 """Fewest keys of a share, when the keys of a text are divided among groups of threads; chosen."""
 _BUSY: Final = 256
 """Groups of threads that occupy a card; chosen."""
-_LANES: Final = (16, 64)
-"""Queries of a tile: for few positions of each session, and for prompts."""
+_LANES: Final = (16, 32)
+"""Queries of a tile: for few positions of each session or wide heads, and for prompts. More would not fit the memory
+that a group of threads has on every card (64 KiB on AMD's)."""
+
+_WIDE_HEADS: Final = 128
+"""Elements of a head from which on tiles are small."""
 
 Ints = npt.NDArray[np.int32]
 Params = Callable[[Sequence[str]], Mapping[str, Tensor | PackedParameter]]
@@ -230,7 +234,7 @@ class CardProgram:
         """Return (queries that share a key head, lanes of a tile)."""
         groups = shape.query_heads // shape.heads
         few = all(span.length * groups <= _LANES[0] for _, span in batch.spans)
-        lanes = _LANES[0] if few else _LANES[1]
+        lanes = _LANES[0] if few or _wide(shape) > _WIDE_HEADS else _LANES[1]
         return groups, max(lanes, _power(groups))
 
     def _compute(self, batch: _Batch, sent: _Sent, made: Tensor) -> None:
@@ -305,7 +309,7 @@ class CardProgram:
             kernels.attend, (count, shape.heads, shares), *memory, line, tiles, table, sent.pages, cache.page_tokens,
             sent.ints("rings"), cache.capacity, window, keys, values, parts, chunk, batch.count,
             FORM=int(FORMS[cache.dtype]), SPLIT=shares > 1, LANES=lanes, KEYS=_KEYS, WIDE=_wide(shape),
-            PRECISION=card_launch.precision(), num_stages=2,
+            PRECISION=card_launch.precision(), num_stages=1,
         )  # fmt: skip
         if shares > 1:
             card_launch.launch(

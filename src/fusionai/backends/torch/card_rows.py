@@ -176,12 +176,12 @@ def _reduced(line, op, mem, base):
                 inside = real & (start + column < n)
                 a = tl.load(mem + a_at + group * n + start + column, mask=inside, other=float("-inf"))
                 sums = tl.maximum(sums, a)
-            top = tl.max(sums, 1)[:, None]
+            top = tl.where(real, tl.max(sums, 1)[:, None], 0.0)
             sums = tl.zeros((GROUPS, _WIDE), tl.float32)
             for start in range(0, n, _WIDE):
                 inside = real & (start + column < n)
                 a = tl.load(mem + a_at + group * n + start + column, mask=inside, other=float("-inf"))
-                sums += tl.where(inside, tl.exp(a - top), 0.0)
+                sums += tl.exp(a - top)
             total = tl.sum(sums, 1)[:, None]
             for start in range(0, n, _WIDE):
                 inside = real & (start + column < n)
