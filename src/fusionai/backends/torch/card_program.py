@@ -134,7 +134,12 @@ class CardProgram:
                 weight = uses[launch.node].weight
                 held = values([weight])[weight]
                 assert isinstance(held, PackedParameter)
-                self._products[launch.line] = _matrix(held, launch.node)
+                matrix = self._products[launch.line] = _matrix(held, launch.node)
+                line = self._code.code[launch.line].tolist()
+                columns, count = line[Field.DIMS : Field.DIMS + 2]
+                known = line[Field.EXTRA + 2] if launch.experts else 1
+                # The kernels check nothing themselves.
+                assert (matrix.columns, matrix.count) == (known * columns, count)
         self._fill(values)
 
     def _fill(self, values: Params) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusionai.backends.torch import packed_linear
+from fusionai.backends.torch import card_matrix, packed_linear
 from fusionai.backends.torch.packed_linear import (
     TRIED,
     in_steady_calls,
@@ -157,7 +157,7 @@ def test_other_devices_keep_what_the_form_says_and_multiply_by_its_numbers(
     weight = torch.randn((48, 128), generator=torch.Generator().manual_seed(4))
     x = torch.randn((2, 3, 128), generator=torch.Generator().manual_seed(5))
     for numbers in (2**24, 20 * 128):
-        monkeypatch.setattr(packed_linear, "_NUMBERS_OF_A_PIECE", numbers)
+        monkeypatch.setattr(card_matrix, "_NUMBERS_OF_A_PIECE", numbers)
         product, nbytes = packed_linear._on_accelerator(weight, form, "w")
         assert nbytes <= bytes_per_number * weight.numel()
         made = product(x.half() if form == "fp16" else x).float()
