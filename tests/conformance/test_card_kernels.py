@@ -12,22 +12,25 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from fusionai.backends.torch.serving import TorchServingProgram  # noqa: E402 - after the check that Triton is there
-from fusionai.capture.capture import capture  # noqa: E402
-from fusionai.ir.partition import StageGraph, cut_blocks  # noqa: E402
-from fusionai.ir.serving import FROM_SEGMENTS, serving_graph  # noqa: E402
-from fusionai.ir.validate import validate  # noqa: E402
-from fusionai.primitives.tensors import HostTensor, host_tensor  # noqa: E402
-from fusionai.wire.serving import Segment, ServeOptions  # noqa: E402
-from harness.cross_compiled import TARGETS, compiled  # noqa: E402
-from harness.interpreted_card import CPU, Launches, interpreted, like_a_card  # noqa: E402
-from harness.zoo import models  # noqa: E402
+from fusionai.backends.torch.serving import TorchServingProgram
+from fusionai.capture.capture import capture
+from fusionai.ir.partition import StageGraph, cut_blocks
+from fusionai.ir.serving import FROM_SEGMENTS, serving_graph
+from fusionai.ir.validate import validate
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.wire.serving import Segment, ServeOptions
+from harness.cross_compiled import TARGETS, compiled
+from harness.interpreted_card import CPU, Launches, interpreted, like_a_card
+from harness.zoo import models
 
 pytestmark = pytest.mark.slow
 
 MOST_SHARED_BYTES = {"sm": 99 << 10, "gf": 64 << 10}
 """What a group of threads has on consumers' cards of NVIDIA and on AMD's."""
-ONE_AT_A_TIME = [[Segment(1, 0, 9, 0, (0, 2, 1)), Segment(2, 0, 5, 0, (3, 5))], [Segment(1, 9, 1, 3), Segment(2, 5, 1, 2)]]
+ONE_AT_A_TIME = [
+    [Segment(1, 0, 9, 0, (0, 2, 1)), Segment(2, 0, 5, 0, (3, 5))],
+    [Segment(1, 9, 1, 3), Segment(2, 5, 1, 2)],
+]
 """Prompts of two sessions, then a token of each."""
 MIXED = [*ONE_AT_A_TIME, [Segment(1, 10, 2, 3), Segment(2, 6, 1, 2), Segment(3, 0, 20, 0, (6, 7, 8, 9, 10))]]
 
@@ -81,7 +84,9 @@ def served(
     return results, launched
 
 
-def agree(name: str, weights: Any, cached: Any, passes: Sequence[Sequence[Segment]], tolerance: float) -> list[list[str]]:
+def agree(
+    name: str, weights: Any, cached: Any, passes: Sequence[Sequence[Segment]], tolerance: float
+) -> list[list[str]]:
     options = ServeOptions(pages=64, sessions=4, pass_tokens=64, page_tokens=4, weights=weights, cache=cached)
     expected, none = served(name, options, passes, card=False)
     made, launched = served(name, options, passes, card=True)

@@ -126,7 +126,7 @@ def combine(mem, fixed, width, line, parts, rows, shares, WIDE: tl.constexpr):
     largest = tl.full((), _LOWEST, tl.float32)
     total = tl.full((), 0.0, tl.float32)
     mixed = tl.zeros((WIDE,), tl.float32)
-    for share in range(0, shares):
+    for share in range(shares):
         place = parts + ((share * rows + row) * heads + head) * (value_width + 2)
         own = tl.load(place + value_width)
         larger = tl.maximum(largest, own)

@@ -180,7 +180,7 @@ def _parts(lines: Sequence[Sequence[int]]) -> int:
         for place, row, strides in _operands(line):
             if not row:
                 continue
-            dense = strides == _dense(line) or line[Field.DIMS : Field.DIMS + 2] == [1, 1] and strides[2] == 1
+            dense = strides == _dense(line) or (line[Field.DIMS : Field.DIMS + 2] == [1, 1] and strides[2] == 1)
             if not dense:
                 return 1
             read.add(place)

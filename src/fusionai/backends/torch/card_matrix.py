@@ -90,9 +90,7 @@ class Rows:
     width: int
 
 
-def multiply(
-    matrix: CardMatrix, x: Rows, y: Rows, places: Tensor, rows: int, bias: Tensor | None = None
-) -> None:
+def multiply(matrix: CardMatrix, x: Rows, y: Rows, places: Tensor, rows: int, bias: Tensor | None = None) -> None:
     """Multiply the rows of x at `places`, int32, and write the results to y at the same places."""
     from fusionai.backends.torch import card_products as kernels
 
@@ -142,7 +140,9 @@ def stacked(matrices: Sequence[CardMatrix]) -> list[CardMatrix]:
         first.factor, torch.cat([one.data for one in matrices]), torch.cat(scales) if scales else None, first.group
     )
     rows = first.columns
-    parts = zip(whole.data.split(rows), whole.scales.split(rows) if whole.scales is not None else [None] * len(matrices))
+    parts = zip(
+        whole.data.split(rows), whole.scales.split(rows) if whole.scales is not None else [None] * len(matrices)
+    )
     return [CardMatrix(whole.factor, data, own, whole.group, whole) for data, own in parts]
 
 

@@ -229,10 +229,10 @@ def _top(line, mem, base):
     """The largest elements of each group and their indices, in descending order; of equal ones the first."""
     groups, n, chosen = tl.load(line + _DIMS), tl.load(line + _DIMS + 1), tl.load(line + _DIMS + 2)
     i = tl.arange(0, BLOCK)
-    for group in range(0, groups):
+    for group in range(groups):
         left = tl.load(mem + base + tl.load(line + _A) + group * n + i, mask=i < n, other=float("-inf"))
         free = i < n
-        for number in range(0, chosen):
+        for number in range(chosen):
             best = tl.max(left, 0)
             index = tl.min(tl.where(free & (left == best), i, BLOCK), 0)
             tl.store(mem + base + tl.load(line + _OUT) + group * chosen + number, best)

@@ -73,7 +73,9 @@ class TorchServingProgram(ServingProgram):
         rows_bytes = 0 if self._plan is None else programs * needed_bytes(self._plan, options)
         if in_blocks:
             rows_bytes += scratch_bytes()
-        self._card_plan = planned_for_card(self._running, tuple(graph.outputs), packed_graph.products(self._running), device)
+        self._card_plan = planned_for_card(
+            self._running, tuple(graph.outputs), packed_graph.products(self._running), device
+        )
         if self._card_plan is not None:
             rows_bytes += programs * card_bytes(self._card_plan, options, self._layers)
         if device.type == "cpu":

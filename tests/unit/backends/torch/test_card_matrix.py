@@ -18,7 +18,7 @@ from fusionai.wire.serving import WeightFormat
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from harness.interpreted_card import interpreted  # noqa: E402 - after the check that Triton is there
+from harness.interpreted_card import interpreted
 
 pytestmark = pytest.mark.slow
 FORMS: tuple[WeightFormat, ...] = ("fp32", "bf16", "fp16", "int8", "int4")

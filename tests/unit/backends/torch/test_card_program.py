@@ -24,9 +24,9 @@ from fusionai.wire.serving import CacheFormat, ServeOptions
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-import numpy as np  # noqa: E402 - after the check that Triton is there
+import numpy as np
 
-from harness.interpreted_card import CPU, interpreted  # noqa: E402
+from harness.interpreted_card import CPU, interpreted
 
 pytestmark = pytest.mark.slow
 PAGE = 4
