@@ -9,6 +9,8 @@ as in `paged_attention`, with a running maximum (Dao et al., "FlashAttention", 2
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportMissingParameterType=false
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -18,7 +20,10 @@ _LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 
 
 @triton.jit
-def _numbers(cache, slot, seen, head, heads, width, FORM: tl.constexpr, WIDE: tl.constexpr):
+def _numbers(
+    cache: tl.tensor, slot: tl.tensor, seen: tl.tensor, head: tl.tensor, heads: tl.tensor, width: tl.tensor,
+    FORM: tl.constexpr, WIDE: tl.constexpr,
+) -> Any:  # fmt: skip
     """Return the vectors of a head at `slot` [keys], as float32 [keys, WIDE]."""
     column = tl.arange(0, WIDE)[None, :]
     inside = seen[:, None] & (column < width)
@@ -35,13 +40,27 @@ def _numbers(cache, slot, seen, head, heads, width, FORM: tl.constexpr, WIDE: tl
     return made
 
 
+@triton.jit
+def _slot(
+    key: tl.tensor, seen: tl.tensor, session: tl.tensor, table: tl.tensor, table_width: tl.tensor,
+    page_tokens: tl.tensor, rings: tl.tensor, capacity: tl.tensor, window: tl.tensor,
+) -> Any:  # fmt: skip
+    """Return the places of a session's keys: in its ring, or in its pages."""
+    if window > 0:
+        slot = tl.load(rings + session).to(tl.int64) * capacity + key % capacity
+    else:
+        page = tl.load(table + session * table_width + key // page_tokens, mask=seen, other=0)
+        slot = page.to(tl.int64) * page_tokens + key % page_tokens
+    return slot
+
+
 @triton.jit(do_not_specialize=["fixed", "table_width", "page_tokens", "capacity", "window", "chunk", "rows"])
 def attend(
-    mem, fixed, width, line, tiles, table, table_width, page_tokens, rings, capacity, window,
-    keys, values, parts, chunk, rows,
-    FORM: tl.constexpr, SPLIT: tl.constexpr, LANES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+    mem: tl.tensor, fixed: tl.tensor, width: tl.tensor, line: tl.tensor, tiles: tl.tensor, table: tl.tensor,
+    table_width: tl.tensor, page_tokens: tl.tensor, rings: tl.tensor, capacity: tl.tensor, window: tl.tensor,
+    keys: tl.tensor, values: tl.tensor, parts: tl.tensor, chunk: tl.tensor, rows: tl.tensor, FORM: tl.constexpr,
+    SPLIT: tl.constexpr, LANES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute one tile (axis 0) of one key head (axis 1), of the keys of one share (axis 2) of `chunk` keys each.
 
     `line`: the line ATTENTION of the row program. `tiles`: for each, its first row, its rows, its session among those
@@ -70,7 +89,7 @@ def attend(
         cap = tl.load(mem + cap_at)
     largest = tl.zeros((LANES,), tl.float32) + _LOWEST
     total = tl.zeros((LANES,), tl.float32)
-    if sinks_at >= 0:
+    if sinks_at >= 0:  # noqa: SIM102 - in a kernel, `and` would evaluate both
         if share == 0:
             # A sink is a key of weight 1 without a value.
             largest = tl.load(mem + sinks_at + head, mask=real, other=0.0)
@@ -81,15 +100,10 @@ def attend(
         lowest = tl.maximum(0, start - window + 1)
     begin = lowest + share * chunk
     until = tl.minimum(start + count, begin + chunk)
-    ring = tl.load(rings + session).to(tl.int64)
     for at in range(begin, until, KEYS):
         key = at + tl.arange(0, KEYS)
         seen = key < until
-        if window > 0:
-            slot = ring * capacity + key % capacity
-        else:
-            page = tl.load(table + session * table_width + key // page_tokens, mask=seen, other=0)
-            slot = page.to(tl.int64) * page_tokens + key % page_tokens
+        slot = _slot(key, seen, session, table, table_width, page_tokens, rings, capacity, window)
         k = _numbers(keys, slot, seen, kept, shared, wide, FORM, WIDE)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if cap_at >= 0:
@@ -107,17 +121,19 @@ def attend(
         largest = larger
     if SPLIT:
         place = parts + ((share * rows + first_row + row) * heads + head) * (value_width + 2)
-        tl.store(place[:, None] + column, mixed, mask=real[:, None] & (column < value_width))
         tl.store(place + value_width, largest, mask=real)
         tl.store(place + value_width + 1, total, mask=real)
     else:
         place = mem + fixed + (first_row + row) * width + out_at + head * value_width
-        made = mixed / tl.where(real, total, 1.0)[:, None]
-        tl.store(place[:, None] + column, made, mask=real[:, None] & (column < value_width))
+        mixed = mixed / tl.where(real, total, 1.0)[:, None]
+    tl.store(place[:, None] + column, mixed, mask=real[:, None] & (column < value_width))
 
 
 @triton.jit(do_not_specialize=["fixed", "rows", "shares"])
-def combine(mem, fixed, width, line, parts, rows, shares, WIDE: tl.constexpr):
+def combine(
+    mem: tl.tensor, fixed: tl.tensor, width: tl.tensor, line: tl.tensor, parts: tl.tensor, rows: tl.tensor,
+    shares: tl.tensor, WIDE: tl.constexpr,
+) -> None:  # fmt: skip
     """Add up the shares of one row (axis 0) and query head (axis 1)."""
     row, head = tl.program_id(0), tl.program_id(1)
     heads, value_width = tl.load(line + 1), tl.load(line + 15)

@@ -1,7 +1,7 @@
 """Whether a card runs this project's own kernels, and the one place where they are launched.
 
-The kernels are written in Triton, which PyTorch's builds for CUDA and ROCm bring on Linux. Where it is missing, or where
-it can't compile a kernel, PyTorch's operators compute instead: they are the reference, and slower. Neighbours:
+The kernels are written in Triton, which PyTorch's builds for CUDA and ROCm bring on Linux. If it is missing or
+can't compile a kernel, operators compute instead: they are the reference, and slower. Neighbours:
 `card_rows`, `card_products` and `card_attention` are the kernels.
 """
 

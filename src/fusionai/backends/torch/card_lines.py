@@ -7,9 +7,10 @@ the program, `card_program` runs the launches, `card_rows` the lines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from math import prod
 from typing import Final
 
@@ -120,7 +121,7 @@ class _Draft:
         code = np.array(self.lines, dtype=np.int32).reshape(-1, LINE)
         return CardCode(code, tuple(self.launches), fed, given, fed_width, given_width, late)
 
-    def _copied(self, op: CardOp, values: dict[str, tuple[int, int]]) -> tuple[dict[str, tuple[int, int]], int]:
+    def _copied(self, op: CardOp, values: Mapping[str, tuple[int, int]]) -> tuple[dict[str, tuple[int, int]], int]:
         places: dict[str, tuple[int, int]] = {}
         width = 0
         for name, (place, floats) in values.items():
@@ -185,7 +186,7 @@ def _parts(lines: Sequence[Sequence[int]]) -> int:
                 return 1
             read.add(place)
     ranges = sorted(written | read)
-    apart = all(after - before >= total for before, after in zip(ranges, ranges[1:], strict=False))
+    apart = all(after - before >= total for before, after in pairwise(ranges))
     return max(1, total // SPLIT_ELEMENTS) if apart else 1
 
 

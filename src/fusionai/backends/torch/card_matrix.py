@@ -21,7 +21,7 @@ from fusionai.backends.torch.row_code import Factor
 _NUMBERS_OF_A_PIECE: Final = 2**24
 """Numbers that operators unpack at a time; chosen."""
 _MOST_ROWS: Final = 64
-"""Rows up to which the kernels multiply by floats; the library's are faster for more. Chosen."""
+"""SpacedRows up to which the kernels multiply by floats; the library's are faster for more. Chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +78,21 @@ class CardMatrix:
         rows = x.to(torch.float32).contiguous()
         made = torch.empty((x.shape[0], self.columns), dtype=torch.float32, device=x.device)
         places = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-        multiply(self, Rows(rows, rows.shape[1]), Rows(made, self.columns), places, x.shape[0])
+        multiply(self, SpacedRows(rows, rows.shape[1]), SpacedRows(made, self.columns), places, x.shape[0])
         return made
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class SpacedRows:
     """Memory of rows `width` floats apart."""
 
     memory: Tensor
     width: int
 
 
-def multiply(matrix: CardMatrix, x: Rows, y: Rows, places: Tensor, rows: int, bias: Tensor | None = None) -> None:
+def multiply(
+    matrix: CardMatrix, x: SpacedRows, y: SpacedRows, places: Tensor, rows: int, bias: Tensor | None = None
+) -> None:
     """Multiply the rows of x at `places`, int32, and write the results to y at the same places."""
     from fusionai.backends.torch import card_products as kernels
 
@@ -114,7 +116,13 @@ def multiply(matrix: CardMatrix, x: Rows, y: Rows, places: Tensor, rows: int, bi
 
 
 def multiply_experts(
-    matrix: CardMatrix, x: Rows, y: Rows, places: Tensor, rows: int, indices: Tensor, experts: tuple[int, int, int]
+    matrix: CardMatrix,
+    x: SpacedRows,
+    y: SpacedRows,
+    places: Tensor,
+    rows: int,
+    indices: Tensor,
+    experts: tuple[int, int, int],
 ) -> None:
     """Multiply each row by the matrices of its experts. `matrix`: those of all experts, below each other. `indices`:
     their numbers, as floats in rows of x's width. `experts`: how many each row chose, the floats between the operands
@@ -140,9 +148,8 @@ def stacked(matrices: Sequence[CardMatrix]) -> list[CardMatrix]:
         first.factor, torch.cat([one.data for one in matrices]), torch.cat(scales) if scales else None, first.group
     )
     rows = first.columns
-    parts = zip(
-        whole.data.split(rows), whole.scales.split(rows) if whole.scales is not None else [None] * len(matrices)
-    )
+    owns = [None] * len(matrices) if whole.scales is None else whole.scales.split(rows)
+    parts = zip(whole.data.split(rows), owns, strict=True)
     return [CardMatrix(whole.factor, data, own, whole.group, whole) for data, own in parts]
 
 

@@ -11,6 +11,8 @@ the levels.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportMissingParameterType=false
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -24,7 +26,7 @@ _INT4: tl.constexpr = tl.constexpr(int(Factor.INT4_32))
 
 
 @triton.jit
-def four_bits(bytes_, scale, middle):
+def four_bits(bytes_: tl.tensor, scale: tl.tensor, middle: tl.tensor) -> Any:
     """Return the numbers of the lower and of the upper halves of bytes. The product is exact, so its sum with the
     middle is rounded once, whether or not both are one instruction."""
     low = ((bytes_ & 15).to(tl.int32) - 8).to(tl.float32) * scale + middle
@@ -34,10 +36,11 @@ def four_bits(bytes_, scale, middle):
 
 @triton.jit(do_not_specialize=["chosen_experts", "x_step", "known"])
 def single(
-    x, x_width, rows_at, y, y_width, weight, scales, bias, indices, columns, count, chosen_experts, x_step, known,
-    FORM: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr, CHOSEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x: tl.tensor, x_width: tl.tensor, rows_at: tl.tensor, y: tl.tensor, y_width: tl.tensor, weight: tl.tensor,
+    scales: tl.tensor, bias: tl.tensor, indices: tl.tensor, columns: tl.tensor, count: tl.tensor,
+    chosen_experts: tl.tensor, x_step: tl.tensor, known: tl.tensor, FORM: tl.constexpr, GROUP: tl.constexpr,
+    BIASED: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
     """Multiply one row (axis 1) by some columns (axis 0). `rows_at`: places of the rows in x and y. With CHOSEN, axis 1
     counts the experts of each row too, whose numbers are in `indices`, laid out as x; `x_step` is between the operands
     of two experts, and `known` is how many there are."""
@@ -88,7 +91,7 @@ def single(
 
 
 @triton.jit
-def _halved(x):
+def _halved(x: tl.tensor) -> Any:
     """Return two bfloat16 whose sum is x up to 16 bits."""
     first = x.to(tl.bfloat16)
     return first, (x - first.to(tl.float32)).to(tl.bfloat16)
@@ -96,10 +99,11 @@ def _halved(x):
 
 @triton.jit(do_not_specialize=["rows"])
 def several(
-    x, x_width, rows_at, y, y_width, weight, scales, bias, columns, count, rows,
-    FORM: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x: tl.tensor, x_width: tl.tensor, rows_at: tl.tensor, y: tl.tensor, y_width: tl.tensor, weight: tl.tensor,
+    scales: tl.tensor, bias: tl.tensor, columns: tl.tensor, count: tl.tensor, rows: tl.tensor, FORM: tl.constexpr,
+    GROUP: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
     """Multiply ROWS rows (axis 1) by some columns (axis 0). In four bits, BLOCK_K is at most GROUP."""
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there = r < rows

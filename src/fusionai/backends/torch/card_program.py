@@ -22,7 +22,7 @@ from fusionai.backends.serving.base import CheckedPass, array_of
 from fusionai.backends.serving.page_table import LayerShape, RowSpan, first_key
 from fusionai.backends.torch import card_launch
 from fusionai.backends.torch.card_lines import Attend, CardCode, Multiply, Run, card_code
-from fusionai.backends.torch.card_matrix import CardMatrix, Rows, multiply, multiply_experts
+from fusionai.backends.torch.card_matrix import CardMatrix, SpacedRows, multiply, multiply_experts
 from fusionai.backends.torch.host import to_host, to_torch
 from fusionai.backends.torch.packed_graph import PackedParameter, ProductWeight
 from fusionai.backends.torch.paged_attention import FORMS, LayerCache
@@ -79,7 +79,8 @@ def needed_bytes(plan: RowPlan, options: ServeOptions, layers: Sequence[LayerSha
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What a pass needs on the card, as parts of one tensor: `places` of each name. `pages`: in a row of the table."""
+    """What a pass needs on the card, as parts of one tensor: `places` of each name. `pages`: page ids in a row of the
+    table."""
 
     whole: Tensor
     places: Mapping[str, tuple[int, int]]
@@ -284,11 +285,11 @@ class CardProgram:
             chosen, known = line[Field.DIMS + 2], line[Field.EXTRA + 2]
             experts = chosen, line[Field.A_STRIDES], known
             indices = self._own[line[Field.B] :]
-            multiply_experts(matrix, Rows(x, width), Rows(y, width), places, rows, indices, experts)
+            multiply_experts(matrix, SpacedRows(x, width), SpacedRows(y, width), places, rows, indices, experts)
             return
         bias = line[Field.EXTRA + 2]
         added = None if bias < 0 else self._memory[bias:]
-        multiply(matrix, Rows(x, width), Rows(y, width), places, rows, added)
+        multiply(matrix, SpacedRows(x, width), SpacedRows(y, width), places, rows, added)
 
     def _attend(self, launch: Attend, batch: _Batch, sent: _Sent) -> None:
         from fusionai.backends.torch import card_attention as kernels
@@ -353,7 +354,7 @@ def _matrix(held: PackedParameter, node: int) -> CardMatrix:
     found = [product.product for product in held.packed[node]]
     first = found[0]
     assert isinstance(first, CardMatrix)
-    return first if len(found) == 1 else first.stack
+    return first if first.stack is None else first.stack
 
 
 def _wide(shape: LayerShape) -> int:

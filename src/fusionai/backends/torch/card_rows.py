@@ -1,4 +1,4 @@
-"""Runs the lines of a row program on a card: everything between two products, or a product and attention, in one launch.
+"""Runs the lines of a row program on a card: what is between two products, or a product and attention, in one launch.
 
 One group of threads computes a row and goes through the lines as `row_kernels` does on a processor: a value is written
 to the row's memory, and the next line reads it there. Between two lines all threads wait for each other. Nothing is
@@ -10,6 +10,8 @@ compiled before any is known. Neighbours: `row_code` defines the lines, `card_li
 # pyright: basic, reportMissingTypeStubs=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportMissingParameterType=false
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -57,7 +59,6 @@ _COS: tl.constexpr = tl.constexpr(int(Op.COS))
 _SIN: tl.constexpr = tl.constexpr(int(Op.SIN))
 _MEAN: tl.constexpr = tl.constexpr(int(Op.MEAN))
 _TOTAL: tl.constexpr = tl.constexpr(int(Op.TOTAL))
-_LAYER_NORM: tl.constexpr = tl.constexpr(int(Op.LAYER_NORM))
 _SOFTMAX: tl.constexpr = tl.constexpr(int(Op.SOFTMAX))
 _ATTENTION: tl.constexpr = tl.constexpr(int(Op.ATTENTION))
 _TOP: tl.constexpr = tl.constexpr(int(Op.TOP))
@@ -69,7 +70,7 @@ _OUT_STRIDES: tl.constexpr = tl.constexpr(int(Field.EXTRA) + 3)
 
 
 @triton.jit
-def tanh(x):
+def tanh(x: tl.tensor) -> Any:
     # One rounding less than from the exponential of 2 x alone where x is large: that would overflow.
     e = tl.exp(-2.0 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
@@ -77,7 +78,7 @@ def tanh(x):
 
 
 @triton.jit
-def _of_two(op, a, b, number):
+def _of_two(op: tl.tensor, a: tl.tensor, b: tl.tensor, number: tl.tensor) -> Any:
     if op == _ADD:
         made = a + b
     elif op == _SUB:
@@ -96,7 +97,7 @@ def _of_two(op, a, b, number):
 
 
 @triton.jit
-def _of_one(op, a):
+def _of_one(op: tl.tensor, a: tl.tensor) -> Any:
     made = a
     if op == _NEG:
         made = -a
@@ -132,7 +133,9 @@ def _of_one(op, a):
 
 
 @triton.jit
-def _elementwise(line, op, mem, base, part, parts):
+def _elementwise(
+    line: tl.tensor, op: tl.tensor, mem: tl.tensor, base: tl.tensor, part: tl.tensor, parts: tl.tensor,
+) -> None:  # fmt: skip
     d0, d1, d2 = tl.load(line + _DIMS), tl.load(line + _DIMS + 1), tl.load(line + _DIMS + 2)
     out, a_at, b_at = base + tl.load(line + _OUT), tl.load(line + _A), tl.load(line + _B)
     a_at += tl.load(line + _A_ROW) * base
@@ -161,7 +164,7 @@ def _elementwise(line, op, mem, base, part, parts):
 
 
 @triton.jit
-def _reduced(line, op, mem, base):
+def _reduced(line: tl.tensor, op: tl.tensor, mem: tl.tensor, base: tl.tensor) -> None:
     """Mean, sum, normalisation and softmax of each group."""
     groups, n = tl.load(line + _DIMS), tl.load(line + _DIMS + 1)
     a_at, out = base + tl.load(line + _A), base + tl.load(line + _OUT)
@@ -203,7 +206,10 @@ def _reduced(line, op, mem, base):
 
 
 @triton.jit
-def _normalised(line, mem, a_at, out, group, real, n, mean):
+def _normalised(
+    line: tl.tensor, mem: tl.tensor, a_at: tl.tensor, out: tl.tensor, group: tl.tensor, real: tl.tensor, n: tl.tensor,
+    mean: tl.tensor,
+) -> None:  # fmt: skip
     eps = tl.load(mem + tl.load(line + _EXTRA))
     weight, bias = tl.load(line + _EXTRA + 1), tl.load(line + _EXTRA + 2)
     column = tl.arange(0, _WIDE)[None, :]
@@ -225,7 +231,7 @@ def _normalised(line, mem, a_at, out, group, real, n, mean):
 
 
 @triton.jit
-def _top(line, mem, base):
+def _top(line: tl.tensor, mem: tl.tensor, base: tl.tensor) -> None:
     """The largest elements of each group and their indices, in descending order; of equal ones the first."""
     groups, n, chosen = tl.load(line + _DIMS), tl.load(line + _DIMS + 1), tl.load(line + _DIMS + 2)
     i = tl.arange(0, BLOCK)
@@ -242,7 +248,7 @@ def _top(line, mem, base):
 
 
 @triton.jit
-def _looked_up(line, mem, base):
+def _looked_up(line: tl.tensor, mem: tl.tensor, base: tl.tensor) -> None:
     """The chosen elements of each group; NaN for an index that is out of range."""
     groups, chosen, floats = tl.load(line + _DIMS), tl.load(line + _DIMS + 1), tl.load(line + _DIMS + 2)
     length, total = tl.load(line + _EXTRA), groups * chosen * floats
@@ -258,7 +264,7 @@ def _looked_up(line, mem, base):
 
 
 @triton.jit
-def _scattered(line, mem, base):
+def _scattered(line: tl.tensor, mem: tl.tensor, base: tl.tensor) -> None:
     """Write a number in place of the chosen elements; an index that is out of range chooses none."""
     groups, chosen, length = tl.load(line + _DIMS), tl.load(line + _DIMS + 1), tl.load(line + _DIMS + 2)
     total, number = groups * chosen, tl.load(mem + tl.load(line + _EXTRA))
@@ -271,7 +277,10 @@ def _scattered(line, mem, base):
 
 
 @triton.jit
-def _kept(mem, at, cache, slot, heads, width, FORM: tl.constexpr, WIDE: tl.constexpr):
+def _kept(
+    mem: tl.tensor, at: tl.tensor, cache: tl.tensor, slot: tl.tensor, heads: tl.tensor, width: tl.tensor,
+    FORM: tl.constexpr, WIDE: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the vectors of all key heads to a place of a cache, in its format (`row_code.Form`)."""
     stored = width
     if FORM == 3:
@@ -300,9 +309,10 @@ def _kept(mem, at, cache, slot, heads, width, FORM: tl.constexpr, WIDE: tl.const
 
 @triton.jit(do_not_specialize=["first", "count", "fixed", "width", "row", "fed_width", "made_width"])
 def lines(
-    code, first, count, mem, fixed, width, chosen, row, fed, fed_width, made, made_width, keys, values, slots,
-    FORM: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    code: tl.tensor, first: tl.tensor, count: tl.tensor, mem: tl.tensor, fixed: tl.tensor, width: tl.tensor,
+    chosen: tl.tensor, row: tl.tensor, fed: tl.tensor, fed_width: tl.tensor, made: tl.tensor, made_width: tl.tensor,
+    keys: tl.tensor, values: tl.tensor, slots: tl.tensor, FORM: tl.constexpr, WIDE: tl.constexpr,
+) -> None:  # fmt: skip
     """Run `count` lines from line `first` on. `chosen`: the rows of memory, one for each group of threads. `row`: how
     many rows of the pass are before memory's first. `keys`, `values`: the cache in which a line ATTENTION keeps its
     operands, in the format FORM. `slots`: the places of the pass's rows there. WIDE: at least a vector's elements."""
@@ -335,7 +345,7 @@ def lines(
             _looked_up(line, mem, base)
         elif op == _SCATTER:
             _scattered(line, mem, base)
-        elif op == _ATTENTION:
+        elif op == _ATTENTION:  # noqa: SIM102 - FORM is known when the kernel is compiled, the line is not
             if FORM >= 0:
                 slot = tl.load(slots + row + at).to(tl.int64)
                 heads, wide = tl.load(line + _DIMS + 1), tl.load(line + _DIMS + 2)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.backends.torch import card_launch, card_matrix, packed_linear
-from fusionai.backends.torch.card_matrix import CardMatrix, Rows, multiply_experts, stacked
+from fusionai.backends.torch.card_matrix import CardMatrix, SpacedRows, multiply_experts, stacked
 from fusionai.backends.torch.packed_linear import rounded
 from fusionai.wire.serving import WeightFormat
 
@@ -82,7 +82,7 @@ def test_rows_are_multiplied_by_the_matrices_of_their_experts(form: WeightFormat
     memory = torch.zeros((3, 100))
     memory[:, :64] = drawn(3, 64, seed=9)
     memory[:, 64:66] = chosen
-    x, y = Rows(memory.view(-1), 100), Rows(memory.view(-1)[66:], 100)
+    x, y = SpacedRows(memory.view(-1), 100), SpacedRows(memory.view(-1)[66:], 100)
     whole = matrices[0].stack
     assert whole is not None
     places = torch.tensor([0, 1, 2], dtype=torch.int32)

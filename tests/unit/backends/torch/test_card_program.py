@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import pytest
 import torch
@@ -160,7 +161,7 @@ def test_launches_do_not_depend_on_the_number_of_sessions() -> None:
     window=st.none() | st.integers(1, 12), softcap=st.none() | st.floats(0.5, 30.0), sinks=st.booleans(),
     form=st.sampled_from(("fp32", "bf16", "fp16", "int8")),
     passes=st.lists(
-        st.lists(st.tuples(st.integers(0, 7), st.integers(1, 12)), min_size=1, max_size=5, unique_by=lambda one: one[0]),
+        st.lists(st.tuples(st.integers(0, 7), st.integers(1, 12)), min_size=1, max_size=5, unique_by=itemgetter(0)),
         min_size=1, max_size=4,
     ),
 )  # fmt: skip
