@@ -84,21 +84,15 @@ def attend(
     q_place = mem + fixed + (first_row + row) * width + q_at + head * wide
     q = tl.load(q_place[:, None] + column, mask=real[:, None] & (column < wide), other=0.0) * scale
     position = start + row
-    cap = 1.0
-    if cap_at >= 0:
-        cap = tl.load(mem + cap_at)
-    largest = tl.zeros((LANES,), tl.float32) + _LOWEST
-    total = tl.zeros((LANES,), tl.float32)
+    cap = tl.load(mem + tl.maximum(cap_at, 0))
+    largest, total = tl.full((LANES,), _LOWEST, tl.float32), tl.zeros((LANES,), tl.float32)
     if sinks_at >= 0:  # noqa: SIM102 - in a kernel, `and` would evaluate both
         if share == 0:
             # A sink is a key of weight 1 without a value.
             largest = tl.load(mem + sinks_at + head, mask=real, other=0.0)
             total += 1.0
     mixed = tl.zeros((LANES, WIDE), tl.float32)
-    lowest = 0
-    if window > 0:
-        lowest = tl.maximum(0, start - window + 1)
-    begin = lowest + share * chunk
+    begin = tl.where(window > 0, tl.maximum(0, start - window + 1), 0) + share * chunk
     until = tl.minimum(start + count, begin + chunk)
     for at in range(begin, until, KEYS):
         key = at + tl.arange(0, KEYS)

@@ -71,7 +71,7 @@ def agrees(rows: int, columns: int, count: int, form: WeightFormat, seed: int) -
     expected = matrix.by_operators(x).float()
     # In half floats operators round their results too.
     tolerance = {"bf16": 1e-2, "fp16": 2e-3}.get(form, 2e-5)
-    torch.testing.assert_close(matrix(x), expected, rtol=tolerance, atol=tolerance * count**0.5)
+    torch.testing.assert_close(matrix(x).float(), expected, rtol=tolerance, atol=tolerance * count**0.5)
 
 
 @pytest.mark.parametrize("form", FORMS)
