@@ -123,17 +123,8 @@ def test_an_interruption_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.long
 def test_this_processor_passes_its_own_test(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    command = [
-        sys.executable,
-        "-m",
-        "fusionai.cli.main",
-        "doctor",
-        "--self-test",
-        "--device",
-        "cpu",
-        "--json",
-        str(file),
-    ]
+    fusion = str(Path(sys.executable).with_name("fusion"))
+    command = [fusion, "doctor", "--self-test", "--device", "cpu", "--json", str(file)]
     ended = subprocess.run(command, capture_output=True, check=False, timeout=240)
     assert ended.returncode == 0, ended.stdout
     written = json.loads(file.read_text())

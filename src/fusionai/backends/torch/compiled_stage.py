@@ -9,6 +9,7 @@ new combination of sizes, `serving` measures its largest pass.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -28,6 +29,7 @@ from fusionai.backends.torch.live_memory import WatchedStorages
 from fusionai.backends.torch.operators import TorchContext
 from fusionai.backends.torch.optimizers import PIECE
 from fusionai.backends.torch.recomputation import RecomputedSegment, segments
+from fusionai.backends.torch.rehearsal import META, NO_GRADIENT, HalfProducts, Rehearsed, rehearsed
 from fusionai.ir.graph import copied_weights, copy_bytes, reads
 from fusionai.ir.operators import IN_BFLOAT16, OPERATORS
 from fusionai.ir.schema import Graph
@@ -36,8 +38,7 @@ from fusionai.primitives.errors import ExecutionError, FusionError
 from fusionai.primitives.tensors import tensor_bytes
 from fusionai.wire.messages import StageOptions
 
-META = torch.device("meta")
-"""Torch's device for tensors without memory."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +268,8 @@ def _never(_saved: None) -> Tensor:
     raise AssertionError("nothing runs backward without memory")
 
 
+UPDATED_AT_ONCE: Final = 3
+"""Tensors of a parameter's size alive at once during an update of a whole parameter: torch's temporaries."""
 PIECES_AT_ONCE: Final = 6
 """Tensors of `PIECE` elements alive at once during an update in pieces: two moments, torch's temporaries, and those of
 coding."""
@@ -356,9 +359,39 @@ class CompiledStage:
             symbols,
             None if limit_bytes is None else limit_bytes - held_bytes,
         )
+        known = all(node.op not in NO_GRADIENT for node in self._graph.nodes)
+        if training and known and not self._options.offload_weights:
+            try:
+                one = self._rehearsed(names)
+            except (FusionError, *OPERATOR_FAILURES) as error:
+                log.debug("no gradient without memory, its size is estimated: %s", first_line(error))
+            else:
+                running_bytes = one.peak_bytes + one.kept_bytes * (microbatches - 1)
+                return held_bytes + max(running_bytes, self._update_bytes())
         copied_bytes = self._copied_bytes(names, microbatches)
         running_bytes = footprint.peak_bytes + footprint.again_bytes + self._opened_bytes() + copied_bytes
         return held_bytes + max(running_bytes + footprint.saved_bytes * microbatches, self._update_bytes())
+
+    def _rehearsed(self, names: frozenset[str]) -> Rehearsed:
+        halves = HalfProducts() if self._options.precision == "bf16" else None
+        interpreter = compile_graph(
+            self._graph,
+            names,
+            with_state_writes=True,
+            device=META,
+            mixed=halves is not None,
+            stored=self._stored,
+            halve=None if halves is None else halves.of,
+        )
+        return rehearsed(
+            self._graph,
+            interpreter,
+            input_shapes(self._graph, largest(self._graph)),
+            TorchContext(True, DropoutKey(self._options.seed, 0, 0), repeats_keys=self._repeats_keys),
+            grad_inputs=self._grad_inputs,
+            recompute=self._options.recompute,
+            halves=halves,
+        )
 
     def weight_bytes(self, keys: Collection[str]) -> int:
         return sum(tensor_bytes(self._specs[key].dtype, self._specs[key].shape) for key in keys)
@@ -399,9 +432,11 @@ class CompiledStage:
         """Return the extra bytes of an update in pieces. Activations are released by then."""
         optimizer = self._options.optimizer
         options = self._options
-        if optimizer is None or (optimizer.state_bits == 32 and not (options.offload or options.offload_weights)):
+        if optimizer is None:
             return 0
         largest_elements = max((prod(spec.shape) for spec in self._specs.values() if spec.trainable), default=0)
+        if optimizer.state_bits == 32 and not (options.offload or options.offload_weights):
+            return UPDATED_AT_ONCE * 4 * largest_elements
         return (PIECES_AT_ONCE + options.offload_weights) * 4 * min(PIECE, largest_elements)
 
 

@@ -133,7 +133,7 @@ def _opened(
         match value:
             case StoredWeight():
                 made = value.open(dtype)
-                weights[made.untyped_storage().data_ptr()] = value
+                weights[made.untyped_storage()._cdata] = value
                 return made
             case list():
                 return [opened(item) for item in value]
@@ -146,7 +146,7 @@ def _opened(
         return compute(*args, **options)
 
     def pack(saved: Tensor) -> Callable[[], Tensor]:
-        weight = weights.get(saved.untyped_storage().data_ptr())
+        weight = weights.get(saved.untyped_storage()._cdata)
         if weight is None:
             kept = saved.detach()
             return lambda: kept
@@ -252,20 +252,21 @@ def compile_graph(
     deferred: Collection[int] = (),
     kernels: Mapping[int, Callable[..., Any]] = MappingProxyType({}),
     stored: PackedReading = AS_THEY_ARE,
+    halve: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Interpreter:
     """Compile what `wanted` (output meanings) needs, and state writes if `with_state_writes`.
 
     `device`: the device that `DeviceArg` stands for. `mixed`: products may be in bfloat16, reductions convert their
     operands to float32. `deferred`: linear layers (node ids) that may defer their weight gradient. `kernels`: node id
     -> function to call, with the node's own arguments, instead of its operator. `stored`: parameters that are given as
-    `StoredWeight`.
+    `StoredWeight`. `halve`: wraps products, where autocast knows no device.
 
     Raises `ExecutionError` on an operator this backend lacks.
     """
     outputs = {meaning: value for meaning, value in graph.outputs.items() if meaning in wanted}
     writes = dict(graph.state_writes) if with_state_writes else {}
     nodes = needed_nodes(graph, {*outputs.values(), *writes})
-    builder = _Builder(device, mixed, deferred, kernels, stored)
+    builder = _Builder(device, mixed, deferred, kernels, stored, halve)
     calls = [(node, builder.instruction(node)) for node in nodes]
     kept = {builder.value(name) for name in (*outputs.values(), *writes)}
     last_use: dict[int, int] = {}
@@ -302,6 +303,7 @@ class _Builder:
     deferred: Collection[int]
     kernels: Mapping[int, Callable[..., Any]]
     stored: PackedReading
+    halve: Callable[[Callable[..., Any]], Callable[..., Any]] | None
     template: Registers = field(default_factory=lambda: [None])
     values: dict[str, int] = field(default_factory=dict[str, int])
 
@@ -329,6 +331,8 @@ class _Builder:
             compute, leading = checked(node.op, own) if node.op == "fusion.attention" else own, []
         if self.mixed and OPERATORS[node.op].category in IN_FLOAT32:
             compute = _in_float32(compute)
+        if self.halve is not None and OPERATORS[node.op].category in IN_BFLOAT16:
+            compute = self.halve(compute)
         compute = self.stored.of(node, compute, half=self.mixed and OPERATORS[node.op].category in IN_BFLOAT16)
         lists: list[tuple[int, Callable[[Registers], list[Any]]]] = []
         positional = [*leading, *(self._operand(arg, lists) for arg in node.args)]

@@ -32,9 +32,9 @@ def counted_memory(device: torch.device) -> Generator[LiveBytes]:
     """Count the memory of tensors made on `device`. On a card the figures are there when the block ends. Raises
     `NotImplementedError` on Apple's devices, which keep no peak."""
     match device.type:
-        case "cpu":
+        case "cpu" | "meta":
             storages = _Storages()
-            with WatchedStorages("cpu", storages.see):
+            with WatchedStorages(device.type, storages.see):
                 yield storages.count
         case "cuda":
             torch.cuda.synchronize(device)

@@ -196,10 +196,14 @@ def expert_linear(x: Tensor, weight: Tensor, experts: Tensor, *, transposed: boo
     [rows]. Computes one product per expert that has rows. Gathering a weight for each row would take `rows` times a
     weight's memory."""
     width = weight.shape[2 if transposed else 1]
-    if x.is_meta or not x.shape[0]:
-        return x.new_zeros(x.shape[0], width)
+    if not x.shape[0]:
+        return x.new_zeros(0, width)
     order = experts.argsort(stable=True)
-    counts = torch.bincount(experts, minlength=weight.shape[0]).tolist()
+    if x.is_meta:  # where sizes are measured, rows are shared out evenly
+        least, more = divmod(x.shape[0], weight.shape[0])
+        counts = [least + (expert < more) for expert in range(weight.shape[0])]
+    else:
+        counts = torch.bincount(experts, minlength=weight.shape[0]).tolist()
     made = [
         rows @ (one if transposed else one.t())
         for one, rows in zip(weight.unbind(0), x[order].split(counts), strict=True)
@@ -219,7 +223,9 @@ def linear_scan(decay: Tensor, x: Tensor) -> Tensor:
     shape [batch, positions, ...]."""
     if decay.shape != x.shape:
         raise ValueError(f"expected decays and inputs of one shape, got {list(decay.shape)} and {list(x.shape)}")
-    if x.is_meta or not x.numel():
+    if x.is_meta:  # where sizes are measured: a product keeps as much for backward
+        return decay * x
+    if not x.numel():
         return torch.empty_like(x)
     result = _LinearScan.apply(decay, x)
     assert isinstance(result, Tensor)
