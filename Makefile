@@ -5,6 +5,7 @@
 #   make check      lint, types, import contracts, quick tests
 #   make test-long  the tests of many minutes
 #   make test-levels  what is promised about bits, on other processors than this one
+#   make test-gpu   the tests that need a graphics card, then the device's own test
 #   make bench      side-by-side measurements
 #   make clients    what the tests of litellm, openai-agents, lm-eval, guidellm and llama-index need, 930 MB
 #   make release    what a release consists of, in dist/
@@ -21,7 +22,7 @@ WORKERS ?= 2
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo check lint types contracts quick whole test test-long test-levels bench clients docs release-files release
+.PHONY: setup demo check lint types contracts quick whole test test-long test-levels test-gpu bench clients docs release-files release
 .DEFAULT_GOAL := check
 
 setup: $(STAMP)
@@ -68,6 +69,12 @@ test-long: setup
 # Each level is a process of its own; part of `test-long`, and a few seconds of it of `test`.
 test-levels: setup
 	$(TEST_ENV) $(BIN)/python -m pytest tests/conformance/test_levels.py --timeout 3600 $(ARGS)
+
+# Without a card PyTorch can use, says so and fails: nothing would have been tested.
+test-gpu: setup
+	@$(BIN)/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "PyTorch sees no graphics card here, so no test that needs one can run. `fusion doctor` says why.")'
+	$(TEST_ENV) $(BIN)/python -m pytest -m cuda --timeout 600 $(ARGS)
+	$(BIN)/fusion doctor --self-test --device cuda
 
 bench: setup
 	for subject in planner transport training recovery serving; do $(BIN)/python benchmarks/$$subject.py $(ARGS) || exit 1; done

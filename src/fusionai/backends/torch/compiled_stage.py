@@ -360,7 +360,8 @@ class CompiledStage:
             None if limit_bytes is None else limit_bytes - held_bytes,
         )
         known = all(node.op not in NO_GRADIENT for node in self._graph.nodes)
-        if training and known and not self._options.offload_weights:
+        # Autocast's copies of offloaded weights are dropped with them, which no rehearsal does.
+        if training and known and not (self._options.offload_weights and self._options.precision == "bf16"):
             try:
                 one = self._rehearsed(names)
             except (FusionError, *OPERATOR_FAILURES) as error:

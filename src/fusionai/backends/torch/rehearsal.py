@@ -9,8 +9,8 @@ Left to `compiled_stage`: state, microbatches in flight, updates, and the check 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -44,8 +44,13 @@ class HalfProducts:
 
         return halved
 
-    def forget(self) -> None:
-        self._copies.clear()
+    @contextmanager
+    def once(self) -> Generator[None]:
+        """Keep the copies until the block ends, as autocast does."""
+        try:
+            yield
+        finally:
+            self._copies.clear()
 
     def _half(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dtype != torch.float32:
@@ -93,31 +98,18 @@ def rehearsed(
                 continue
             made = torch.empty(shape, dtype=DTYPES[dtype], device=META, requires_grad=name in grad_inputs)
             inputs[name] = made.view_as(made)
-        outputs = _forward(interpreter, context, inputs, params, recompute=recompute)
-        if halves is not None:
-            halves.forget()
+        precision = nullcontext if halves is None else halves.once
+        with torch.enable_grad(), precision():
+            if recompute:
+                outputs, _ = run_in_segments(interpreter, segments(interpreter), context, inputs, params, precision)
+            else:
+                outputs, _ = interpreter.run(context, inputs, params)
         kept_bytes = count.now_bytes - held_bytes
         started = {"loss": outputs["loss"]} if "loss" in outputs else outputs
         roots = [value for value in started.values() if isinstance(value, Tensor) and value.requires_grad]
         if roots:
             torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
     return Rehearsed(count.peak_bytes - held_bytes, kept_bytes)
-
-
-def _forward(
-    interpreter: Interpreter,
-    context: TorchContext,
-    inputs: Mapping[str, Any],
-    params: Mapping[str, Any],
-    *,
-    recompute: bool,
-) -> dict[str, Any]:
-    with torch.enable_grad():
-        if recompute:
-            outputs, _ = run_in_segments(interpreter, segments(interpreter), context, inputs, params, nullcontext)
-        else:
-            outputs, _ = interpreter.run(context, inputs, params)
-    return outputs
 
 
 def _parameter(graph: Graph, name: str) -> Tensor | StoredWeight:

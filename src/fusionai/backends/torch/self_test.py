@@ -325,7 +325,8 @@ def _out_of_memory(found: TestedDevice) -> DeviceCheck:
 # -------------------------------------------------------------------------------------------------------------- rates
 
 
-def _training_rate(found: TestedDevice, precision: Precision) -> DeviceCheck:
+def training_run(found: TestedDevice, precision: Precision) -> tuple[Callable[[], None], float, int]:
+    """Return a call that trains one microbatch, its counted operations, and its tokens."""
     width, tokens = TRAINED[found.device.type]
     graph = measurement.block_graph(width, tokens, 1, layers=RATED_LAYERS, heads=width // HEAD_WIDTH)
     flops = sum(cost.forward_flops + cost.backward_flops for cost in block_costs(graph, {}, training=True))
@@ -335,8 +336,24 @@ def _training_rate(found: TestedDevice, precision: Precision) -> DeviceCheck:
         program.forward(Call("train", 0, 0), {"x": hidden})
         program.backward(Call("train", 0, 0), {"y": hidden})
 
+    return microbatch, flops, tokens
+
+
+def decoding_run(found: TestedDevice, form: WeightFormat) -> tuple[Callable[[], object], int]:
+    """Return a call that decodes one token, and the bytes of the weights that it reads."""
+    width = DECODED[found.device.type]
+    graph = measurement.block_graph(width, 1, 1, layers=RATED_LAYERS, heads=width // HEAD_WIDTH)
+    options = ServeOptions(weights=form, cache="bf16", pages=1, sessions=1, pass_tokens=1)
+    program = found.backend.serve(graph, options=options)
+    program.import_weights(_weights(graph))
+    segment, fed = Segment(1, 0, 1, 0, (0,)), {"x": _drawn((1, 1, width))}
+    return lambda: program.run((segment,), fed, wanted=["y"]), program.size.kept_bytes
+
+
+def _training_rate(found: TestedDevice, precision: Precision) -> DeviceCheck:
+    microbatch, flops, tokens = training_run(found, precision)
     reached = flops * calls_per_s(microbatch, found.device, 1.0)
-    peak = found.matrix_flops_per_s[precision]
+    peak, width = found.matrix_flops_per_s[precision], TRAINED[found.device.type][0]
     what = f"{RATED_LAYERS} layers of width {width:,} train at {reached / 1e12:.3g} TFLOP/s, {reached / peak:.0%} of "
     what += f"the {peak / 1e12:.3g} that matrix products reach in {precision}"
     figures = {"flops_per_s": reached, "peak_flops_per_s": peak, "tokens_per_s": tokens * reached / flops}
@@ -344,14 +361,9 @@ def _training_rate(found: TestedDevice, precision: Precision) -> DeviceCheck:
 
 
 def _decoding_rate(found: TestedDevice, form: WeightFormat) -> DeviceCheck:
-    width = DECODED[found.device.type]
-    graph = measurement.block_graph(width, 1, 1, layers=RATED_LAYERS, heads=width // HEAD_WIDTH)
-    options = ServeOptions(weights=form, cache="bf16", pages=1, sessions=1, pass_tokens=1)
-    program = found.backend.serve(graph, options=options)
-    program.import_weights(_weights(graph))
-    segment, fed = Segment(1, 0, 1, 0, (0,)), {"x": _drawn((1, 1, width))}
-    passes_per_s = calls_per_s(lambda: program.run((segment,), fed, wanted=["y"]), found.device, 1.0)
-    read_bytes, limit = program.size.kept_bytes, found.bandwidth_bytes_per_s
+    token, read_bytes = decoding_run(found, form)
+    passes_per_s = calls_per_s(token, found.device, 1.0)
+    width, limit = DECODED[found.device.type], found.bandwidth_bytes_per_s
     reached = read_bytes * passes_per_s
     what = (
         f"{RATED_LAYERS} layers of width {width:,} ({format_bytes(read_bytes)}) decode {passes_per_s:.3g} tokens per "
