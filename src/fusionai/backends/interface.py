@@ -69,6 +69,11 @@ class Speeds:
     """One entry per weight format; empty: not measured."""
     attention_flops_per_s: float = 0.0
     """Speed of a prompt chunk's attention over cached keys and values; 0: not measured."""
+    host_copy_bytes_per_s: float = 0.0
+    """Speed of copies between the device and the machine's memory, the mean of both directions; 0: there are none, or
+    it was not measured."""
+    launch_s: float = 0.0
+    """Seconds of the processor's time that starting a kernel takes, however small; 0: not measured."""
 
     def figures(self) -> dict[str, Any]:
         """Return the speeds by name."""

@@ -32,7 +32,7 @@ from fusionai.cli import console
 from fusionai.cli.options import device_option, home_option, json_option, port_option, threads_option, write_json
 from fusionai.cli.reach import Reach, look
 from fusionai.cli.running import run
-from fusionai.cli.self_test import self_test
+from fusionai.cli.self_test import SELF_TEST_HELP, self_test
 from fusionai.client.pool.session import OWNER_DIRECTORY, any_membership
 from fusionai.primitives import environment
 from fusionai.primitives.errors import FusionError
@@ -49,9 +49,6 @@ _DISK_WANTED_BYTES: Final = 10 * 10**9
 _OPEN_FILES_WANTED: Final = 1024
 _LIBRARIES: Final = ("torch", "transformers", "numpy", "tokenizers", "safetensors", "cryptography", "uvloop")
 _REINSTALL: Final = "Reinstall it if you want to use it: `%s`."
-_SELF_TEST: Final = (
-    "Instead, run real kernels on the device for up to two minutes: equal bits, right numbers, memory, rates."
-)
 _MARKS: Final = {"good": "ok", "note": "note", "bad": "FIX"}
 _BY_UDP: Final = {
     True: "through the routers by QUIC if those allow it, else over the broker's relay at the relay's speed.",
@@ -87,7 +84,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     "If this machine has joined a pool, test whether its broker can connect to this TCP port; 0: any free one.",
     shown="0",
 )
-@click.option("--self-test", "test_device", is_flag=True, help=_SELF_TEST)
+@click.option("--self-test", "test_device", is_flag=True, help=SELF_TEST_HELP)
 @home_option
 @json_option
 def doctor(device: str, threads: int | None, port: int, test_device: bool, home: Path, json_file: Path | None) -> int:
@@ -208,12 +205,15 @@ def _of_another(name: str, looked: Survey | str | None) -> Iterator[Finding]:
 
 
 def _speed(area: str, report: DeviceReport) -> Iterator[Finding]:
+    copied, launch_s = report.host_copy_bytes_per_s, report.launch_s
+    beside = f"; copies to and from the machine's memory at {format_bytes(copied)}/s" if copied > 0 else ""
+    beside += f"; {format_seconds(launch_s)} to start a kernel" if launch_s > 0 else ""
     yield Finding(
         area,
         "good",
         f"{report.device} ({report.device_name}), {report.threads} thread{'s' if report.threads != 1 else ''}: "
         f"{report.flops_per_s / 1e9:.3g} GFLOP/s in float32, memory at "
-        f"{format_bytes(report.memory_bandwidth_bytes_per_s)}/s, {format_bytes(report.memory_bytes)} to lend",
+        f"{format_bytes(report.memory_bandwidth_bytes_per_s)}/s, {format_bytes(report.memory_bytes)} to lend{beside}",
     )
     if (pace := report.pace) is not None:
         moved = f", {format_bytes(1 / pace.byte_s)}/s read and written" if pace.byte_s > 0 else ""

@@ -23,6 +23,9 @@ from fusionai.primitives import environment
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.units import format_bytes, format_seconds
 
+SELF_TEST_HELP: Final = (
+    "Instead, run real kernels on the device for up to two minutes: equal bits, right numbers, memory, rates."
+)
 _TIMEOUT_S: Final = 180.0
 """Longest run of the process, in seconds. A check begins within 100 seconds, so a longer one hangs."""
 _END_S: Final = 3.0

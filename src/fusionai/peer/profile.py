@@ -46,6 +46,7 @@ MEASURED: Final = (
         "serving",
     ),
     *("memory_bandwidth_bytes_per_s", "attention_flops_per_s", "scratch_bytes_per_s"),
+    *("host_copy_bytes_per_s", "launch_s"),
     *("unsupported_ops", "tasks", "weight_formats", "savings"),
 )
 """Fields of a profile as the device's report has them."""

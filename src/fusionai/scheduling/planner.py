@@ -209,7 +209,7 @@ def without_surplus(problem: Problem, peers: Sequence[PeerProfile], most: int) -
     kept: list[PeerProfile] = []
     for peer in sorted(peers, key=lambda p: (p.peer not in running, p.peer)):
         if peer.peer not in named:
-            link = (peer.uplink, peer.downlink, peer.scratch_bytes_per_s)
+            link = (peer.uplink, peer.downlink, peer.scratch_bytes_per_s, peer.host_copy_bytes_per_s)
             kind = (peer.effective_flops_per_s, peer.memory_bytes, peer.device == "cpu", *peer.savings, *link)
             if counts[kind] >= most:
                 continue

@@ -76,7 +76,44 @@ def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
         measurement.scratch_bytes_per_s(scratch),
         serving=measured_serving(device, calls_per_s),
         attention_flops_per_s=measured_attention(device, calls_per_s),
+        host_copy_bytes_per_s=measured_copies(device, calls_per_s),
+        launch_s=measured_launch(device),
     )
+
+
+HOST_COPY_BYTES: Final = 32 << 20
+"""Bytes of the measured copy between a device and the machine's memory; chosen."""
+LAUNCHES: Final = 1000
+"""Kernels started in a row, fewer than a card's queue holds; chosen."""
+
+
+def measured_copies(device: torch.device, calls_per_s: _CallsPerS) -> float:
+    """Return the bytes per second of copies to and from the device, through memory that the system can't move on
+    NVIDIA's and AMD's cards, as stages copy; 0.0 on a processor."""
+    if device.type == "cpu":
+        return 0.0
+    there = torch.empty(HOST_COPY_BYTES, dtype=torch.uint8, device=device)
+    here = torch.empty(HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def both() -> None:
+        there.copy_(here, non_blocking=True)
+        here.copy_(there, non_blocking=True)
+
+    return 2.0 * HOST_COPY_BYTES * calls_per_s(both, device, SERVING_MEASURE_S)
+
+
+def measured_launch(device: torch.device) -> float:
+    """Return the seconds that it takes to start a tiny kernel; on a processor it also runs meanwhile."""
+    one = torch.zeros(1, device=device)
+    for _ in range(LAUNCHES // 10):
+        one.add_(1.0)
+    _synchronise(device)
+    started_s = time.perf_counter()
+    for _ in range(LAUNCHES):
+        one.add_(1.0)
+    took_s = time.perf_counter() - started_s
+    _synchronise(device)
+    return took_s / LAUNCHES
 
 
 def device_name(device: torch.device) -> str:

@@ -107,7 +107,7 @@ class PeerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     memory: str | None = None
     memory_bandwidth_bytes_per_s: Annotated[float, Meta(ge=0)] | None = None
     precision: Dtype | None = None
-    """Format whose speed is taken from the catalogue; None: fp32, in which jobs compute."""
+    """Format whose speed is taken from the catalogue; None: that of the job, fp32 or bf16."""
     utilisation: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Fraction of the catalogue's peak that is reached; None: `UTILISATION`."""
     uplink: str = "1Gbit"
@@ -202,12 +202,23 @@ class PoolOnPaper:
     prices: Prices = field(default_factory=Prices)
     assumed: tuple[str, ...] = ()
     """Sentences about figures that were assumed instead of measured."""
+    half_flops_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Peer id -> speed in bfloat16, of machines whose speed comes from the catalogue."""
     absent: tuple[Excluded, ...] = ()
     """Members of a live pool that can't be planned with now."""
 
     @property
     def everyone(self) -> tuple[PeerProfile, ...]:
         return self.peers if self.owner is None else (*self.peers, self.owner)
+
+    def at(self, precision: Literal["fp32", "bf16"]) -> tuple[tuple[PeerProfile, ...], PeerProfile | None]:
+        """Return the peers and the owner's machine at this precision of products."""
+
+        def fast(peer: PeerProfile) -> PeerProfile:
+            half = self.half_flops_per_s.get(peer.peer) if precision == "bf16" else None
+            return peer if half is None else msgspec.structs.replace(peer, flops_per_s=half)
+
+        return tuple(map(fast, self.peers)), None if self.owner is None else fast(self.owner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +228,7 @@ class _Machine:
     profile: PeerProfile
     table: str
     region: str
+    half_flops_per_s: float | None
 
     def nearness(self, name: str) -> int:
         return 3 if name == self.profile.peer else 2 if name == self.table else 1 if name == self.region else 0
@@ -239,6 +251,7 @@ def read_pool(path: Path, catalogue: Catalogue | None = None) -> PoolOnPaper:
             )
         names.add(machine.profile.peer)
     everyone = [*machines, *([] if owner is None or owner.profile.peer in names else [owner])]
+    half = {machine.profile.peer: machine.half_flops_per_s for machine in everyone}
     links = [convert(entry, LinkTable, f"{path.name}: link {n}", "this table") for n, entry in enumerate(read.links, 1)]
     return PoolOnPaper(
         peers=tuple(machine.profile for machine in machines),
@@ -247,6 +260,7 @@ def read_pool(path: Path, catalogue: Catalogue | None = None) -> PoolOnPaper:
         constraints=_constraints(read.constraints, machines, path),
         prices=_prices(read.prices, tables, machines, owner_table),
         assumed=tuple(_assumed([*tables, *([] if owner_table is None else [owner_table])], known)),
+        half_flops_per_s={peer: speed for peer, speed in half.items() if speed is not None},
     )
 
 
@@ -289,13 +303,15 @@ def _called(entry: Mapping[str, object], number: int) -> str:
 
 
 def _machines(table: PeerTable, catalogue: Catalogue, path: Path) -> Iterator[_Machine]:
-    profile = _profile(table, catalogue, path)
+    profile, half = _profile(table, catalogue, path), None
+    if table.gpu is not None and table.flops_per_s is None and table.precision is None:
+        half = catalogue.find(table.gpu).speed("bf16").flops_per_s * table.catalogue_part
     if table.count == 1:
-        yield _Machine(profile, table.name, table.region)
+        yield _Machine(profile, table.name, table.region, half)
         return
     for number in range(1, table.count + 1):
         name = f"{table.name}-{number}"
-        yield _Machine(msgspec.structs.replace(profile, peer=name, name=name), table.name, table.region)
+        yield _Machine(msgspec.structs.replace(profile, peer=name, name=name), table.name, table.region, half)
 
 
 def _profile(table: PeerTable, catalogue: Catalogue, path: Path) -> PeerProfile:

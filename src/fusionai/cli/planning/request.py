@@ -97,11 +97,12 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
         sizes = {"b": asked.rows, "s": asked.sequence}
         symbols = {name: sizes[name] for name in graph.symbols}
         roles = tuple(RolePlacement(role=role, place=_wished(wishes, role) or default) for role in ("feed", "loss"))
+        peers, owner = pool.at(asked.precision)
         problem = Problem(
             graph_hash=content_hash(graph),
             blocks=block_costs(graph, symbols, training=True, copies=asked.precision == "bf16"),
-            peers=pool.peers,
-            owner=pool.owner,
+            peers=peers,
+            owner=owner,
             kept_first=kept[0],
             kept_last=kept[1],
             microbatches=asked.microbatches,

@@ -17,7 +17,7 @@ from fusionai.primitives.errors import UsageError
 
 Kind = Literal["vendor", "measured", "memory"]
 """vendor: a published table repeats the vendor's figure; memory: general knowledge, check before quoting."""
-Dtype = Literal["fp32", "fp16"]
+Dtype = Literal["fp32", "fp16", "bf16"]
 
 _NEAREST: Final = 3
 
@@ -64,8 +64,8 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def speed(self, dtype: Dtype) -> Speed:
         """The dense peak for `dtype` that accumulates in fp32; a measured one is preferred. A device without an fp16
-        peak computes fp16 at its fp32 speed. Raises `UsageError` if there is none."""
-        for wanted in (dtype, "fp32") if dtype == "fp16" else (dtype,):
+        or bf16 peak computes it at its fp32 speed. Raises `UsageError` if there is none."""
+        for wanted in dict.fromkeys((dtype, "fp32")):
             fitting = [s for s in self.speeds if s.dtype == wanted and s.accumulator == "fp32" and not s.sparse]
             measured = [s for s in fitting if s.kind == "measured"]
             if fitting:

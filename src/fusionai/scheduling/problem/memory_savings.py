@@ -60,7 +60,7 @@ NO_SAVINGS: Final = MemorySavings()
 DISK_BYTES_PER_S: Final = 500e6
 """Speed of reading and writing optimizer state if the peer's was not measured: that of a SATA SSD."""
 COPY_BYTES_PER_S: Final = 6e9
-"""Assumed speed of an accelerator's copies from and to the host's memory, which is not measured: less than half of 16
+"""Speed of an accelerator's copies from and to the host's memory if the peer's was not measured: less than half of 16
 lanes of PCIe 3.0."""
 SPARING: Final = 1.2
 """Slowdown of a CPU that returns freed tensors to the system at once (`backends.memory`), as in a stage with
@@ -95,7 +95,9 @@ def weights_s(peer: PeerProfile | None, weight_bytes: float) -> float:
 
 def weights_bytes_per_s(peer: PeerProfile | None) -> float:
     """Speed at which offloaded weights are read."""
-    return COPY_BYTES_PER_S if peer is not None and peer.device != "cpu" else file_bytes_per_s(peer)
+    if peer is None or peer.device == "cpu":
+        return file_bytes_per_s(peer)
+    return peer.host_copy_bytes_per_s or COPY_BYTES_PER_S
 
 
 def inability(savings: MemorySavings, peer: PeerProfile) -> str | None:

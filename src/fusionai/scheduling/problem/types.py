@@ -54,6 +54,10 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
     `memory_bandwidth_bytes_per_s` are used."""
     attention_flops_per_s: float = 0.0
     """Serving: measured speed of attention to earlier positions; 0: not measured, `flops_per_s` is used."""
+    host_copy_bytes_per_s: float = 0.0
+    """Measured speed of copies between the device and the machine's memory; 0 if not measured, or if both are one."""
+    launch_s: float = 0.0
+    """Measured seconds that starting a kernel takes; 0 if not measured."""
     scratch_bytes_per_s: float = 0.0
     """Speed of reading and writing a file for optimizer state; 0 if not measured."""
     memory_bytes: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -45,3 +46,17 @@ def test_a_machine_that_hardly_computes_is_not_measured_for_ever(monkeypatch: py
     machine = Machine(monkeypatch, held_up=100.0, threads=1)
     assert backend.calls_per_s(machine.call, CPU) == pytest.approx(100)
     assert machine.computed_s <= 0.01 + measurement.LONGEST_MEASURE_S / 100 + 0.01
+
+
+def test_copies_are_measured_both_ways_and_a_processor_has_none() -> None:
+    def fixed(call: Callable[[], object], device: torch.device, measure_s: float) -> float:
+        return 100.0
+
+    assert backend.measured_copies(CPU, fixed) == 0.0
+    assert backend.measured_copies(torch.device("meta"), fixed) == 2 * backend.HOST_COPY_BYTES * 100
+
+
+def test_a_start_of_a_kernel_is_the_time_of_many_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((5.0, 5.25))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    assert backend.measured_launch(CPU) == pytest.approx(0.25 / backend.LAUNCHES)

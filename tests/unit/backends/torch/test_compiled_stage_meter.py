@@ -125,4 +125,6 @@ def test_copies_of_weights_that_microbatches_in_flight_keep_are_counted(recomput
     counted_bytes = program.size.in_use_bytes
     expected_bytes = copies_bytes if recompute else microbatches * copies_bytes
     gradients_bytes = (2 + 4) * width * width  # of one weight: in bfloat16, then in float32
-    assert expected_bytes <= counted_bytes < expected_bytes + gradients_bytes + 64 * 1024
+    update_bytes = 3 * 4 * width * width
+    most_bytes = max(expected_bytes + gradients_bytes, update_bytes) + 64 * 1024
+    assert expected_bytes <= counted_bytes < most_bytes

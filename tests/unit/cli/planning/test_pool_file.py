@@ -241,3 +241,13 @@ def test_names_become_ids_and_unknown_ones_the_nearest(tmp_path: Path):
     assert resolve(["tower", "id-rig-1"], peers, "--require") == ("id-tower", "id-rig-1")
     with pytest.raises(UsageError, match="did you mean 'tower'"):
         resolve(["towr"], peers, "--require")
+
+
+def test_in_bf16_a_catalogue_card_has_the_catalogues_speed_in_bf16(tmp_path: Path) -> None:
+    text = '[[peers]]\nname = "new"\ngpu = "RTX 4090"\n[[peers]]\nname = "old"\ngpu = "M1 Max"\n'
+    text += '[[peers]]\nname = "chosen"\ngpu = "RTX 4090"\nprecision = "fp32"\n'
+    pool = read_pool(written(tmp_path, text))
+    (in_half, _), (plain, _) = pool.at("bf16"), pool.at("fp32")
+    assert plain == pool.peers
+    assert in_half[0].flops_per_s / plain[0].flops_per_s == pytest.approx(2.0, rel=0.01)
+    assert in_half[1:] == plain[1:], "a device without a figure for bf16, and one whose format was chosen"

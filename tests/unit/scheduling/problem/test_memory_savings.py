@@ -197,6 +197,7 @@ def test_weights_ask_for_activations_made_again() -> None:
 def test_beside_an_accelerator_weights_are_copied_not_read() -> None:
     gpu = peer("a", 15_000_000, device="cuda", scratch_bytes_per_s=1e6)
     assert weights_s(gpu, 3e9) == pytest.approx(6e9 / COPY_BYTES_PER_S)
+    assert weights_s(msgspec.structs.replace(gpu, host_copy_bytes_per_s=24e9), 3e9) == pytest.approx(6e9 / 24e9)
     measured = peer("a", 15_000_000, scratch_bytes_per_s=2e9)
     assert weights_s(measured, 3e9) == pytest.approx(3.0)
     assert weights_s(None, 3e9) == pytest.approx(6e9 / DISK_BYTES_PER_S)
