@@ -117,7 +117,7 @@ def test_stages_of_every_kind_give_what_operators_give(name: str, weights: str, 
 
 def test_kernels_become_machine_code_for_nvidias_and_amds_cards() -> None:
     for target in ("sm_90", "gfx1100"):
-        made = compiled(target, only=("single INT4_32 32 F", "attend 3 16 128 F"))[target]
+        made = compiled(target, only=("single INT4_32 32 F", "attend INT8 128 16"))[target]
         assert len(made) == 2
         assert all(one.code_bytes > 1000 for one in made.values())
 

@@ -201,6 +201,8 @@ class Watched(TorchDispatchMode):
                 raise TypeError(f"{name}: {one} is {type(arg).__name__}")
             if isinstance(arg, int) and not -(2**31) <= arg < 2**31:
                 raise OverflowError(f"{name}: {one} is {arg}")
+        if options.get("ALIGNED", True) and (name, frozenset(options.items())) not in _forms():
+            raise ValueError(f"{name} is compiled in no form of {options}, and confined processes can't compile it")
         self._counted(name)
 
     def _counted(self, name: str) -> None:
@@ -213,6 +215,15 @@ class Watched(TorchDispatchMode):
         self.counts.syncs += 1
         place = _place()
         self.counts.where[place] = self.counts.where.get(place, 0) + 1
+
+
+@cache
+def _forms() -> frozenset[tuple[str, frozenset[tuple[str, Any]]]]:
+    from fusionai.backends.torch import card_launch
+    from fusionai.backends.torch.card_variants import variants
+
+    forms = variants(card_launch.precision())
+    return frozenset((one.kernel.fn.__name__, frozenset(one.options.items())) for one in forms)
 
 
 def _shares(total: int, bins: int) -> list[int]:

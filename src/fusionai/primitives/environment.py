@@ -148,7 +148,20 @@ def for_workers() -> dict[str, str]:
     kept = (*_OF_USERS, *_LIMITS, "XLA_FLAGS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG")
     chosen = {name: os.environ[name] for name in kept if name in os.environ}
     paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
-    return {**chosen, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {
+        **chosen,
+        "PYTHONPATH": paths,
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TRITON_CACHE_DIR": str(card_kernels_directory()),
+        # Part of the key of compiled kernels. Else Triton would start its assembler, which confined processes can't.
+        "TRITON_MOCK_PTX_VERSION": "of the installed package",
+    }
+
+
+def card_kernels_directory() -> Path:
+    """Directory in which this user's processes keep the compiled kernels for cards. FUSION_HOME does not move it."""
+    return platformdirs.user_cache_path("fusionai") / "card-kernels"
 
 
 _OF_SERVICES: Final = (

@@ -38,6 +38,7 @@ from fusionai.backends.interface import Backend, DeviceReport, Speeds
 from fusionai.backends.semantics import Scores
 from fusionai.backends.serving.page_table import LayerShape, RowSpan
 from fusionai.backends.torch.blocked_linear import blocked_product, kernels
+from fusionai.backends.torch.card_launch import unused
 from fusionai.backends.torch.card_memory import free_and_total_bytes, limit_card_memory, release_unused
 from fusionai.backends.torch.determinism import long_attention, prepare_card, promises_bits, repeated_bits
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN
@@ -316,6 +317,9 @@ class TorchBackend(Backend):
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Take about a second; a few milliseconds with `speeds`."""
+        if speeds is None and unused(self._device) is None:
+            # A process that is confined can't compile them later.
+            importlib.import_module("fusionai.backends.torch.card_variants").compile_all()
         known = speeds or self._measured()
         free_bytes, memory_bytes = free_and_total_bytes(self._device)
         return DeviceReport(

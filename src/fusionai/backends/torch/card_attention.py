@@ -14,6 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from fusionai.backends.torch.card_launch import ANYWHERE, SIZES
 from fusionai.backends.torch.card_rows import tanh
 
 _LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
@@ -54,19 +55,19 @@ def _slot(
     return slot
 
 
-@triton.jit(do_not_specialize=["fixed", "table_width", "page_tokens", "capacity", "window", "chunk", "rows"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def attend(
     mem: tl.tensor, fixed: tl.tensor, width: tl.tensor, line: tl.tensor, tiles: tl.tensor, table: tl.tensor,
     table_width: tl.tensor, page_tokens: tl.tensor, rings: tl.tensor, capacity: tl.tensor, window: tl.tensor,
-    keys: tl.tensor, values: tl.tensor, parts: tl.tensor, chunk: tl.tensor, rows: tl.tensor, FORM: tl.constexpr,
-    SPLIT: tl.constexpr, LANES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    keys: tl.tensor, values: tl.tensor, parts: tl.tensor, chunk: tl.tensor, rows: tl.tensor, split: tl.tensor,
+    FORM: tl.constexpr, LANES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute one tile (axis 0) of one key head (axis 1), of the keys of one share (axis 2) of `chunk` keys each.
 
     `line`: the line ATTENTION of the row program. `tiles`: for each, its first row, its rows, its session among those
     of the pass, and its first position. `table`: page ids of each session. `rings`: ring of each session. `window`: 0
-    for none, and then keys lie in pages. `parts`: with SPLIT, results of the shares [shares, rows, query heads, width
-    of a value + 2]: sums, largest score, sum of weights.
+    for none, and then keys lie in pages. `parts`: if `split` is 1, results of the shares [shares, rows, query heads,
+    width of a value + 2]: sums, largest score, sum of weights.
     """
     tile, kept, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, shared, wide = tl.load(line + 1), tl.load(line + 2), tl.load(line + 3)
@@ -113,7 +114,7 @@ def attend(
         v = _numbers(values, slot, seen, kept, shared, value_width, FORM, WIDE)
         mixed = mixed * left[:, None] + tl.dot(weights, v, input_precision=PRECISION)
         largest = larger
-    if SPLIT:
+    if split > 0:
         place = parts + ((share * rows + first_row + row) * heads + head) * (value_width + 2)
         tl.store(place + value_width, largest, mask=real)
         tl.store(place + value_width + 1, total, mask=real)
@@ -123,7 +124,7 @@ def attend(
     tl.store(place[:, None] + column, mixed, mask=real[:, None] & (column < value_width))
 
 
-@triton.jit(do_not_specialize=["fixed", "rows", "shares"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def combine(
     mem: tl.tensor, fixed: tl.tensor, width: tl.tensor, line: tl.tensor, parts: tl.tensor, rows: tl.tensor,
     shares: tl.tensor, WIDE: tl.constexpr,

@@ -28,6 +28,15 @@ class _Failure:
 
 
 _FAILED: Final = _Failure()
+SIZES: Final = (
+    *("first", "count", "fixed", "width", "row", "fed_width", "made_width", "x_width", "y_width", "columns", "biased"),
+    *("chosen_experts", "x_step", "known", "rows", "shares", "table_width", "page_tokens", "capacity", "window"),
+    *("chunk", "split"),
+)
+"""Arguments of kernels for whose values Triton compiles nothing anew."""
+ANYWHERE: Final = ("mem", "fed", "made", "chosen", "slots", "tiles", "table", "rings", "line", "parts")
+ANYWHERE_OF_PRODUCTS: Final = ("x", "y", "rows_at", "bias", "indices")
+"""Pointers for whose alignment Triton compiles nothing anew."""
 
 
 def unused(device: torch.device) -> str | None:

@@ -96,23 +96,33 @@ def multiply(
     """Multiply the rows of x at `places`, int32, and write the results to y at the same places."""
     from fusionai.backends.torch import card_products as kernels
 
-    form = Factor.INT4_32 if matrix.group else matrix.factor
-    options: dict[str, Any] = {"FORM": int(form), "GROUP": matrix.group, "BIASED": bias is not None}
     scales, added = matrix.data if matrix.scales is None else matrix.scales, x.memory if bias is None else bias
-    operands = (x.memory, x.width, places, y.memory, y.width, matrix.data, scales, added)
+    operands = (x.memory, x.width, places, y.memory, y.width, matrix.data, scales, added, int(bias is not None))
     columns, count = matrix.columns, matrix.count
     if rows == 1:
-        card_launch.launch(
-            kernels.single, (-(-columns // 16), 1), *operands, x.memory, columns, count, 1, 0, 1,
-            **options, CHOSEN=False, BLOCK_N=16, BLOCK_K=128,
-        )  # fmt: skip
+        options = options_of_single(matrix.factor, matrix.group, count, chosen=False)
+        grid = -(-columns // options["BLOCK_N"]), 1
+        card_launch.launch(kernels.single, grid, *operands, x.memory, columns, count, 1, 0, 1, **options)
         return
-    together = 16 if rows <= 16 else 64
-    step = min(matrix.group, 64) if matrix.group else 32 if matrix.factor is Factor.FP32 else 64
-    card_launch.launch(
-        kernels.several, (-(-columns // 64), -(-rows // together)), *operands, columns, count, rows,
-        **options, PRECISION=card_launch.precision(), ROWS=together, BLOCK_N=64, BLOCK_K=step,
-    )  # fmt: skip
+    options = options_of_several(matrix.factor, matrix.group, count, rows, card_launch.precision())
+    grid = -(-columns // options["BLOCK_N"]), -(-rows // options["ROWS"])
+    card_launch.launch(kernels.several, grid, *operands, columns, count, rows, **options)
+
+
+def options_of_single(factor: Factor, group: int, count: int, *, chosen: bool) -> dict[str, Any]:
+    """Return what `card_products.single` is compiled for. `count`: summands."""
+    return {**_form(factor, group, count), "CHOSEN": chosen, "BLOCK_N": 16, "BLOCK_K": 128}
+
+
+def options_of_several(factor: Factor, group: int, count: int, rows: int, precision: str) -> dict[str, Any]:
+    """Return what `card_products.several` is compiled for."""
+    step = min(group, 64) if group else 32 if factor is Factor.FP32 else 64
+    sizes = {"ROWS": 16 if rows <= 16 else 64, "BLOCK_N": 64, "BLOCK_K": step}
+    return {**_form(factor, group, count), "PRECISION": precision, **sizes}
+
+
+def _form(factor: Factor, group: int, count: int) -> dict[str, Any]:
+    return {"FORM": int(Factor.INT4_32 if group else factor), "GROUP": group, "ALIGNED": count % 16 == 0}
 
 
 def multiply_experts(
@@ -130,13 +140,12 @@ def multiply_experts(
     from fusionai.backends.torch import card_products as kernels
 
     chosen, step, known = experts
-    form = Factor.INT4_32 if matrix.group else matrix.factor
     scales = matrix.data if matrix.scales is None else matrix.scales
     columns = matrix.columns // known
+    options = options_of_single(matrix.factor, matrix.group, matrix.count, chosen=True)
     card_launch.launch(
-        kernels.single, (-(-columns // 16), rows * chosen), x.memory, x.width, places, y.memory, y.width,
-        matrix.data, scales, x.memory, indices, columns, matrix.count, chosen, step, known,
-        FORM=int(form), GROUP=matrix.group, BIASED=False, CHOSEN=True, BLOCK_N=16, BLOCK_K=128,
+        kernels.single, (-(-columns // options["BLOCK_N"]), rows * chosen), x.memory, x.width, places, y.memory,
+        y.width, matrix.data, scales, x.memory, 0, indices, columns, matrix.count, chosen, step, known, **options,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from fusionai.backends.torch.card_launch import ANYWHERE_OF_PRODUCTS, SIZES
 from fusionai.backends.torch.row_code import Factor
 
 _BF16: tl.constexpr = tl.constexpr(int(Factor.BF16))
@@ -34,16 +35,18 @@ def four_bits(bytes_: tl.tensor, scale: tl.tensor, middle: tl.tensor) -> Any:
     return low, high
 
 
-@triton.jit(do_not_specialize=["chosen_experts", "x_step", "known"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE_OF_PRODUCTS)
 def single(
     x: tl.tensor, x_width: tl.tensor, rows_at: tl.tensor, y: tl.tensor, y_width: tl.tensor, weight: tl.tensor,
-    scales: tl.tensor, bias: tl.tensor, indices: tl.tensor, columns: tl.tensor, count: tl.tensor,
+    scales: tl.tensor, bias: tl.tensor, biased: tl.tensor, indices: tl.tensor, columns: tl.tensor, count: tl.tensor,
     chosen_experts: tl.tensor, x_step: tl.tensor, known: tl.tensor, FORM: tl.constexpr, GROUP: tl.constexpr,
-    BIASED: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ALIGNED: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Multiply one row (axis 1) by some columns (axis 0). `rows_at`: places of the rows in x and y. With CHOSEN, axis 1
-    counts the experts of each row too, whose numbers are in `indices`, laid out as x; `x_step` is between the operands
-    of two experts, and `known` is how many there are."""
+    """Multiply one row (axis 1) by some columns (axis 0). `rows_at`: places of the rows in x and y. With ALIGNED,
+    `count` is a multiple of 16. With CHOSEN, axis 1 counts the experts of each row too, whose numbers are in `indices`,
+    laid out as x; `x_step` is between the operands of two experts, and `known` is how many there are."""
+    if ALIGNED:
+        count = tl.multiple_of(count, 16)
     number = tl.program_id(1)
     at = tl.load(rows_at + number // chosen_experts)
     which = number % chosen_experts
@@ -83,7 +86,7 @@ def single(
     made = tl.sum(sums, 1)
     if FORM == _INT8:
         made *= tl.load(scales + matrix, mask=inside, other=0.0).to(tl.float32)
-    if BIASED:
+    if biased > 0:
         made += tl.load(bias + n, mask=inside, other=0.0)
     if CHOSEN:
         made = tl.where(real, made, float("nan"))
@@ -97,14 +100,16 @@ def _halved(x: tl.tensor) -> Any:
     return first, (x - first.to(tl.float32)).to(tl.bfloat16)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE_OF_PRODUCTS)
 def several(
     x: tl.tensor, x_width: tl.tensor, rows_at: tl.tensor, y: tl.tensor, y_width: tl.tensor, weight: tl.tensor,
-    scales: tl.tensor, bias: tl.tensor, columns: tl.tensor, count: tl.tensor, rows: tl.tensor, FORM: tl.constexpr,
-    GROUP: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    scales: tl.tensor, bias: tl.tensor, biased: tl.tensor, columns: tl.tensor, count: tl.tensor, rows: tl.tensor,
+    FORM: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
     """Multiply ROWS rows (axis 1) by some columns (axis 0). In four bits, BLOCK_K is at most GROUP."""
+    if ALIGNED:
+        count = tl.multiple_of(count, 16)
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there = r < rows
     at = tl.load(rows_at + r, mask=there, other=0)
@@ -148,6 +153,6 @@ def several(
                 sums += tl.dot(row, own, input_precision=PRECISION)
     if FORM == _INT8:
         sums *= tl.load(scales + matrix, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if BIASED:
+    if biased > 0:
         sums += tl.load(bias + n, mask=inside, other=0.0)[None, :]
     tl.store(y + (at * y_width)[:, None] + n[None, :], sums, mask=there[:, None] & inside[None, :])

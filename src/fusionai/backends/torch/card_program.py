@@ -26,7 +26,7 @@ from fusionai.backends.torch.card_matrix import CardMatrix, SpacedRows, multiply
 from fusionai.backends.torch.host import to_host, to_torch
 from fusionai.backends.torch.packed_graph import PackedParameter, ProductWeight
 from fusionai.backends.torch.paged_attention import FORMS, LayerCache
-from fusionai.backends.torch.row_code import LINE, Field, Unplanned
+from fusionai.backends.torch.row_code import LINE, Field, Form, Unplanned
 from fusionai.backends.torch.row_plan import RowPlan, plan_rows
 from fusionai.ir.schema import Graph
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -38,15 +38,19 @@ BATCH_ROWS: Final = 128
 """Most rows computed at once: enough that products are not bound by memory; chosen."""
 _KEYS: Final = 32
 """Keys that attention reads in one step; chosen."""
+OF_LINES: Final[Mapping[str, Any]] = {"num_warps": 8, "enable_fp_fusion": False}
+"""Settings of the compiler for `card_rows.lines`: rounding after each operation, as processors do."""
+OF_ATTENTION: Final[Mapping[str, Any]] = {"KEYS": _KEYS, "num_stages": 1}
+"""Constants and settings for `card_attention.attend`."""
 _SHARE_KEYS: Final = 256
 """Fewest keys of a share, when the keys of a text are divided among groups of threads; chosen."""
 _BUSY: Final = 256
 """Groups of threads that occupy a card; chosen."""
-_LANES: Final = (16, 32)
+LANES: Final = (16, 32)
 """Queries of a tile: for few positions of each session or wide heads, and for prompts. More would not fit the memory
 that a group of threads has on every card (64 KiB on AMD's)."""
 
-_WIDE_HEADS: Final = 128
+WIDE_HEADS: Final = 128
 """Elements of a head from which on tiles are small."""
 
 Ints = npt.NDArray[np.int32]
@@ -73,7 +77,7 @@ def needed_bytes(plan: RowPlan, options: ServeOptions, layers: Sequence[LayerSha
     """Return the most bytes that a program of this plan needs besides weights and caches."""
     rows = min(BATCH_ROWS, options.pass_tokens)
     widths = [shape.query_heads // shape.heads * (shape.value_width + 2) for shape in layers]
-    shares = 2 * _BUSY * _LANES[-1] * max(widths, default=0)
+    shares = 2 * _BUSY * LANES[-1] * max(widths, default=0)
     return 4 * (plan.fixed + rows * plan.width + shares)
 
 
@@ -239,8 +243,8 @@ class CardProgram:
     def _lanes(self, shape: LayerShape, batch: _Batch) -> tuple[int, int]:
         """Return (queries that share a key head, lanes of a tile)."""
         groups = shape.query_heads // shape.heads
-        few = all(span.length * groups <= _LANES[0] for _, span in batch.spans)
-        lanes = _LANES[0] if few or _wide(shape) > _WIDE_HEADS else _LANES[1]
+        few = all(span.length * groups <= LANES[0] for _, span in batch.spans)
+        lanes = LANES[0] if few or _wide(shape) > WIDE_HEADS else LANES[1]
         return groups, max(lanes, _power(groups))
 
     def _compute(self, batch: _Batch, sent: _Sent, made: Tensor) -> None:
@@ -263,9 +267,10 @@ class CardProgram:
         from fusionai.backends.torch import card_rows as kernels
 
         plan, places = self._plan, self._memory
-        keys, values, slots, form, wide = places, places, sent.whole, -1, 16
-        if run.kept >= 0:
-            cache = self._caches[run.kept]
+        keys, values, slots, form, wide = places, places, sent.whole, int(Form.FP32), _NARROWEST
+        if self._caches:
+            # Runs that keep nothing take a cache too, so that fewer kernels are compiled.
+            cache = self._caches[max(0, run.kept)]
             keys, values = cache.vectors
             slots = sent.ints(f"slots {cache.capacity}")
             form, wide = int(FORMS[cache.dtype]), _wide(cache.shape)
@@ -273,7 +278,7 @@ class CardProgram:
         card_launch.launch(
             kernels.lines, (rows[1], run.parts), self._lines, run.first, run.count, places, plan.fixed, plan.width,
             rows[0], batch.first, sent.floats("fed"), self._code.fed_width, given, self._code.given_width,
-            keys, values, slots, FORM=form, WIDE=wide, num_warps=8, enable_fp_fusion=False,
+            keys, values, slots, FORM=form, WIDE=wide, **OF_LINES,
         )  # fmt: skip
 
     def _multiply(self, launch: Multiply, places: Tensor, rows: int) -> None:
@@ -313,9 +318,9 @@ class CardProgram:
         table = sent.ints("table")
         card_launch.launch(
             kernels.attend, (count, shape.heads, shares), *memory, line, tiles, table, sent.pages, cache.page_tokens,
-            sent.ints("rings"), cache.capacity, window, keys, values, parts, chunk, batch.count,
-            FORM=int(FORMS[cache.dtype]), SPLIT=shares > 1, LANES=lanes, KEYS=_KEYS, WIDE=_wide(shape),
-            PRECISION=card_launch.precision(), num_stages=1,
+            sent.ints("rings"), cache.capacity, window, keys, values, parts, chunk, batch.count, int(shares > 1),
+            FORM=int(FORMS[cache.dtype]), LANES=lanes, WIDE=_wide(shape), PRECISION=card_launch.precision(),
+            **OF_ATTENTION,
         )  # fmt: skip
         if shares > 1:
             card_launch.launch(
@@ -324,6 +329,8 @@ class CardProgram:
             )  # fmt: skip
 
 
+_NARROWEST: Final = 64
+"""Elements that a vector of a cache takes at least, so that fewer kernels are compiled; chosen."""
 _TILE: Final = 4
 """Numbers that describe a tile of attention."""
 
@@ -358,7 +365,7 @@ def _matrix(held: PackedParameter, node: int) -> CardMatrix:
 
 
 def _wide(shape: LayerShape) -> int:
-    return max(16, _power(max(shape.key_width, shape.value_width)))
+    return max(_NARROWEST, _power(max(shape.key_width, shape.value_width)))
 
 
 def _power(number: int) -> int:

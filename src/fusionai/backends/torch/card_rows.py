@@ -16,6 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from fusionai.backends.torch.card_launch import ANYWHERE, SIZES
 from fusionai.backends.torch.card_lines import CardOp
 from fusionai.backends.torch.row_code import LINE, Field, Op
 
@@ -307,7 +308,7 @@ def _kept(
             tl.store(place + column, x.to(cache.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first", "count", "fixed", "width", "row", "fed_width", "made_width"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def lines(
     code: tl.tensor, first: tl.tensor, count: tl.tensor, mem: tl.tensor, fixed: tl.tensor, width: tl.tensor,
     chosen: tl.tensor, row: tl.tensor, fed: tl.tensor, fed_width: tl.tensor, made: tl.tensor, made_width: tl.tensor,
@@ -345,10 +346,9 @@ def lines(
             _looked_up(line, mem, base)
         elif op == _SCATTER:
             _scattered(line, mem, base)
-        elif op == _ATTENTION:  # noqa: SIM102 - FORM is known when the kernel is compiled, the line is not
-            if FORM >= 0:
-                slot = tl.load(slots + row + at).to(tl.int64)
-                heads, wide = tl.load(line + _DIMS + 1), tl.load(line + _DIMS + 2)
-                _kept(mem, base + tl.load(line + _B), keys, slot, heads, wide, FORM, WIDE)
-                _kept(mem, base + tl.load(line + _EXTRA + 1), values, slot, heads, tl.load(line + _EXTRA), FORM, WIDE)
+        elif op == _ATTENTION:
+            slot = tl.load(slots + row + at).to(tl.int64)
+            heads, wide = tl.load(line + _DIMS + 1), tl.load(line + _DIMS + 2)
+            _kept(mem, base + tl.load(line + _B), keys, slot, heads, wide, FORM, WIDE)
+            _kept(mem, base + tl.load(line + _EXTRA + 1), values, slot, heads, tl.load(line + _EXTRA), FORM, WIDE)
         tl.debug_barrier()

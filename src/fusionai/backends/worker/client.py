@@ -50,7 +50,7 @@ from fusionai.backends.worker.confinement import own_directory
 from fusionai.backends.worker.server import Opened, Opening
 from fusionai.ir.schema import Graph, encode
 from fusionai.primitives import errors
-from fusionai.primitives.environment import for_workers, scratch_directory
+from fusionai.primitives.environment import card_kernels_directory, for_workers, scratch_directory
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import StageOptions
@@ -58,7 +58,11 @@ from fusionai.wire.serving import Segment, ServeOptions
 
 log = logging.getLogger(__name__)
 
-READING_CACHES: Final = {"NUMBA_CACHE_LOCATOR_CLASSES": "fusionai.backends.worker.kernel_cache.ReadOnlyLocator"}
+READING_CACHES: Final = {
+    "NUMBA_CACHE_LOCATOR_CLASSES": "fusionai.backends.worker.kernel_cache.ReadOnlyLocator",
+    # Triton would start a program to find the driver's library, which it needs only to compile.
+    "TRITON_LIBCUDA_PATH": "/",
+}
 Entries = Iterable[tuple[str, HostTensor]]
 
 LONGEST_CALL_S: Final = 600.0
@@ -144,6 +148,9 @@ class WorkerProcess:
         self._turn = threading.RLock()
         """Held for a whole call: questions and answers have no numbers, and the shared memory holds those of one."""
         self._closed = False
+        # A confined worker may read what is there when it starts, and what is made below it.
+        with suppress(OSError):
+            card_kernels_directory().mkdir(parents=True, exist_ok=True)
         environment = {**for_workers(), "TMPDIR": str(self._directory), **(READING_CACHES if options.confined else {})}
         self._process = start_process(self._arena, environment, self._directory)
         self._watch = _Watch(self._process)

@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, TextIO
 
+from fusionai.primitives.environment import card_kernels_directory
+
 Measure = Literal["files", "system calls", "memory", "dump"]
 READABLE: Final = (
     "/usr",
@@ -134,6 +136,7 @@ def _readable() -> list[str]:
     paths = {*READABLE, *OF_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, *sysconfig.get_paths().values()}
     paths |= {entry for entry in sys.path if entry}
     paths.add(str(Path(__file__).parents[2]))
+    paths.add(str(card_kernels_directory()))
     return sorted(path for path in paths if Path(path).exists())
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from fusionai.backends.worker.client import READING_CACHES
 from fusionai.backends.worker.confinement import OF_CARDS, card_files, measures
-from fusionai.primitives.environment import for_workers
+from fusionai.primitives.environment import card_kernels_directory, for_workers
 
 pytestmark = pytest.mark.skipif(
     any(measures().values()), reason=f"this machine lacks {[name for name, why in measures().items() if why]}"
@@ -135,6 +135,52 @@ def test_a_confined_worker_has_the_compiled_kernels(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.stdout.decode().strip() == "True", ended.stderr.decode()
+
+
+CARD_KERNELS = """
+import sys
+from pathlib import Path
+from fusionai.backends.worker.confinement import Confinement, confine
+if len(sys.argv) > 1:
+    assert {"files", "system calls"} <= set(confine(Confinement(Path(sys.argv[1]))))
+import triton
+from triton.backends.compiler import GPUTarget
+
+class Card:
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+
+triton.runtime.driver.set_active(Card())
+from fusionai.backends.torch import card_launch, card_variants
+forms = [one for one in card_variants.variants("tf32x3") if one.name.startswith(("combine 64", "single INT4_32 32 F"))]
+assert len(forms) == 2
+card_variants.variants = lambda precision: iter(forms)
+card_variants.compile_all()
+print(card_launch._FAILED.reason)
+"""
+
+
+@pytest.mark.slow
+def test_a_confined_worker_finds_the_kernels_for_cards_that_a_measuring_one_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a card the forms are those of a named one, and are not launched."""
+    pytest.importorskip("triton", reason="Triton is for Linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "own").mkdir()
+    card_kernels_directory().mkdir(parents=True)
+
+    def said(environment: dict[str, str], *arguments: str) -> str:
+        command = [sys.executable, "-c", CARD_KERNELS, *arguments]
+        ended = subprocess.run(command, env=environment, capture_output=True, check=False)
+        assert ended.returncode == 0, ended.stderr.decode()
+        return ended.stdout.decode().strip()
+
+    confined = {**for_workers(), **READING_CACHES}
+    assert "PermissionError" in said(confined, str(tmp_path / "own"))
+    assert said(for_workers()) == "None"
+    assert said(confined, str(tmp_path / "own")) == "None"
 
 
 def test_a_worker_knows_where_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
