@@ -23,6 +23,8 @@ pytestmark = [
 ]
 FAMILIES = ("llama", "qwen3_moe", "gemma2")
 """Grouped queries; a mixture of experts; windows with soft-capped scores."""
+LAYERS = 4
+"""Of each model, in three stages."""
 
 
 class Budget(NamedTuple):
@@ -80,6 +82,14 @@ def test_a_layer_waits_copies_and_launches_no_more_than_its_budget(family: str) 
         for what, budget in budgets[family].items():
             counts = layer[what + label]
             assert within(counts, budget), f"{what}{label}: {counts} exceeds {budget}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_model_decodes_with_few_kernels(family: str) -> None:
+    """Its ends too, which look up tokens and make logits."""
+    of_stages = found()[family].stages["decode as int4, cache int8"]
+    assert sum(counts.kernels for counts in of_stages) <= 12 * LAYERS + 3
+    assert [(counts.syncs, counts.copies_in, counts.copies_out) for counts in of_stages] == [(0, 1, 1)] * 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,7 +11,7 @@ TMPDIR         where large temporary files go (default: /var/tmp if it is writab
 Variables that make libraries compute with other kernels are part of a machine's fingerprint (`arithmetic_limits`).
 Others are set here: CUBLAS_WORKSPACE_CONFIG, without which matrix products on a GPU may differ from run to run,
 PYTORCH_ALLOC_CONF, which lets the memory of PyTorch's allocator on a GPU grow without holes, and XLA_FLAGS, which
-limits JAX to one thread.
+limits JAX to one thread. Workers get TRITON_CACHE_DIR and TRITON_MOCK_PTX_VERSION (`card_kernels_directory`).
 """
 
 from __future__ import annotations

@@ -62,7 +62,16 @@ class Attend:
     index: int
 
 
-Launch = Run | Multiply | Attend
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """Rows of a parameter. `index`: the input with their numbers."""
+
+    line: int
+    table: str
+    index: str
+
+
+Launch = Run | Multiply | Attend | LookUp
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +109,11 @@ class _Draft:
                 case Op.LINEAR | Op.EXPERTS as op:
                     self._end()
                     self.launches.append(Multiply(len(self.lines), self.plan.products[number], op is Op.EXPERTS))
+                    self.lines.append(line)
+                    self.begun = len(self.lines)
+                case Op.TABLE:
+                    self._end()
+                    self.launches.append(LookUp(len(self.lines), *self.plan.tables[number]))
                     self.lines.append(line)
                     self.begun = len(self.lines)
                 case Op.ATTENTION:

@@ -7,7 +7,7 @@ pieces, because a whole matrix of these would take several times its memory; on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -147,6 +147,20 @@ def multiply_experts(
         kernels.single, (-(-columns // options["BLOCK_N"]), rows * chosen), x.memory, x.width, places, y.memory,
         y.width, matrix.data, scales, x.memory, 0, indices, columns, matrix.count, chosen, step, known, **options,
     )  # fmt: skip
+
+
+LOOK_UP: Final[Mapping[str, Any]] = {"BLOCK": 1024}
+"""What `card_products.look_up` is compiled for."""
+
+
+def look_up(table: Tensor, x: SpacedRows, y: SpacedRows, places: Tensor, rows: int) -> None:
+    """Write the rows of a table whose numbers are the first elements of x, as floats, to y at the same places."""
+    from fusionai.backends.torch import card_products as kernels
+
+    known, columns = table.shape
+    grid = -(-columns // LOOK_UP["BLOCK"]), rows
+    operands = (x.memory, x.width, places, y.memory, y.width, table, columns, known)
+    card_launch.launch(kernels.look_up, grid, *operands, **LOOK_UP)
 
 
 def stacked(matrices: Sequence[CardMatrix]) -> list[CardMatrix]:

@@ -156,3 +156,18 @@ def several(
     if biased > 0:
         sums += tl.load(bias + n, mask=inside, other=0.0)[None, :]
     tl.store(y + (at * y_width)[:, None] + n[None, :], sums, mask=there[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=(*ANYWHERE_OF_PRODUCTS, "weight"))
+def look_up(
+    x: tl.tensor, x_width: tl.tensor, rows_at: tl.tensor, y: tl.tensor, y_width: tl.tensor, weight: tl.tensor,
+    columns: tl.tensor, known: tl.tensor, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Copy for each row (axis 1) the row of a table, whose number is in x; NaN for one that is not there."""
+    at = tl.load(rows_at + tl.program_id(1))
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at * x_width)
+    real = (value >= 0) & (value < known)
+    row = tl.where(real, value, 0.0).to(tl.int64)
+    made = tl.load(weight + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
+    tl.store(y + at * y_width + column, tl.where(real, made, float("nan")), mask=column < columns)

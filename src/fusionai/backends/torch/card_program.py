@@ -21,14 +21,15 @@ from torch import Tensor
 from fusionai.backends.serving.base import CheckedPass, array_of
 from fusionai.backends.serving.page_table import LayerShape, RowSpan, first_key
 from fusionai.backends.torch import card_launch
-from fusionai.backends.torch.card_lines import Attend, CardCode, Multiply, Run, card_code
-from fusionai.backends.torch.card_matrix import CardMatrix, SpacedRows, multiply, multiply_experts
+from fusionai.backends.torch.card_lines import Attend, CardCode, LookUp, Multiply, Run, card_code
+from fusionai.backends.torch.card_matrix import CardMatrix, SpacedRows, look_up, multiply, multiply_experts
 from fusionai.backends.torch.host import to_host, to_torch
 from fusionai.backends.torch.packed_graph import PackedParameter, ProductWeight
 from fusionai.backends.torch.paged_attention import FORMS, LayerCache
 from fusionai.backends.torch.row_code import LINE, Field, Form, Unplanned
 from fusionai.backends.torch.row_plan import RowPlan, plan_rows
 from fusionai.ir.schema import Graph
+from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.serving import ServeOptions
 
@@ -64,7 +65,7 @@ def planned_for_card(
     reason = card_launch.unused(device)
     if reason is None and uses:
         try:
-            plan = plan_rows(graph, wanted, uses)
+            plan = plan_rows(graph, wanted, uses, tables=True)
             card_code(plan)
             return plan
         except Unplanned as problem:
@@ -133,6 +134,9 @@ class CardProgram:
         self._own = self._memory[plan.fixed :]
         self._every = torch.arange(self._rows, dtype=torch.int32, device=device)
         self._caches = [caches[node] for node in plan.attentions]
+        self._tables = {
+            launch.table: _plain(values, launch.table) for launch in self._code.launches if isinstance(launch, LookUp)
+        }
         self._products: dict[int, CardMatrix] = {}
         for launch in self._code.launches:
             if isinstance(launch, Multiply):
@@ -156,9 +160,7 @@ class CardProgram:
             self._memory[: self._plan.fixed].copy_(to_torch(_sent_as("float32", numbers), self._device))
         for place, what in self._plan.constants.items():
             if isinstance(what, str):
-                held = values([what])[what]
-                plain = held.plain if isinstance(held, PackedParameter) else held
-                assert plain is not None
+                plain = _plain(values, what)
                 self._memory[place : place + plain.numel()].copy_(plain.detach().reshape(-1))
 
     @property
@@ -205,6 +207,9 @@ class CardProgram:
     def _send(self, work: CheckedPass, batches: Sequence[_Batch], chosen: Sequence[int]) -> _Sent:
         """Copy everything that the pass needs to the card, in one piece."""
         fed = np.zeros((work.positions, max(1, self._code.fed_width)), dtype=np.float32)
+        for launch in self._code.launches:
+            if isinstance(launch, LookUp):
+                self._check_rows(launch, array_of(work.inputs[launch.index]))
         for name, (place, floats) in self._code.fed.items():
             fed[:, place : place + floats] = array_of(work.inputs[name])[0].reshape(work.positions, floats)
         parts: dict[str, Ints] = {"fed": fed.view(np.int32)}
@@ -230,6 +235,12 @@ class CardProgram:
         for name, part in parts.items():
             whole[places[name][0] : places[name][0] + part.size] = part.reshape(-1)
         return _Sent(to_torch(_sent_as("int32", whole), self._device), places, pages)
+
+    def _check_rows(self, launch: LookUp, numbers: npt.NDArray[Any]) -> None:
+        known = self._tables[launch.table].shape[0]
+        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < known:
+            outside = next(int(one) for one in numbers.reshape(-1) if not 0 <= one < known)
+            raise ExecutionError(f"{launch.table} has {known} rows, row {outside} was looked up.")
 
     def _slots(self, spans: Sequence[RowSpan], capacity: int) -> Ints:
         """Return each row's place in pages, or in rings of `capacity` positions."""
@@ -260,6 +271,10 @@ class CardProgram:
                     self._run(launch, batch, sent, made, (places, rows))
                 case Multiply():
                     self._multiply(launch, places, rows)
+                case LookUp():
+                    line = self._code.code[launch.line].tolist()
+                    x, y = (SpacedRows(self._own[line[field] :], self._plan.width) for field in (Field.B, Field.OUT))
+                    look_up(self._tables[launch.table], x, y, places, rows)
                 case Attend():
                     self._attend(launch, batch, sent)
 
@@ -354,6 +369,13 @@ def _keys_of(span: RowSpan, batch: _Batch, window: int | None) -> int:
         return until
     start = max(span.start, span.start + batch.first - span.first)
     return until - first_key(start, window)
+
+
+def _plain(values: Params, name: str) -> Tensor:
+    held = values([name])[name]
+    plain = held.plain if isinstance(held, PackedParameter) else held
+    assert plain is not None
+    return plain.detach().contiguous()
 
 
 def _matrix(held: PackedParameter, node: int) -> CardMatrix:

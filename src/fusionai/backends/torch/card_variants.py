@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from fusionai.backends.torch import card_attention, card_launch, card_products, card_rows
-from fusionai.backends.torch.card_matrix import options_of_several, options_of_single
+from fusionai.backends.torch.card_matrix import LOOK_UP, options_of_several, options_of_single
 from fusionai.backends.torch.card_program import LANES, OF_ATTENTION, OF_LINES, WIDE_HEADS
 from fusionai.backends.torch.paged_attention import FORMS
 from fusionai.backends.torch.row_code import Factor
@@ -27,9 +27,9 @@ from fusionai.backends.torch.row_code import Factor
 log = logging.getLogger(__name__)
 
 _WIDTHS: Final = (64, 128, 256)
-_WHOLE: Final = ("code", "line", "rows_at", "chosen", "slots", "tiles", "table", "rings")
+_WHOLE: Final[tuple[str, ...]] = ("code", "line", "rows_at", "chosen", "slots", "tiles", "table", "rings")
 """Pointers to integers."""
-_FLOATS: Final = ("mem", "fed", "made", "parts", "x", "y", "bias", "indices")
+_FLOATS: Final[tuple[str, ...]] = ("mem", "fed", "made", "parts", "x", "y", "bias", "indices")
 _MATRICES: Final = (
     (Factor.FP32, 0, torch.float32, torch.float32),
     (Factor.BF16, 0, torch.bfloat16, torch.bfloat16),
@@ -52,17 +52,19 @@ class Variant:
 
 
 def variants(precision: str) -> Iterator[Variant]:
-    whole = dict.fromkeys(_WHOLE, torch.int32) | dict.fromkeys(_FLOATS, torch.float32)
+    whole: dict[str, torch.dtype] = {**dict.fromkeys(_WHOLE, torch.int32), **dict.fromkeys(_FLOATS, torch.float32)}
     for dtype, form in FORMS.items():
         cache = whole | {"keys": dtype, "values": dtype}
         for wide in _WIDTHS:
             options = {"FORM": int(form), "WIDE": wide}
-            yield Variant(f"lines {form.name} {wide}", card_rows.lines, cache, options | OF_LINES)
+            yield Variant(f"lines {form.name} {wide}", card_rows.lines, cache, {**options, **OF_LINES})
             for lanes in LANES[: 1 if wide > WIDE_HEADS else 2]:
-                own = options | OF_ATTENTION | {"LANES": lanes, "PRECISION": precision}
+                own = {**options, **OF_ATTENTION, "LANES": lanes, "PRECISION": precision}
                 yield Variant(f"attend {form.name} {wide} {lanes}", card_attention.attend, cache, own)
     for wide in _WIDTHS:
         yield Variant(f"combine {wide}", card_attention.combine, whole, {"WIDE": wide})
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        yield Variant(f"look_up {dtype}", card_products.look_up, whole | {"weight": dtype}, LOOK_UP)
     for factor, group, data, scales in _MATRICES:
         types = whole | {"weight": data, "scales": scales}
         label = f"{factor.name} {group}"

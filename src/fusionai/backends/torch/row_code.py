@@ -23,8 +23,9 @@ LINE: Final = 24
 
 class Op(IntEnum):
     """Operators. Up to `MASKED`: two operands, element by element; up to `SIN`: one operand, element by element; from
-    `MEAN` to `SOFTMAX`: over the last dimension; from `TOP` on: for mixtures of experts. `MASKED`: a number instead of
-    the first operand where the second is not 0. `TRUTH`: 1 where the operand is not 0, else 0."""
+    `MEAN` to `SOFTMAX`: over the last dimension; from `TOP` to `EXPERTS`: for mixtures of experts. `TABLE`: rows of a
+    parameter, on cards alone. `MASKED`: a number instead of the first operand where the second is not 0. `TRUTH`: 1
+    where the operand is not 0, else 0."""
 
     ADD = 0
     SUB = 1
@@ -59,6 +60,7 @@ class Op(IntEnum):
     LOOKUP = 30
     SCATTER = 31
     EXPERTS = 32
+    TABLE = 33
 
 
 class Form(IntEnum):
@@ -111,12 +113,13 @@ class Field(IntEnum):
 
     `DIMS`: three for elementwise operators; groups and length for reductions; columns and summands for LINEAR; query
     heads, key heads and key width for ATTENTION; groups, length and number of chosen elements for TOP; groups, chosen
-    elements and floats of each for LOOKUP; groups, chosen elements and length for SCATTER; columns, summands and chosen
-    experts for EXPERTS. `A` is x or q, `B` is k, or the indices of what was chosen. `A_STRIDES`, for EXPERTS: between
-    the operands of two experts. `EXTRA`: number for MASKED and SCATTER; eps, weight, bias for LAYER_NORM; format,
-    address, bias, address of the product for LINEAR; value width, v, scale, softcap, sinks, index of the cache for
-    ATTENTION; indices, scratch, whether to sort for TOP; elements to choose from for LOOKUP; format, index of the first
-    expert's address, experts, address of the product for EXPERTS. Constants are offsets, -1 if absent.
+    elements and floats of each for LOOKUP; groups, chosen elements and length for SCATTER; columns, summands and
+    chosen experts for EXPERTS; columns and rows for TABLE. `A` is x or q, `B` is k, or the indices of what was
+    chosen. `A_STRIDES`, for EXPERTS: between the operands of two experts. `EXTRA`: number for MASKED and SCATTER;
+    eps, weight, bias for LAYER_NORM; format, address, bias, address of the product for LINEAR; value width, v, scale,
+    softcap, sinks, index of the cache for ATTENTION; indices, scratch, whether to sort for TOP; elements to choose
+    from for LOOKUP; format, index of the first expert's address, experts, address of the product for EXPERTS.
+    Constants are offsets, -1 if absent.
     """
 
     DIMS = 1
@@ -388,6 +391,8 @@ def _choosing(line: list[int], op: Op, fixed: int, width: int) -> Ranges:
             groups, chosen, length = dims
             number = (fixed, extra[0], extra[0] + 1)
             return [(width, indices, indices + groups * chosen), (width, out, out + groups * length), number]
+        case Op.TABLE:
+            return [(width, indices, indices + 1), (width, out, out + dims[0])]
         case _:
             columns, count, chosen = dims
             far = (chosen - 1) * line[Field.A_STRIDES]

@@ -10,7 +10,7 @@ what mixtures of experts need, `row_program` fills in addresses and runs the pla
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Final
 
@@ -82,18 +82,24 @@ class RowPlan:
     attentions: tuple[int, ...]
     groups: int
     """Largest number of queries that share a key head."""
+    tables: Mapping[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
+    """Line -> the parameter of which rows are looked up, and the input with their numbers."""
 
 
-def plan_rows(graph: Graph, wanted: Sequence[str], uses: Mapping[int, ProductWeight]) -> RowPlan:
+def plan_rows(
+    graph: Graph, wanted: Sequence[str], uses: Mapping[int, ProductWeight], *, tables: bool = False
+) -> RowPlan:
     """Return the plan for the outputs `wanted`. `uses`: products by node id, as `packed_graph.products` returns them.
+    `tables`: rows of parameters may be looked up.
     Raises `Unplanned` if an operator or a shape is not supported."""
     nodes = needed_nodes(graph, {graph.outputs[meaning] for meaning in wanted})
-    return _Planner(graph, nodes, uses).planned(wanted)
+    return _Planner(graph, nodes, uses, tables=tables).planned(wanted)
 
 
 class _Planner(RowDraft):
-    def __init__(self, graph: Graph, nodes: Sequence[Node], uses: Mapping[int, ProductWeight]) -> None:
+    def __init__(self, graph: Graph, nodes: Sequence[Node], uses: Mapping[int, ProductWeight], *, tables: bool) -> None:
         super().__init__(graph, uses)
+        self.tables: dict[int, tuple[str, str]] | None = {} if tables else None
         self.nodes = nodes
         self.attentions: list[int] = []
         self.groups = 1
@@ -139,13 +145,14 @@ class _Planner(RowDraft):
             products=self.products,
             attentions=tuple(self.attentions),
             groups=self.groups,
+            tables=self.tables or {},
         )
 
     def _input(self, name: str) -> tuple[int, int]:
         spec = self.graph.values[name]
         whole = spec.dtype == "int64"
         if not _has_rows(spec.shape) or not (
-            spec.dtype == "float32" or (whole and name in (POSITIONS, AXIS_POSITIONS))
+            spec.dtype == "float32" or (whole and (self.tables is not None or name in (POSITIONS, AXIS_POSITIONS)))
         ):
             raise Unplanned(f"input {name} is no row of floats")
         shape = self.sizes(name)
@@ -158,6 +165,8 @@ class _Planner(RowDraft):
             self._product(node, self.uses[node.id])
         elif node.op == "fusion.attention":
             self._attention(node)
+        elif self.tables is not None and name == "embedding":
+            self._looked_up(node, self.tables)
         elif (translate := translation(node)) is not None:
             translate(self, node)
         elif self.graph.values[node.outputs[0]].dtype == SYMINT:
@@ -404,6 +413,21 @@ class _Planner(RowDraft):
         line[Field.EXTRA + 2] = -1 if use.bias is None else self.fixed(Ref(use.bias), columns)
         self.products[len(self.lines) - 1] = node.id
         self.memory.end(f"{node.outputs[0]} operand")
+
+    def _looked_up(self, node: Node, tables: dict[int, tuple[str, str]]) -> None:
+        """Look up one row of a parameter, by an input."""
+        table, indices = node.args[:2]
+        if not isinstance(table, Ref) or not isinstance(indices, Ref) or table.name not in self.graph.params:
+            raise Unplanned(f"{node.op} of {table!r} at {indices!r}")
+        view, shape = self.view(indices), self.graph.params[table.name].shape
+        if indices.name not in self.graph.inputs or view.shape != (1, 1) or len(shape) != 2:
+            raise Unplanned(f"{node.op} of {shape} at {indices!r}")
+        out = self.result(node)
+        self.declared(out, (1, 1, shape[1]), Op.TABLE)
+        line = self.line(Op.TABLE)
+        line[Field.DIMS], line[Field.DIMS + 1] = shape[1], shape[0]
+        line[Field.OUT], line[Field.B] = out.start, view.start
+        tables[len(self.lines) - 1] = table.name, indices.name
 
     def _attention(self, node: Node) -> None:
         q, k, v = (self.plain(arg) for arg in node.args[:3])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.backends.torch import card_launch, card_matrix, packed_linear
-from fusionai.backends.torch.card_matrix import CardMatrix, SpacedRows, multiply_experts, stacked
+from fusionai.backends.torch.card_matrix import CardMatrix, SpacedRows, look_up, multiply_experts, stacked
 from fusionai.backends.torch.packed_linear import rounded
 from fusionai.wire.serving import WeightFormat
 
@@ -127,3 +127,14 @@ def test_only_cards_with_triton_run_the_kernels() -> None:
 
 
 UNUSED = card_launch.unused
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_a_table_are_looked_up_and_one_that_is_not_there_is_nan(dtype: torch.dtype) -> None:
+    table = drawn(7, 40, seed=1).to(dtype)
+    memory = torch.zeros((3, 48))
+    memory[:, 0] = torch.tensor([6.0, 0.0, 7.0])
+    places = torch.tensor([0, 1, 2], dtype=torch.int32)
+    look_up(table, SpacedRows(memory.view(-1), 48), SpacedRows(memory.view(-1)[8:], 48), places, 3)
+    assert torch.equal(memory[:2, 8:], table[[6, 0]].float())
+    assert memory[2, 8:].isnan().all()
