@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from fusionai.cli.options import path_option
+from fusionai.cli.planning.measured_devices import is_report, with_measured
 from fusionai.corpus.strict import convert, nearest
 from fusionai.primitives.errors import RecipeError, UsageError
 from fusionai.primitives.pace import TrainingSpeed
@@ -30,12 +31,17 @@ from fusionai.scheduling.token_cost import Prices
 CARD_FORMATS: Final = ("fp32", "bf16", "fp16", "int8", "int4")
 """Formats in which graphics cards keep matrices: they can't multiply by those of quantised files as they are."""
 _SHIPPED: Final = "data/catalogue.toml"
+_MEASURED: Final = "data/measured"
 
 
 @cache
 def shipped_catalogue() -> Catalogue:
     text = files("fusionai.scheduling").joinpath(_SHIPPED).read_text(encoding="utf-8")
-    return Catalogue(devices=_devices(tomllib.loads(text), _SHIPPED))
+    known = Catalogue(devices=_devices(tomllib.loads(text), _SHIPPED))
+    measured = files("fusionai.scheduling").joinpath(_MEASURED)
+    # A package has the directory only if it has reports.
+    sent_in = sorted(measured.iterdir(), key=lambda file: file.name) if measured.is_dir() else []
+    return with_measured(known, [(file.name, file.read_bytes()) for file in sent_in if is_report(file.name)])
 
 
 def read_catalogue(path: Path | None) -> Catalogue:
@@ -305,13 +311,22 @@ def _called(entry: Mapping[str, object], number: int) -> str:
 def _machines(table: PeerTable, catalogue: Catalogue, path: Path) -> Iterator[_Machine]:
     profile, half = _profile(table, catalogue, path), None
     if table.gpu is not None and table.flops_per_s is None and table.precision is None:
-        half = catalogue.find(table.gpu).speed("bf16").flops_per_s * table.catalogue_part
+        half = _speed(table, catalogue.find(table.gpu), "bf16")
     if table.count == 1:
         yield _Machine(profile, table.name, table.region, half)
         return
     for number in range(1, table.count + 1):
         name = f"{table.name}-{number}"
         yield _Machine(msgspec.structs.replace(profile, peer=name, name=name), table.name, table.region, half)
+
+
+def _speed(table: PeerTable, device: Device, dtype: Dtype) -> float:
+    """Return the speed that self-tests measured, or the catalogue's peak times what is reached of it. A given
+    utilisation is of the peak."""
+    measured = None if device.measured is None else device.measured.training_flops_per_s.get(dtype)
+    if measured is not None and table.utilisation is None:
+        return measured
+    return device.speed(dtype).flops_per_s * table.catalogue_part
 
 
 def _profile(table: PeerTable, catalogue: Catalogue, path: Path) -> PeerProfile:
@@ -325,11 +340,13 @@ def _profile(table: PeerTable, catalogue: Catalogue, path: Path) -> PeerProfile:
         power_w = table.power_w
         if device is not None:
             if flops_per_s is None:
-                flops_per_s = device.speed(table.catalogue_dtype).flops_per_s * table.catalogue_part
+                flops_per_s = _speed(table, device, table.catalogue_dtype)
             if memory_bytes is None:
                 memory_bytes = int(device.memory_bytes.value * MEMORY_PART)
             if bandwidth is None:
                 bandwidth = device.memory_bandwidth_bytes_per_s.value * BANDWIDTH_PART
+                if device.measured is not None:
+                    bandwidth = max(device.measured.decoding_bytes_per_s.values(), default=bandwidth)
             power_w = power_w or device.power_w.value
         assert flops_per_s is not None, "`_peer_table` requires it without a `gpu`"
         assert memory_bytes is not None, "`_peer_table` requires it without a `gpu`"
@@ -457,6 +474,11 @@ def _assumed(tables: Sequence[PeerTable], catalogue: Catalogue) -> Iterator[str]
         if table.gpu is not None and table.flops_per_s is None:
             device = catalogue.find(table.gpu)
             speed = device.speed(table.catalogue_dtype)
+            reached = _speed(table, device, table.catalogue_dtype)
+            if device.measured is not None and reached != speed.flops_per_s * table.catalogue_part:
+                said = f"{device.name}: {reached / 1e12:.4g} TFLOP/s as others measured ({device.measured.source})."
+                notes[said] = None
+                continue
             notes[
                 f"{device.name}: not measured; {speed.flops_per_s / 1e12:.4g} TFLOP/s {speed.dtype} ({speed.source}) "
                 f"times {table.catalogue_part:g}."

@@ -51,6 +51,15 @@ class Speed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             raise ValueError(f"expected a positive speed, got {self.flops_per_s}")
 
 
+class MeasuredRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Rates that self-tests of a device reached: operations per second in training by precision, bytes of weights read
+    per second in decoding by format."""
+
+    training_flops_per_s: dict[str, float]
+    decoding_bytes_per_s: dict[str, float]
+    source: str
+
+
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One device. `price_usd` is None if the device is sold only as part of something else."""
 
@@ -61,6 +70,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     memory_bandwidth_bytes_per_s: Figure
     power_w: Figure
     price_usd: Figure | None = None
+    measured: MeasuredRates | None = None
 
     def speed(self, dtype: Dtype) -> Speed:
         """The dense peak for `dtype` that accumulates in fp32; a measured one is preferred. A device without an fp16
