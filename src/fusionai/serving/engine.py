@@ -134,6 +134,7 @@ class ServingEngine:
         """Load, probe, serve until `stop`. Raises `ExecutionError` if the job can't continue."""
         ended = await self._driver.run()
         reason = self._faults.named(ended.failed or ended.stopped or "done")
+        self._answers.state = "stopped"
         self._answers.end_all(reason)
         if ended.failed is not None:
             error = ExecutionError(f"serving {self._job.model} failed: {reason.rstrip('.')}.")
@@ -170,8 +171,8 @@ class ServingEngine:
         spec = SessionSpec(
             number=number,
             scope=generation.scope,
-            prompt=tuple(generation.prompt),
-            max_tokens=generation.max_tokens,
+            prompt=(*generation.prompt, *generation.answered),
+            max_tokens=generation.max_tokens - len(generation.answered),
             deadline_s=None if deadline_s is None else self._host.clock.now_s() + deadline_s,
             all_rows=generation.prompt_logprobs,
             states=reads_states and may_be_guessed(generation),

@@ -77,9 +77,11 @@ class Generating:
     def __init__(self, number: int, generation: Generation, on_left: Callable[[int], None]) -> None:
         self.number = number
         self.generation = generation
-        self.tokens = list(generation.prompt)
+        self.tokens = [*generation.prompt, *generation.answered]
         """Prompt and answer."""
         self.history = TokenHistory(generation.prompt)
+        for token in generation.answered:
+            self.history.add(token)
         self.prompt_read = False
         self.finished = False
         self._prompt_logprobs: list[TokenLogprob] = []

@@ -107,6 +107,9 @@ class Generation:
     """Report log-probabilities of the prompt's tokens too (`echo` in completions)."""
     images: tuple[PlacedImage, ...] = ()
     """Images whose rows are tokens of the prompt."""
+    answered: tuple[int, ...] = ()
+    """Tokens of the answer that another engine has emitted already; this one emits those after them. `constraint` has
+    accepted them, and `max_tokens` includes them."""
 
 
 class TokenLogprob(Struct, frozen=True):
@@ -172,7 +175,9 @@ class TokenStream(Protocol):
     async def aclose(self) -> None: ...
 
 
-class StageStatus(Struct, frozen=True):
+class StageStatus(Struct, frozen=True, kw_only=True):
+    pipeline: int = 1
+    """Number of the pipeline that the stage belongs to."""
     stage: int
     peer: str
     name: str

@@ -150,6 +150,13 @@ _WRITTEN: Final = "fusionai.cli.serving.written"
     0,
 )
 @flags.stages_option()
+@flags.choice_option(
+    "--goal",
+    "What the pool's other machines are for. throughput: further pipelines, each with a copy of the model; balanced: "
+    "first a spare for each stage, then further pipelines; latency: spares, and the rest stays free.  [default: "
+    "balanced; latency with --local, --stages or several models]",
+    ["throughput", "balanced", "latency"],
+)
 @flags.serving_options
 @click.option(
     "--speculate",
@@ -247,8 +254,11 @@ def serve(
         raise UsageError("--adapter-places and --adapter-rank need --adapter-directory.")
 
     endpoint = ApiEndpoint(**{name: given.pop(name) for name in ApiEndpoint.__dataclass_fields__})
+    single = local is not None or given["stages"] is not None or endpoint.behind_gateway
+    goal = given.pop("goal") or ("latency" if single else "balanced")
     request = ServeRequest(
         model=model,
+        goal=goal,
         needs=served.needs,
         home=home,
         local_spares=1 if spares is None else spares,
@@ -472,7 +482,7 @@ async def _serve(
             adapters=tuple(adapter.name for adapter in served.model.adapters),
             created_s=int(time.time()),
         )
-        observation = ServingObservation(served.engine, lambda: served.engine.deployment.plan)
+        observation = ServingObservation(served.engine, served.engine.plan_of)
         app = make_app(config, observation, served.model.texts, tracer=door.tracer, loader=served.adapters)
         closing_app = asyncio.Event()
         listening = asyncio.create_task(

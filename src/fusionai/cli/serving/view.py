@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, log2
@@ -22,6 +22,7 @@ from fusionai.cli import console
 from fusionai.cli.planning.view import show_plan
 from fusionai.client.pool.faults import waiting_news
 from fusionai.client.pool.job_process import Met, Noted
+from fusionai.client.serving.pipelines import PipelineNews, PipelineOpened
 from fusionai.client.serving.serve import Hashed, ServeEvent, ServePlanned
 from fusionai.ir.serving import Purpose
 from fusionai.primitives.ids import PeerId, short
@@ -56,6 +57,8 @@ class ServingView:
         self._tasks: dict[tuple[int, str], TaskID] = {}
         self._waiting = ""
         self._ready = False
+        self._prefix = ""
+        """What lines about a further pipeline begin with."""
 
     def __enter__(self) -> ServingView:
         return self
@@ -74,6 +77,10 @@ class ServingView:
                     self._bar((-1, ""), "hashing the weights", done, total)
             case ServePlanned():
                 self._planned(event)
+            case PipelineOpened():
+                self._opened(event)
+            case PipelineNews(pipeline=pipeline, event=news):
+                self._news_of(pipeline, news)
             case progress.StageLoading():
                 # Spares load while the model already serves; the owner reports no bytes of its own parts.
                 if event.done_bytes and not self._ready:
@@ -111,7 +118,7 @@ class ServingView:
 
     def say(self, text: str) -> None:
         """Print one line, above the bars."""
-        shown = console.printable(text)
+        shown = console.printable(self._prefix + text)
         if self._bars is not None:
             self._bars.console.print(shown, markup=False, highlight=False)
         else:
@@ -128,6 +135,26 @@ class ServingView:
                 kept = "Each machine multiplies by them as they are (matrices that it can't read so are unpacked)"
             self.say(f"the files hold {event.model.packed}; this is also how they are sent and cached. {kept}")
         show_plan(event.plan, self._names)
+
+    def _opened(self, event: PipelineOpened) -> None:
+        self._names.update(event.names)
+        places = " > ".join(
+            f"{self._name(stage.peer)} {_blocks(stage.blocks)}" for stage in event.plan.stages if "stage" in stage.roles
+        )
+        speed = format_speed(event.plan.tokens_per_s)
+        self.say(f"pipeline {event.pipeline} is ready: {places}; {speed} tokens/s for one session, as predicted")
+
+    def _news_of(self, pipeline: int, news: Noted | progress.Progress) -> None:
+        """Print an event of a further pipeline, except its start, which `PipelineOpened` concludes."""
+        match news:
+            case progress.StageLoading() | progress.WeightsLoaded() | progress.EngineReady():
+                pass
+            case progress.ServingPaused(reason=reason):
+                self.say(f"pipeline {pipeline}: {reason}")
+            case _:
+                prefix, self._prefix = self._prefix, f"pipeline {pipeline}: "
+                self(news)
+                self._prefix = prefix
 
     def _loaded(self, event: progress.WeightsLoaded) -> None:
         came = ", ".join(f"{format_bytes(size)} from {self._name(peer)}" for peer, size in event.fetched_bytes)
@@ -164,6 +191,11 @@ class ServingView:
         return self._names.get(peer) or short(PeerId(peer))
 
 
+def _blocks(blocks: tuple[int, int]) -> str:
+    start, end = blocks
+    return f"block {start}" if end - start == 1 else f"blocks {start}-{end - 1}"
+
+
 KEPT: Final = 10_000
 """Most recent answers whose times are kept. Limits memory (chosen)."""
 
@@ -172,6 +204,7 @@ class ServingRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Medians over answers under one plan with a similar number of concurrent answers. Each answer's prediction is made
     for its own prompt and concurrency."""
 
+    pipeline: int = 1
     version: int
     at_once: float
     """Median number of concurrent answers, including the answer itself."""
@@ -185,7 +218,24 @@ class ServingRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 @dataclass(slots=True)
+class _Load:
+    """Number of a pipeline's open answers, and its integral over time until `since_s`, in seconds."""
+
+    open: int = 0
+    area: float = 0.0
+    since_s: float = 0.0
+
+    def change(self, now_s: float, by: int) -> float:
+        """Advance to now, then change the number. Returns the integral."""
+        self.area += self.open * (now_s - self.since_s)
+        self.since_s = now_s
+        self.open += by
+        return self.area
+
+
+@dataclass(slots=True)
 class _Answer:
+    pipeline: int
     plan: Plan
     began_s: float
     began_area: float
@@ -213,10 +263,11 @@ class _Answer:
 
 @dataclass(slots=True)
 class ServingObservation:
-    """An engine that forwards to `engine` and times the answers. `plan`: returns the plan in force."""
+    """An engine that forwards to `engine` and times the answers. `plan_of`: returns the number and the plan in force of
+    the pipeline in which an answer is."""
 
     engine: Engine
-    plan: Callable[[], Plan]
+    plan_of: Callable[[TokenStream], tuple[int, Plan]]
     now_s: Callable[[], float] = time.monotonic
     left_out: int = 0
     """Number of answers that are not counted because a fault delayed them or the plan changed meanwhile."""
@@ -225,10 +276,8 @@ class ServingObservation:
     context_tokens: int = field(init=False)
     stop_tokens: frozenset[int] = field(init=False)
     _answers: deque[_Answer] = field(default_factory=lambda: deque(maxlen=KEPT))
-    _open: int = 0
-    _area: float = 0.0
-    """Integral of the number of open answers over time, in seconds."""
-    _since_s: float = 0.0
+    _loads: defaultdict[int, _Load] = field(default_factory=lambda: defaultdict(_Load))
+    """Open answers by pipeline."""
 
     def __post_init__(self) -> None:
         self.purpose = self.engine.purpose
@@ -250,31 +299,34 @@ class ServingObservation:
 
     def submit(self, generation: Generation) -> TokenStream:
         stream = self.engine.submit(generation)
-        now_s = self._pass(1)
+        now_s, (pipeline, plan) = self.now_s(), self.plan_of(stream)
+        area = self._loads[pipeline].change(now_s, 1)
         # Log probabilities of a whole prompt are not part of the prediction.
-        answer = _Answer(self.plan(), now_s, self._area, disturbed=generation.prompt_logprobs)
+        answer = _Answer(pipeline, plan, now_s, area, disturbed=generation.prompt_logprobs)
         return _Watched(stream, answer, self)
 
     def see(self, answer: _Answer, event: StreamEvent) -> None:
         """Record an event of an open answer."""
-        now_s = self._pass(0)
+        now_s = self.now_s()
+        area = self._loads[answer.pipeline].change(now_s, 0)
         match event:
             case PromptRead():
                 answer.prompt_tokens = event.prompt_tokens - event.cached_tokens
             case Emitted():
                 if answer.tokens == 0:
-                    answer.first_s, answer.first_area = now_s, self._area
+                    answer.first_s, answer.first_area = now_s, area
                 answer.tokens += 1
-                answer.last_s, answer.last_area = now_s, self._area
+                answer.last_s, answer.last_area = now_s, area
             case GenerationPaused():
                 answer.disturbed = True
             case Finished():
                 pass
 
-    def close(self, answer: _Answer) -> None:
-        self._pass(-1)
+    def close(self, answer: _Answer, stream: TokenStream) -> None:
+        self._loads[answer.pipeline].change(self.now_s(), -1)
         if answer.tokens and answer.prompt_tokens:
-            if answer.disturbed or answer.plan.version != self.plan().version:
+            pipeline, plan = self.plan_of(stream)
+            if answer.disturbed or (answer.pipeline, answer.plan.version) != (pipeline, plan.version):
                 self.left_out += 1
             else:
                 self._answers.append(answer)
@@ -282,18 +334,11 @@ class ServingObservation:
     def rows(self, problem: Problem, chunk_tokens: int) -> tuple[ServingRow, ...]:
         """Return a row for each plan and each power of two of concurrent answers."""
         costs = StageCosts(problem)
-        groups: dict[tuple[int, int], list[_Answer]] = {}
+        groups: dict[tuple[int, int, int], list[_Answer]] = {}
         for answer in self._answers:
-            groups.setdefault((answer.plan.version, ceil(log2(round(answer.at_once)))), []).append(answer)
+            key = (answer.pipeline, answer.plan.version, ceil(log2(round(answer.at_once))))
+            groups.setdefault(key, []).append(answer)
         return tuple(_row(groups[key], costs, chunk_tokens) for key in sorted(groups))
-
-    def _pass(self, change: int) -> float:
-        """Advance the integral to now, then change the number of open answers by `change`. Returns now, in seconds."""
-        now_s = self.now_s()
-        self._area += self._open * (now_s - self._since_s)
-        self._since_s = now_s
-        self._open += change
-        return now_s
 
 
 class _Watched:
@@ -328,13 +373,14 @@ class _Watched:
     def _close(self) -> None:
         if self._is_open:
             self._is_open = False
-            self._observation.close(self._answer)
+            self._observation.close(self._answer, self._stream)
 
 
 def _row(answers: Sequence[_Answer], costs: StageCosts, chunk_tokens: int) -> ServingRow:
     plan = answers[0].plan
     streamed = [(one, rate) for one in answers if (rate := one.tokens_per_s) is not None]
     return ServingRow(
+        pipeline=answers[0].pipeline,
         version=plan.version,
         at_once=median(one.at_once for one in answers),
         answers=len(answers),
@@ -359,11 +405,20 @@ def show_serving(rows: Sequence[ServingRow], *, left_out: int, guessed: float, s
     """Print predicted and measured figures. `left_out`: answers not counted; `guessed`: accepted speculative tokens;
     `shared`: the sentence about shared cores, or empty."""
     if rows:
+        several = len({row.pipeline for row in rows}) > 1
         console.table(
-            ["plan", "at once", "answers", "first token, predicted", "measured", "tokens/s, predicted", "measured"],
+            [
+                "pipeline, plan" if several else "plan",
+                "at once",
+                "answers",
+                "first token, predicted",
+                "measured",
+                "tokens/s, predicted",
+                "measured",
+            ],
             [
                 [
-                    str(row.version),
+                    f"{row.pipeline}, {row.version}" if several else str(row.version),
                     f"{row.at_once:.2g}",
                     str(row.answers),
                     format_seconds(row.predicted_first_token_s),

@@ -14,7 +14,7 @@ from fusionai.client.serving.model import ServedAdapter, ServedModel, find_adapt
 from fusionai.client.serving.names import adapter_name
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.process import in_background
-from fusionai.serving.engine import ServingEngine
+from fusionai.serving.pipelines import PipelinedEngine
 from fusionai.storage.weight_manifest import ModelWeights
 
 
@@ -34,7 +34,7 @@ class AdapterRoom:
 class RunningAdapters:
     """Implements `serving.interface.AdapterLoader`. `weights`: the manifest of the engine's job."""
 
-    def __init__(self, directory: Path, model: ServedModel, weights: ModelWeights, engine: ServingEngine) -> None:
+    def __init__(self, directory: Path, model: ServedModel, weights: ModelWeights, engine: PipelinedEngine) -> None:
         assert model.slots is not None
         self._directory = directory.resolve()
         self._model = model
@@ -55,10 +55,10 @@ class RunningAdapters:
     async def unload(self, name: str) -> None:
         """Refuse further generations with this adapter; those that run finish. Its place is free after them."""
         async with self._one_by_one:
-            self._engine.adapters.pop(name, None)
+            self._engine.drop_adapter(name)
 
     async def _load(self, name: str, path: str) -> None:
-        async with self._one_by_one:
+        async with self._one_by_one, self._engine.changing:
             adapter_name(name)
             if name in (self._model.files.name, *self.names):
                 raise UsageError(f"the name {name!r} is in use.", hint="Unload the adapter of this name first.")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from typing import Literal
 
 from fusionai.backends.serving.page_table import TILE_POSITIONS
 from fusionai.client.serving.adapters import AdapterRoom
@@ -24,6 +25,8 @@ from fusionai.serving.speculating import Speculate
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.wire.messages import ServeOptions
 from fusionai.wire.serving import StateOutput
+
+Goal = Literal["throughput", "balanced", "latency"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,8 @@ class ServeRequest:
     device: str = "auto"
     threads: int | None = None
     stages: int | None = None
+    goal: Goal = "latency"
+    """What machines beyond the first pipeline are for (`client.serving.pipelines`)."""
     spares: int | None = None
     speculate: Speculate = "off"
     draft: str | None = None

@@ -4,10 +4,8 @@
 the model, hashes the weights, plans, has the broker adopt the plan, loads and probes. Then `served.engine` takes
 generations until the block ends. At the end, everything that was started is stopped.
 
-`ServingWatch` checks the pool meanwhile, like `client.pool.watch` for training, except that the engine is notified of a
-leaving machine: it first moves sessions to the stage's warm standby and then requests a plan without the machine.
-Machines that are back or new take stages while no session runs; `scheduling.standby.continuation` decides when another
-cut is worth it. `client.serving.model` opens the model, `serving.engine` serves, `cli.serving.serve` adds the gateway.
+`client.serving.pipelines` opens the first pipeline and further ones, `client.serving.model` opens the model,
+`serving.pipelines` serves, `cli.serving.serve` adds the gateway.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -25,12 +22,11 @@ import msgspec
 
 from fusionai.capture.models.eagle import EagleFiles
 from fusionai.client.pool.beginning import first_deployment, nobody
-from fusionai.client.pool.job_process import Met, Noted, OwnerProcess, OwnMachine, beside, own_machine, owner_profile
+from fusionai.client.pool.job_process import Met, Noted, OwnerProcess, own_machine, owner_profile
 from fusionai.client.pool.local_pool import REMEMBERED, LocalPool, local_threads, own_memory_bytes, serving_pool
-from fusionai.client.pool.replanning import MachineHistory, PoolReplanner
-from fusionai.client.pool.reporting import ServedNote, end_leftovers, report_state, report_tokens
-from fusionai.client.pool.session import PoolMember, PoolSession, near_links, owner_membership
-from fusionai.client.pool.watch import PoolWatch, watch_trust
+from fusionai.client.pool.replanning import MachineHistory
+from fusionai.client.pool.reporting import end_leftovers
+from fusionai.client.pool.session import PoolMember, near_links, owner_membership
 from fusionai.client.serving.adapters import RunningAdapters
 from fusionai.client.serving.encoders import close_encoders, encoder_notes
 from fusionai.client.serving.guessing import (
@@ -39,11 +35,10 @@ from fusionai.client.serving.guessing import (
     HeadModel,
     find_draft,
     guesser_sentence,
-    load_guesser,
     open_draft,
     open_head,
 )
-from fusionai.client.serving.job import ServeRequest, kept_blocks, serving_job
+from fusionai.client.serving.job import ServeRequest, kept_blocks
 from fusionai.client.serving.model import (
     ServedFiles,
     ServedModel,
@@ -54,31 +49,34 @@ from fusionai.client.serving.model import (
     open_model,
     rounding_words,
 )
+from fusionai.client.serving.pipelines import (
+    LoadedModel,
+    OpenPipeline,
+    PipelineNews,
+    PipelineOpened,
+    Pipelines,
+    without_standbys,
+)
 from fusionai.client.serving.planning import (
     can_stay_packed,
-    checking_sentence,
     equalised,
     serving_problem,
     text_needs,
     whole_needs,
 )
+from fusionai.client.serving.watch import Priced, ServingReplanner
 from fusionai.execution.connections import Deployment
-from fusionai.ir.cost import balance_tokens
 from fusionai.ir.serving import SEQUENCE
 from fusionai.primitives.errors import GraphError, ModelError, UsageError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.primitives.process import in_background, set_aside_what_stays
 from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, ServingNeeds
-from fusionai.scheduling.standby.continuation import Regrowth, regrown
-from fusionai.scheduling.standby.takeover import WaitingForMachines, reinforced, with_profiles
+from fusionai.scheduling.problem.types import Plan, Problem, ServingNeeds
 from fusionai.serving import job as progress
-from fusionai.serving.engine import ServingEngine
-from fusionai.serving.job import ServingJob
+from fusionai.serving.pipelines import PipelinedEngine
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.storage.weight_store import WeightStore
-from fusionai.wire.serving import StateOutput
 
 T = TypeVar("T")
 
@@ -105,19 +103,20 @@ class Hashed:
     total_bytes: int
 
 
-ServeEvent = Noted | ServePlanned | Met | Hashed | progress.Progress
+ServeEvent = Noted | ServePlanned | Met | Hashed | PipelineNews | PipelineOpened | progress.Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A served model, ready for generations. `ended` is done when the engine has ended, with its error if it had one.
-    `stopped` is set when the broker was asked to stop the job."""
+    """A served model, ready for generations. `job`: of the first pipeline. `ended` is done when no pipeline is left,
+    with the error of the last one if it had one. `stopped` is set when the broker was asked to stop a job of the
+    model."""
 
     job: JobId
     model: ServedModel
     needs: ServingNeeds
     privacy: PrivacyLevel
-    engine: ServingEngine
+    engine: PipelinedEngine
     names: dict[str, str]
     ended: asyncio.Future[None]
     stopped: asyncio.Event
@@ -130,84 +129,12 @@ class Served:
     """Returns the planning problem, with all peers that have been in the pool so far."""
 
 
-class ServingReplanner(PoolReplanner):
-    def _replaced(self, plan: Plan, lost: frozenset[str], members: tuple[PoolMember, ...]) -> Plan | WaitingForMachines:
-        found = super()._replaced(plan, lost, members)
-        returned = self._returned(lost, members)
-        if isinstance(found, WaitingForMachines) or not returned:
-            return found
-        return reinforced(found, self.problem, returned) or found
-
-
-Priced = Callable[[tuple[PeerProfile, ...]], tuple[PeerProfile, ...]]
-"""Profiles as plans should see them."""
-
-
-@dataclass(kw_only=True)
-class ServingWatch(PoolWatch[ServingEngine]):
-    """Checks the pool for a serving job. `run` lasts until cancelled."""
-
-    priced: Priced
-    _announced: frozenset[str] = frozenset()
-    _regrowth: Regrowth = field(default_factory=Regrowth)
-    _served: tuple[int, int] = (0, 0)
-    """Tokens emitted and read at the last look."""
-
-    def _handed_over(self, members: tuple[PoolMember, ...]) -> tuple[Plan, str] | None:
-        plan = self.driver.deployment.plan
-        parts = {stage.peer for stage in plan.stages} | {standby.peer for standby in plan.standbys}
-        leaving = {one.view.peer for one in members if one.view.state == "draining"} & parts
-        for peer in sorted(leaving - self._announced):
-            self.driver.leaving(peer)
-        self._announced = frozenset(leaving)
-        return None
-
-    async def _widened(self, members: tuple[PoolMember, ...]) -> tuple[Plan, str] | None:
-        """Another plan over all that are there, where it is faster and no session runs."""
-        there = self._there(members)
-        idle, names = self._is_idle(), frozenset(one.view.peer for one in there)
-        now_s = self.clock.now_s()
-        self._regrowth = self._regrowth.seen(now_s, idle=idle, there=names)
-        if not self._regrowth.is_due(now_s) or self._announced:
-            return None
-        plan = self._plan()
-        profiles = self.priced(tuple(one.profile for one in there))
-        problem = msgspec.structs.replace(self.replanner.problem, links=near_links(there))
-        seen = (plan.stages, profiles, problem.links)
-        if self._widest == seen:
-            return None
-        self._widest = seen
-        found = await in_background(partial(regrown, plan, problem, profiles))
-        if found is None or not self._is_idle():
-            return None
-        self._regrowth = self._regrowth.moved(self.clock.now_s())
-        what = found.words(with_profiles(problem, profiles)) if found.recut else "stages move to faster machines"
-        return found.plan, f"no session runs: {what}"
-
-    def _is_idle(self) -> bool:
-        """Whether the job is ready, no session runs or waits, and none has since this was last asked."""
-        status = self.driver.status
-        before, self._served = self._served, (status.emitted_tokens, status.prompt_tokens)
-        return status.state == "ready" and not status.running and not status.queued and before == self._served
-
-
 @asynccontextmanager
 async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], None]) -> AsyncIterator[Served]:
     """Serve the model during the block and yield it once it is ready. Raises `ModelError`, `GraphError`, `PlanError`,
     `TransportError`, `RefusedError`, `StorageError`, `ExecutionError`, `UsageError`."""
     async with AsyncExitStack() as stack:
         yield await _Start(request, on_event, stack).run()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loaded:
-    """What this machine contributes: the model with its weights, and the backend."""
-
-    model: ServedModel
-    weights: ModelWeights
-    machine: OwnMachine
-    guesser: Guesser | None
-    """What guesses tokens; None: repetitions in the text, or nothing does."""
 
 
 class _Start:
@@ -245,11 +172,22 @@ class _Start:
         needs = self._needs(loaded.model, members)
         replanner = self._replanner(process, loaded, needs, members)
         process.note("planning")
-        self._stack.push_async_callback(_ended, process.pool, replanner.job, ServedNote(home, replanner.job))
+        pipelines = Pipelines(
+            request=request,
+            process=process,
+            loaded=loaded,
+            home=home,
+            priced=self._priced,
+            on_event=self._on_event,
+            stack=self._stack,
+        )
+        stack = await self._stack.enter_async_context(AsyncExitStack())
+        pipelines.announce(replanner.job, stack)
         deployment = await self._begin(process, replanner)
         self._on_event(ServePlanned(replanner.job, deployment.plan, dict(process.known.names), loaded.model))
         process.note_trust(deployment.plan)
-        return await self._serve(process, loaded, needs, replanner, deployment)
+        first = await pipelines.open_first(replanner, deployment, stack)
+        return self._served(process, loaded, needs, pipelines, first)
 
     async def _connect(self) -> tuple[OwnerProcess, Path]:
         """Connect to the pool, after starting it with `--local`, and end the jobs of killed servers. Also returns the
@@ -277,7 +215,7 @@ class _Start:
         opening: asyncio.Task[ServedModel],
         hashing: asyncio.Task[ModelWeights],
         draft: ServedFiles | EagleFiles | None,
-    ) -> _Loaded:
+    ) -> LoadedModel:
         request, stack = self._request, self._stack
         # Capturing patches the framework and modules like `math` for all threads. Imports and computations in this
         # process must therefore come after it.
@@ -300,7 +238,7 @@ class _Start:
         if guesser is not None:
             self._on_event(Noted(guesser_sentence(guesser)))
         await in_background(set_aside_what_stays)  # capturing allocates many objects that stay
-        return _Loaded(model=model, weights=weights, machine=machine, guesser=guesser)
+        return LoadedModel(model=model, weights=weights, machine=machine, guesser=guesser)
 
     async def _guesser(
         self, model: ServedModel, weights: ModelWeights, draft: ServedFiles | EagleFiles | None
@@ -346,7 +284,7 @@ class _Start:
         return msgspec.structs.replace(needs, pass_tokens=min(needs.pass_tokens, longest))
 
     def _replanner(
-        self, process: OwnerProcess, loaded: _Loaded, needs: ServingNeeds, members: tuple[PoolMember, ...]
+        self, process: OwnerProcess, loaded: LoadedModel, needs: ServingNeeds, members: tuple[PoolMember, ...]
     ) -> ServingReplanner:
         request, model, memory_bytes = self._request, loaded.model, loaded.machine.report.memory_bytes
         if request.local is not None:
@@ -366,7 +304,7 @@ class _Start:
                 owner,
                 needs,
                 ends=request.ends,
-                stages=request.local or request.stages,
+                stages=request.stages if request.local is None or request.goal != "latency" else request.local,
                 spares=request.spares,
                 kept=kept_blocks(request, model),
             ),
@@ -382,7 +320,8 @@ class _Start:
             peers = self._priced(tuple(member.profile for member in usable))
             links = near_links(usable) if self._local is None else {}
             problem = msgspec.structs.replace(replanner.problem, peers=peers, links=links)
-            return await in_background(lambda: planned(problem))
+            found = await in_background(lambda: planned(problem))
+            return without_standbys(found) if self._request.goal == "throughput" else found
 
         pool_name = process.pool.membership.pool
         deployment = await first_deployment(replanner, plan_with, pool_name=pool_name, note=process.note)
@@ -394,73 +333,32 @@ class _Start:
         replanner.problem = msgspec.structs.replace(replanner.problem, serving=fixed)
         return deployment
 
-    async def _serve(
+    def _served(
         self,
         process: OwnerProcess,
-        loaded: _Loaded,
+        loaded: LoadedModel,
         needs: ServingNeeds,
-        replanner: ServingReplanner,
-        deployment: Deployment,
+        pipelines: Pipelines,
+        first: OpenPipeline,
     ) -> Served:
-        """Load and probe. Returns when the job is ready."""
-        request, pool, job, model = self._request, process.pool, replanner.job, loaded.model
-        engine, served_job = await self._engine(process, loaded, replanner, deployment)
-        if (checked := checking_sentence(deployment.plan, engine.checkable, spot=request.checks)) is not None:
-            process.note(checked)
-        await report_state(pool, job, "running", "loading")
-        running = asyncio.ensure_future(engine.run())
-        self._stack.push_async_callback(_end, engine, running)
-        await _ready_or_failed(engine, running)
-        watch = ServingWatch(replanner, engine, process.peer, process.clock, priced=self._priced)
-        reports = report_tokens(pool, job, lambda: (engine.status.state, engine.status.emitted_tokens))
-        self._stack.enter_context(beside(watch.run(), watch_trust(process.trust, engine), reports))
+        request, model, engine = self._request, loaded.model, pipelines.engine
         room = request.adapter_room
         return Served(
-            job=job,
+            job=first.replanner.job,
             model=model,
             needs=needs,
             privacy=request.privacy,
             engine=engine,
             names=process.known.names,
-            ended=running,
+            ended=engine.ended,
             stopped=process.stopped,
             adapters=None if room is None else RunningAdapters(room.directory, model, loaded.weights, engine),
             pool=self._local,
-            chunk_tokens=min(served_job.chunk_tokens, served_job.options.pass_tokens),
+            chunk_tokens=min(first.job.chunk_tokens, first.job.options.pass_tokens),
             problem=lambda: msgspec.structs.replace(
-                replanner.problem, peers=self._priced(tuple(process.known.profiles.values()))
+                first.replanner.problem, peers=self._priced(tuple(process.known.profiles.values()))
             ),
         )
-
-    async def _engine(
-        self, process: OwnerProcess, loaded: _Loaded, replanner: ServingReplanner, deployment: Deployment
-    ) -> tuple[ServingEngine, ServingJob]:
-        model, profiles = loaded.model, process.known.profiles.values()
-        # Other backends compute all rows of a piece in one product, whose bits depend on the number of rows.
-        tiled = not (model.whole or model.at_once) and all(profile.backend == "torch" for profile in profiles)
-        job = serving_job(
-            *(model, replanner.job, process.peer, deployment.plan, loaded.weights, self._request),
-            tiled=tiled,
-            balanced_at=balance_tokens(model.graph),
-            states=_states_read(loaded.guesser),
-        )
-        proposer = None
-        if loaded.guesser is not None:
-            backend = loaded.machine.backend
-            proposer = await load_guesser(loaded.guesser, backend, job.options, job.vocabulary, self._stack)
-        engine = ServingEngine(
-            *(job, process.host(loaded.machine), deployment),
-            replanner=replanner,
-            names=process.known.names,
-            incarnation=1,
-            on_progress=self._on_event,
-            proposer=proposer,
-        )
-        return engine, job
-
-
-def _states_read(guesser: Guesser | None) -> tuple[StateOutput, int]:
-    return (guesser.head.reads, guesser.state_size) if isinstance(guesser, HeadModel) else ("hidden", 0)
 
 
 def _task(stack: AsyncExitStack, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
@@ -469,28 +367,3 @@ def _task(stack: AsyncExitStack, work: Coroutine[object, object, T]) -> asyncio.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its awaiter gets the exception
     stack.callback(task.cancel)
     return task
-
-
-async def _ready_or_failed(engine: ServingEngine, running: asyncio.Future[None]) -> None:
-    """Wait until the engine is ready. Raises its error if it ends before."""
-    waiting = asyncio.ensure_future(engine.ready())
-    try:
-        await asyncio.wait({waiting, running}, return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            running.result()
-        await waiting
-    finally:
-        waiting.cancel()
-        await asyncio.wait({waiting})
-
-
-async def _end(engine: ServingEngine, running: asyncio.Future[None]) -> None:
-    engine.stop("the server is stopping")
-    await asyncio.wait({running})
-    await engine.close("done")
-    if not running.cancelled() and (problem := running.exception()) is not None:
-        raise problem
-
-
-async def _ended(pool: PoolSession, job: JobId, note: ServedNote) -> None:
-    note.close(reported=await report_state(pool, job, "done", "the server has ended"))

@@ -1,10 +1,13 @@
-"""Compares several serving pipelines to the single pipeline of a plan, in pools larger than the model needs.
+"""Plans several serving pipelines for pools larger than the model needs, and compares them to a single one.
 
 Pipelines share no machine except the job owner's. Each serves its own sessions: as many as its memory holds and as get
 a token within `SLOWER` times the seconds that the plan predicts for a single session. The objective is the tokens a
 second of all pipelines under that limit. The plan's pipeline is the first. Further pipelines copy a known pipeline on
 similar machines, the least capable ones that suffice. If there are none left, the fastest pipeline of the remaining
 machines becomes a new pattern.
+
+A running job opens its pipelines one after the other, each with the best plan for the machines that are free then
+(`further_pipeline`).
 """
 
 from __future__ import annotations
@@ -21,7 +24,13 @@ from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, ServingNeeds, StagePlacement
 from fusionai.scheduling.serving.pipeline import block_s
 from fusionai.scheduling.serving.planning import serving_plan
-from fusionai.scheduling.serving.prediction import LoadedPipeline, PipelineLoad, bound_tokens_per_s, stage_room
+from fusionai.scheduling.serving.prediction import (
+    LoadedPipeline,
+    PipelineLoad,
+    bound_tokens_per_s,
+    round_trip_s,
+    stage_room,
+)
 
 METHOD: Final = "pipelines like the fastest, one after the other; bound by work and rounds"
 WORTH_A_WORD: Final = 1.05
@@ -56,7 +65,7 @@ class PlacedPipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingPipelines:
-    """Lines that no job can run yet, compared with the single pipeline that a job would run."""
+    """Several pipelines, compared with the single pipeline of a plan."""
 
     pipelines: tuple[PlacedPipeline, ...]
     """The pipelines; the plan's pipeline comes first."""
@@ -105,6 +114,40 @@ def serving_pipelines(
             best = filled, pool
     assert best is not None, "there is at least one way to look for pipelines"
     return _compared(problem, chain_plan, *best, most_sessions, most_s)
+
+
+def further_pipeline(problem: Problem, first: Plan, owner_busy: float) -> Plan | None:
+    """Return the best plan of one more pipeline on the machines of `problem`, None if it would not pay.
+
+    It pays if a single session gets a token within `SLOWER` times the seconds that `first`, the plan of the first
+    pipeline, predicts, and if the job owner's machine, of which the present pipelines use the fraction `owner_busy`,
+    has time left. Raises nothing if no plan fits."""
+    if not problem.peers or owner_busy >= 1:
+        return None
+    try:
+        found = serving_plan(problem)
+    except PlanError:
+        return None
+    return None if found.step_time_s > SLOWER * first.step_time_s else found
+
+
+def owner_busy(stages: Sequence[StagePlacement], problem: Problem) -> float:
+    """Fraction of the job owner's machine that a pipeline uses when it is filled with the problem's sessions."""
+    load = LoadedPipeline(stages, StageCosts(problem), problem.needs).filled(problem.needs.sessions)
+    return 0.0 if load is None else load.owner_busy
+
+
+def pace_figures(found: Plan, problem: Problem) -> tuple[tuple[float, ...], float]:
+    """Return a plan's predicted seconds between two tokens of a session, with one session, two, and so on up to all
+    places, and its seconds for a token of a prompt. `problem`: with all machines of the plan."""
+    sizes = found.serving
+    assert sizes is not None, "the plan is of a serving job"
+    costs = StageCosts(problem)
+    passes = max(sizes.passes_in_flight, len(found.stages))
+    token_s = tuple(
+        round_trip_s(found.stages, costs, sessions, min(passes, sessions)) for sessions in range(1, sizes.sessions + 1)
+    )
+    return token_s, 1 / sizes.prompt_tokens_per_s if sizes.prompt_tokens_per_s else 0.0
 
 
 def _fill(problem: Problem, filled: _Filled, pool: _Free, pattern: Sequence[StagePlacement], room: int) -> None:

@@ -1,0 +1,178 @@
+"""Chooses the pipeline for each text where several pipelines serve one model.
+
+The pipeline that is expected to finish the text soonest gets it. The expected time is that of
+
+    waiting for a place + reading the tokens of the prompt that its cache lacks + the tokens of the answer
+
+at the pipeline's planned speed for its present number of sessions, times how much slower its tokens really came lately.
+A conversation therefore returns to the pipeline that has its beginning, unless another one is sooner without it, and a
+slow pipeline gets texts only when the fast ones are busy: an idle fast machine is never left for a slow one.
+
+A pipeline's cache is known from the texts that it got: `Routing` keeps hashes of their beginnings, `BLOCK_TOKENS`
+apart, for each scope and adapter. It does not know what a pipeline has dropped since, which costs a wrong choice and
+nothing else.
+
+Pure: `serving.pipelines` asks it and moves texts, `scheduling.serving.parallel` prices pipelines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+BLOCK_TOKENS: Final = 64
+"""Tokens between two remembered beginnings of a text (chosen). Shorter beginnings are read in no time."""
+KEPT_BEGINNINGS: Final = 16_384
+"""Beginnings remembered of each pipeline (chosen): those of a million tokens."""
+FIRST_ANSWER_TOKENS: Final = 128.0
+"""Expected length of an answer before any has ended (chosen)."""
+LEARNT: Final = 0.2
+"""Weight of the newest answer in running means (chosen)."""
+CROWDING: Final = 0.05
+"""By how much each text that a pipeline has slows down a further one beyond the plan (chosen). Plans say that sessions
+in one pass cost next to nothing as long as reading the weights takes longest, so equal pipelines would fill up one after
+the other."""
+SLOWEST: Final = 20.0
+"""Largest ratio of measured to planned time that is believed (chosen), so that one stalled answer does not close a
+pipeline for long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Planned speed of a pipeline. `token_s`: seconds between two tokens of a session with 1, 2, ... sessions; the last
+    figure holds for more. `sessions`: places for sessions."""
+
+    token_s: tuple[float, ...]
+    prompt_token_s: float
+    sessions: int
+
+    def __post_init__(self) -> None:
+        if not self.token_s or min(self.token_s) <= 0 or self.prompt_token_s < 0 or self.sessions < 1:
+            raise ValueError(f"expected positive times and at least one session, got {self}")
+
+    def token_s_with(self, sessions: int) -> float:
+        return self.token_s[min(max(sessions, 1), len(self.token_s)) - 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextToRoute:
+    """`cache`: what separates prefix caches, such as scope and adapter. `most_tokens`: limit on the answer, 0 if only
+    the text is read, which counts as one token."""
+
+    tokens: Sequence[int]
+    cache: tuple[str, ...]
+    most_tokens: int
+
+
+@dataclass(slots=True)
+class _Pipeline:
+    pace: Pace
+    texts: int = 0
+    """Texts that it has, running or waiting."""
+    slower: float = 1.0
+    """Measured over planned time of its tokens."""
+    beginnings: OrderedDict[bytes, None] = field(default_factory=OrderedDict[bytes, None])
+
+    def expected_s(self, missing_tokens: int, answer_tokens: float) -> float:
+        """Seconds until a further text is finished."""
+        sessions = min(self.texts + 1, self.pace.sessions)
+        token_s = self.pace.token_s_with(sessions)
+        # Places become free one after the other, on average after an answer's time divided by their number.
+        waiting = max(0, self.texts + 1 - self.pace.sessions) / self.pace.sessions
+        prompt_s = missing_tokens * self.pace.prompt_token_s
+        return self.slower * (1 + CROWDING * self.texts) * (prompt_s + answer_tokens * token_s * (1 + waiting))
+
+    def remember(self, beginnings: Iterator[bytes]) -> None:
+        for beginning in beginnings:
+            self.beginnings[beginning] = None
+            self.beginnings.move_to_end(beginning)
+        while len(self.beginnings) > KEPT_BEGINNINGS:
+            self.beginnings.popitem(last=False)
+
+
+class Routing:
+    """Open pipelines by number, with what they are known to do."""
+
+    def __init__(self) -> None:
+        self._pipelines: dict[int, _Pipeline] = {}
+        self._answer_tokens = FIRST_ANSWER_TOKENS
+
+    def open(self, number: int, pace: Pace) -> None:
+        """Add a pipeline, or give an open one another pace after a change of its plan. A new pipeline is expected to be
+        as much slower than its plan as the others are."""
+        if (known := self._pipelines.get(number)) is not None:
+            known.pace = pace
+            return
+        slower = [pipeline.slower for pipeline in self._pipelines.values()]
+        self._pipelines[number] = _Pipeline(pace, slower=sum(slower) / len(slower) if slower else 1.0)
+
+    def close(self, number: int) -> None:
+        self._pipelines.pop(number, None)
+
+    @property
+    def texts(self) -> dict[int, int]:
+        """Number of texts of each open pipeline."""
+        return {number: pipeline.texts for number, pipeline in self._pipelines.items()}
+
+    def ranked(self, text: TextToRoute, ready: Collection[int]) -> tuple[int, ...]:
+        """Return the open pipelines in the order of their expected times, the `ready` ones first."""
+        answer_tokens = max(1.0, min(float(text.most_tokens), self._answer_tokens))
+        hashes = list(_beginnings(text.tokens, text.cache))
+
+        def rank(number: int) -> tuple[bool, float, int]:
+            pipeline = self._pipelines[number]
+            missing_tokens = len(text.tokens) - _known(pipeline, hashes)
+            return number not in ready, pipeline.expected_s(missing_tokens, answer_tokens), number
+
+        return tuple(sorted(self._pipelines, key=rank))
+
+    def began(self, number: int, text: TextToRoute) -> None:
+        """Record that a pipeline got the text."""
+        if (pipeline := self._pipelines.get(number)) is not None:
+            pipeline.texts += 1
+            pipeline.remember(_beginnings(text.tokens, text.cache))
+
+    def ended(self, number: int, whole: TextToRoute | None = None) -> None:
+        """Record that a pipeline has a text no more. `whole`: what it has read, prompt and answer; None: no more than
+        the prompt."""
+        if (pipeline := self._pipelines.get(number)) is not None:
+            pipeline.texts -= 1
+            if whole is not None:
+                pipeline.remember(_beginnings(whole.tokens, whole.cache))
+
+    def answered(self, number: int, tokens: int, planned_s: float, measured_s: float) -> None:
+        """Learn from an answer. The seconds are those between its first and its last token; `planned_s`: sum of
+        `token_s` at the time of each token."""
+        self._answer_tokens += LEARNT * (tokens - self._answer_tokens)
+        pipeline = self._pipelines.get(number)
+        if pipeline is not None and planned_s > 0 and measured_s > 0:
+            ratio = min(SLOWEST, max(1 / SLOWEST, measured_s / planned_s))
+            pipeline.slower += LEARNT * (ratio - pipeline.slower)
+
+    def token_s(self, number: int) -> float:
+        """Planned seconds between two tokens of a session of this pipeline now; 0 if it is closed."""
+        pipeline = self._pipelines.get(number)
+        return 0.0 if pipeline is None else pipeline.pace.token_s_with(min(pipeline.texts, pipeline.pace.sessions))
+
+
+def _known(pipeline: _Pipeline, hashes: Sequence[bytes]) -> int:
+    """Number of tokens at the beginning of a text that the pipeline has seen."""
+    blocks = 0
+    for known in hashes:
+        if known not in pipeline.beginnings:
+            break
+        blocks += 1
+    return blocks * BLOCK_TOKENS
+
+
+def _beginnings(tokens: Sequence[int], cache: tuple[str, ...]) -> Iterator[bytes]:
+    """Yield the hash of each beginning of whole blocks, the shortest first. The last token is always computed, so a
+    beginning ends before it."""
+    state = hashlib.blake2b(repr(cache).encode(), digest_size=16)
+    for end in range(BLOCK_TOKENS, len(tokens), BLOCK_TOKENS):
+        state.update(array("q", tokens[end - BLOCK_TOKENS : end]).tobytes())
+        yield state.copy().digest()
