@@ -135,7 +135,7 @@ def test_up_ready_status_and_numbers(engine: ScriptedEngine):
             assert "fusion_first_token_seconds_count 1.0\n" in numbers
             assert f"fusion_between_tokens_seconds_count {float(len(tokens) - 1)}\n" in numbers
             assert 'fusion_requests_total{endpoint="chat_completions",status="503"} 1.0' in numbers
-            assert 'fusion_stage_compute_seconds{peer="tower",stage="2"} 0.006' in numbers
+            assert 'fusion_stage_compute_seconds{peer="tower",pipeline="1",stage="2"} 0.006' in numbers
             assert "fusion_engine_accepted_tokens 3.0" in numbers
             assert "fusion_engine_faults_total 1.0" in numbers
 

@@ -234,7 +234,7 @@ def looked_at_serving(pool: LivePool, directory: Path, *, split: bool) -> tuple[
     write_words(directory / "tokenizer.json")
     asked = ServeRequest(
         model=str(directory),
-        needs=lambda _positions: ServingNeeds(context_tokens=LONG, sessions=2, cache_tokens=2 * LONG, pass_tokens=LONG),
+        needs=lambda *_: ServingNeeds(context_tokens=LONG, sessions=2, cache_tokens=2 * LONG, pass_tokens=LONG),
         home=pool.owner,
         ends="owner" if split else "pool",
         privacy="split" if split else "open",

@@ -70,7 +70,9 @@ def test_a_killed_machine_moves_its_texts_and_a_new_one_makes_a_pipeline(tmp_pat
             await _until(lambda: len(seen) > TOKENS)
             assert served.pool is not None
             assert {way[0] for way in ways} == {1, 2}
-            victim = next(stage.name for stage in served.engine.status.stages if stage.pipeline == 2 and stage.stage == 1)
+            victim = next(
+                stage.name for stage in served.engine.status.stages if stage.pipeline == 2 and stage.stage == 1
+            )
             await served.pool.kill(victim)
             together = await asyncio.gather(*streams)
             # Its pipeline is dissolved; the machine that returns makes another one.

@@ -17,8 +17,8 @@ from fusionai.client.serving.job import ServeRequest
 from fusionai.client.serving.serve import Served, serving
 from fusionai.primitives.errors import ModelError
 from fusionai.scheduling.problem.types import ServingNeeds
-from fusionai.serving.engine import ServingEngine
 from fusionai.serving.interface import Emitted, Finished, Generation, GenerationPaused, Sampling
+from fusionai.serving.pipelines import PipelinedEngine
 from harness.patience import CEILING_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -68,14 +68,14 @@ def expected(directory: Path, count: int) -> list[list[int]]:
 
 
 def request(directory: Path, home: Path, *, spares: int) -> ServeRequest:
-    def needs(positions: int | None) -> ServingNeeds:
+    def needs(positions: int | None, _can_keep: bool) -> ServingNeeds:
         assert positions == 256
         return ServingNeeds(context_tokens=128, sessions=6, cache_tokens=512, pass_tokens=64)
 
     return ServeRequest(model=str(directory), needs=needs, home=home, local=3, local_spares=spares, threads=1)
 
 
-async def answer(engine: ServingEngine, number: int, seen: list[int], held: list[str]) -> list[int]:
+async def answer(engine: PipelinedEngine, number: int, seen: list[int], held: list[str]) -> list[int]:
     """`seen` counts tokens of all answers."""
     tokens: list[int] = []
     async for event in engine.submit(
@@ -100,7 +100,7 @@ def pool_of(served: Served) -> LocalPool:
     return served.pool
 
 
-async def until_standbys_are_ready(engine: ServingEngine) -> None:
+async def until_standbys_are_ready(engine: PipelinedEngine) -> None:
     async with asyncio.timeout(CEILING_S):
         while not any(stage.spare and engine.is_warm(stage.stage) for stage in engine.status.stages):  # noqa: ASYNC110
             await asyncio.sleep(0.02)

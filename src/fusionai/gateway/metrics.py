@@ -21,6 +21,7 @@ _LOG: Final = logging.getLogger(__name__)
 _FIRST_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _BETWEEN_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _WHOLE_S: Final = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+_STAGE_LABELS: Final = ("pipeline", "stage", "peer")
 GenerationEnd = Literal["stop", "length", "abort", "error"]
 """How a generation ended, in vLLM's words; `abort`: cancelled, by its client or its deadline."""
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -134,11 +135,11 @@ class _EngineNumbers(Collector):
         )
         yield CounterMetricFamily("fusion_engine_faults", "Faults survived.", value=len(status.faults))
         compute = GaugeMetricFamily(
-            "fusion_stage_compute_seconds", "Mean compute time of a stage per pass.", labels=("stage", "peer")
+            "fusion_stage_compute_seconds", "Mean compute time of a stage per pass.", labels=_STAGE_LABELS
         )
-        resident = GaugeMetricFamily("fusion_stage_resident_bytes", "Memory used by a stage.", labels=("stage", "peer"))
+        resident = GaugeMetricFamily("fusion_stage_resident_bytes", "Memory used by a stage.", labels=_STAGE_LABELS)
         for stage in status.stages:
-            labels = (str(stage.stage), stage.name or stage.peer)
+            labels = (str(stage.pipeline), str(stage.stage), stage.name or stage.peer)
             compute.add_metric(labels, stage.mean_compute_s)
             resident.add_metric(labels, stage.resident_bytes)
         yield compute

@@ -292,10 +292,10 @@ def show_pipelines(found: ServingPipelines, chain: Plan, names: Mapping[str, str
     """Print the throughput against the one pipeline's, the machines of each pipeline, and warnings."""
     used = len({stage.peer for stage in chain.stages if "stage" in stage.roles})
     console.line()
-    console.line("Estimate: several pipelines, each with its own sessions (jobs can't run this yet)")
+    console.line("Estimate: several pipelines, each with its own sessions (`fusion serve --goal throughput`)")
     console.line(
-        f"Serving jobs run the one pipeline above, on {_counted(used, 'machine')}. Filled with "
-        f"{_counted(found.chain_sessions, 'session')}, it would give {format_speed(found.chain_tokens_per_s)} tokens/s."
+        f"The pipeline above has {_counted(used, 'machine')}. Filled with {_counted(found.chain_sessions, 'session')}, "
+        f"it would give {format_speed(found.chain_tokens_per_s)} tokens/s."
     )
     console.line(
         f"{_counted(len(found.pipelines), 'pipeline')} would serve {_counted(found.sessions, 'session')} with "
@@ -337,7 +337,7 @@ def pipelines_picture(found: ServingPipelines, names: Mapping[str, str]) -> Iter
     for number in sorted(ranked[:_SHOWN]):
         pipeline = found.pipelines[number]
         yield (
-            f"  pipeline {number}: {_route(pipeline, names)}; {_counted(pipeline.sessions, 'session')}, "
+            f"  pipeline {number + 1}: {_route(pipeline, names)}; {_counted(pipeline.sessions, 'session')}, "
             f"{format_speed(pipeline.tokens_per_s)} tokens/s, {format_speed(pipeline.session_tokens_per_s)} each"
         )
     if len(found.pipelines) > _SHOWN:
@@ -361,7 +361,7 @@ def _counted(count: int, noun: str) -> str:
 def pipelines_figures(found: ServingPipelines, chain: Plan, names: Mapping[str, str]) -> dict[str, object]:
     """Return the layout of several serving pipelines; `docs/planning.md` explains each key."""
     return {
-        "runnable": False,
+        "runnable": True,
         "lines": [
             {
                 "stages": [

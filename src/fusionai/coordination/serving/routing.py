@@ -77,14 +77,14 @@ class _Pipeline:
     """Measured over planned time of its tokens."""
     beginnings: OrderedDict[bytes, None] = field(default_factory=OrderedDict[bytes, None])
 
-    def expected_s(self, missing_tokens: int, answer_tokens: float) -> float:
-        """Seconds until a further text is finished."""
+    def expected_s(self, missing_tokens: int, answer_tokens: float, usual_tokens: float) -> float:
+        """Seconds until a further text is finished. `usual_tokens`: length of the answers before it."""
         sessions = min(self.texts + 1, self.pace.sessions)
         token_s = self.pace.token_s_with(sessions)
         # Places become free one after the other, on average after an answer's time divided by their number.
-        waiting = max(0, self.texts + 1 - self.pace.sessions) / self.pace.sessions
-        prompt_s = missing_tokens * self.pace.prompt_token_s
-        return self.slower * (1 + CROWDING * self.texts) * (prompt_s + answer_tokens * token_s * (1 + waiting))
+        answers_before = max(0, self.texts + 1 - self.pace.sessions) / self.pace.sessions
+        tokens_s = (answers_before * usual_tokens + answer_tokens) * token_s
+        return self.slower * (1 + CROWDING * self.texts) * (missing_tokens * self.pace.prompt_token_s + tokens_s)
 
     def remember(self, beginnings: Iterator[bytes]) -> None:
         for beginning in beginnings:
@@ -126,7 +126,8 @@ class Routing:
         def rank(number: int) -> tuple[bool, float, int]:
             pipeline = self._pipelines[number]
             missing_tokens = len(text.tokens) - _known(pipeline, hashes)
-            return number not in ready, pipeline.expected_s(missing_tokens, answer_tokens), number
+            expected_s = pipeline.expected_s(missing_tokens, answer_tokens, self._answer_tokens)
+            return number not in ready, expected_s, number
 
         return tuple(sorted(self._pipelines, key=rank))
 

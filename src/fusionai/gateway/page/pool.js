@@ -42,6 +42,7 @@ export function showStatus(report) {
 
 function showStages(stages) {
   const list = place("stages");
+  const several = stages.some((stage) => stage.pipeline !== stages[0].pipeline);
   while (list.children.length > stages.length) list.lastChild.remove();
   stages.forEach((stage, at) => {
     let row = list.children[at];
@@ -57,6 +58,7 @@ function showStages(stages) {
     write(time, stage.mean_compute_s ? `${duration(stage.mean_compute_s)} per pass` : "");
     const [first, end] = stage.blocks;
     const facts = [end - first === 1 ? `block ${first}` : `blocks ${first} to ${end - 1}`];
+    if (several) facts.unshift(`pipeline ${stage.pipeline}`);
     if (stage.resident_bytes) facts.push(memory(stage.resident_bytes));
     if (stage.spare) facts.push(`${stage.spare} stands by`);
     const condition = CONDITIONS[stage.state] ?? stage.state;

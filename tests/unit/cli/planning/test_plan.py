@@ -241,7 +241,7 @@ def test_what_several_serving_lines_would_bring(
     assert planned(files, *flags, "--picture", str(files / "plan.svg")) == 0
     written = json.loads((files / "plan.json").read_text())
     replicas = written["replicas"]
-    assert replicas["runnable"] is False
+    assert replicas["runnable"] is True
     used = [stage["peer"] for line in replicas["lines"] for stage in line["stages"]]
     assert len(used) == len(set(used)) == 24 - len(replicas["idle"])
     assert all(s["memory_bytes"] <= s["memory_limit_bytes"] for line in replicas["lines"] for s in line["stages"])
@@ -251,7 +251,7 @@ def test_what_several_serving_lines_would_bring(
     assert replicas["bound_tokens_per_s"] >= replicas["tokens_per_s"]
     assert replicas["least_tokens_per_s"] == pytest.approx(written["tokens_per_s"] / 2)
     shown = capsys.readouterr()
-    assert "Serving jobs run the one pipeline above" in shown.out
+    assert "The pipeline above has " in shown.out
     assert f"{len(replicas['lines'])} pipelines would serve {replicas['sessions']} sessions with " in shown.out
     for warning in replicas["warnings"]:
         assert warning in shown.err

@@ -124,7 +124,9 @@ def events(began_s: float, *tokens_s: float, prompt: int = 10, cached: int = 0) 
 class Watching:
     def __init__(self) -> None:
         self.engine = FakeEngine()
-        self.seen = ServingObservation(self.engine, lambda: self.engine.plan, now_s=lambda: self.engine.at_s)
+        self.seen = ServingObservation(
+            self.engine, lambda _stream: (1, self.engine.plan), now_s=lambda: self.engine.at_s
+        )
 
     def begin(self, script: list[tuple[float, StreamEvent]], generation: Generation = ASK) -> TokenStream:
         self.engine.script = script

@@ -21,7 +21,7 @@ from fusionai.client.pool.beginning import first_deployment
 from fusionai.client.pool.job_trust import parts
 from fusionai.client.pool.replanning import MachineHistory, PoolReplanner
 from fusionai.client.pool.session import PoolMember
-from fusionai.client.serving.serve import ServingReplanner
+from fusionai.client.serving.watch import ServingReplanner
 from fusionai.execution.connections import Deployment
 from fusionai.execution.links import open_job
 from fusionai.primitives.errors import FusionError, PlanError, RefusedError, TransportError, TrustError

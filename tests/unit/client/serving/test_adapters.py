@@ -22,6 +22,7 @@ class Engine:
         self.adapters = {"law": 1}
         self.busy: set[int] = set()
         self.loaded: list[tuple[str, int]] = []
+        self.changing = asyncio.Lock()
 
     @property
     def free_adapters(self) -> tuple[int, ...]:
@@ -30,6 +31,9 @@ class Engine:
     async def load_adapter(self, name: str, number: int) -> None:
         self.loaded.append((name, number))
         self.adapters[name] = number
+
+    def drop_adapter(self, name: str) -> None:
+        self.adapters.pop(name, None)
 
 
 class Weights(dict[str, Any]):

@@ -8,7 +8,7 @@ import msgspec
 
 from fusionai.client.pool.replanning import MachineHistory
 from fusionai.client.pool.session import PoolMember
-from fusionai.client.serving.serve import ServingReplanner
+from fusionai.client.serving.watch import ServingReplanner
 from fusionai.execution.connections import Deployment
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import Plan

@@ -10,7 +10,7 @@ import msgspec
 
 from fusionai.client.pool.replanning import MachineHistory
 from fusionai.client.pool.session import PoolMember
-from fusionai.client.serving.serve import ServingReplanner, ServingWatch
+from fusionai.client.serving.watch import ServingReplanner, ServingWatch
 from fusionai.execution.connections import Deployment
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.planner import plan as planned
@@ -69,7 +69,9 @@ class Bench:
         deployment = Deployment(plan=msgspec.structs.replace(made, version=1), tickets={"owner": ticket(1e9)})
         self.engine = FakeEngine(deployment)
         self.watch = ServingWatch(
-            replanner, cast(ServingEngine, self.engine), PeerId("owner"), self.clock, priced=lambda profiles: profiles
+            *(replanner, cast(ServingEngine, self.engine), PeerId("owner"), self.clock),
+            priced=lambda profiles: profiles,
+            stands_by=True,
         )
 
     def looks(self, seconds: float) -> None:

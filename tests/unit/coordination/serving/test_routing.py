@@ -1,0 +1,152 @@
+"""Which pipeline a text goes to."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusionai.coordination.serving.routing import BLOCK_TOKENS, CROWDING, SLOWEST, Pace, Routing, TextToRoute
+
+READY = frozenset({1, 2, 3})
+
+
+def pace(token_s: float, sessions: int = 4, prompt_token_s: float = 0.001) -> Pace:
+    """A pipeline in which sessions of one pass cost next to nothing."""
+    return Pace(token_s=(token_s,) * sessions, prompt_token_s=prompt_token_s, sessions=sessions)
+
+
+def text(*tokens: int, scope: str = "", most: int = 100) -> TextToRoute:
+    return TextToRoute(tokens=tokens or (1, 2, 3), cache=(scope,), most_tokens=most)
+
+
+def placed(routing: Routing, count: int) -> list[int]:
+    """Where so many texts go, one after the other, all of which stay."""
+    places: list[int] = []
+    for number in range(count):
+        asked = text(number)
+        places.append(routing.ranked(asked, READY)[0])
+        routing.began(places[-1], asked)
+    return places
+
+
+def test_equal_pipelines_get_equally_many_texts():
+    routing = Routing()
+    for number in (1, 2, 3):
+        routing.open(number, pace(0.01))
+    assert placed(routing, 9) == [1, 2, 3] * 3
+    assert routing.texts == {1: 3, 2: 3, 3: 3}
+
+
+def test_a_slow_pipeline_gets_texts_once_the_fast_one_is_as_slow_for_a_further_one():
+    routing = Routing()
+    routing.open(1, pace(0.03, sessions=8))
+    routing.open(2, pace(0.01, sessions=8))
+    places = placed(routing, 20)
+    assert places[0] == 2
+    # The fast one has all its places taken, and further texts would wait.
+    first_on_the_slow_one = places.index(1)
+    assert first_on_the_slow_one >= 8
+    assert places.count(2) > places.count(1) > 0
+
+
+def test_a_conversation_returns_to_its_pipeline_and_leaves_it_when_that_is_soonest():
+    routing = Routing()
+    routing.open(1, pace(0.001))
+    routing.open(2, pace(0.001))
+    history = tuple(range(10 * BLOCK_TOKENS))
+    routing.began(2, text(*history))
+    routing.ended(2, text(*history, 7, 8, 9))
+    following = text(*history, *range(40), most=10)
+    assert routing.ranked(following, READY)[0] == 2
+    # Another scope shares no cache.
+    assert routing.ranked(text(*history, *range(40), scope="other", most=10), READY)[0] == 1
+    # A text with another beginning does not return.
+    assert routing.ranked(text(5, *history, most=10), READY)[0] == 1
+    for _ in range(20):
+        routing.began(2, text(0, most=10))
+    assert routing.ranked(following, READY)[0] == 1
+
+
+def test_an_answer_is_part_of_what_its_pipeline_has():
+    routing = Routing()
+    routing.open(1, pace(0.001))
+    routing.open(2, pace(0.001))
+    prompt, answer = tuple(range(BLOCK_TOKENS)), tuple(range(500, 500 + 4 * BLOCK_TOKENS))
+    routing.began(1, text(*prompt))
+    routing.began(2, text(*prompt))
+    routing.ended(1)
+    routing.ended(2, text(*prompt, *answer))
+    assert routing.ranked(text(*prompt, *answer, 1, most=1), READY)[0] == 2
+
+
+def test_pipelines_that_are_not_ready_come_last_and_closed_ones_not_at_all():
+    routing = Routing()
+    routing.open(1, pace(0.001))
+    routing.open(2, pace(0.01))
+    routing.open(3, pace(0.02))
+    assert routing.ranked(text(), frozenset({2, 3})) == (2, 3, 1)
+    routing.close(2)
+    assert routing.ranked(text(), frozenset({2, 3})) == (3, 1)
+    routing.began(2, text())
+    routing.ended(2)
+    routing.answered(2, 5, 1.0, 1.0)
+    assert routing.token_s(2) == 0.0
+    assert routing.texts == {1: 0, 3: 0}
+
+
+def test_measured_times_count_and_a_new_pipeline_is_as_slow_as_the_others():
+    routing = Routing()
+    routing.open(1, pace(0.01))
+    routing.open(2, pace(0.012))
+    for _ in range(30):
+        routing.answered(1, 50, planned_s=0.5, measured_s=2.0)
+    assert routing.ranked(text(), READY)[0] == 2
+    for _ in range(30):
+        routing.answered(2, 50, planned_s=0.6, measured_s=2.4)
+    assert routing.ranked(text(), READY)[0] == 1
+    routing.open(3, pace(0.011))
+    assert routing.ranked(text(), READY) == (1, 3, 2)
+    # A stalled answer does not close a pipeline for ever.
+    routing.answered(1, 50, planned_s=0.001, measured_s=1e6)
+    assert routing._pipelines[1].slower <= 4.0 + SLOWEST
+
+
+def test_a_changed_plan_changes_the_pace_and_nothing_else():
+    routing = Routing()
+    routing.open(1, pace(0.01))
+    routing.open(2, pace(0.02))
+    routing.began(1, text())
+    assert routing.token_s(1) == 0.01
+    routing.open(1, pace(0.05))
+    assert routing.texts == {1: 1, 2: 0}
+    assert routing.token_s(1) == 0.05
+    assert routing.ranked(text(), READY)[0] == 2
+
+
+def test_expected_answers_are_as_long_as_answers_are_but_no_longer_than_asked():
+    """Pipeline 1 reads prompts fast, pipeline 2 answers fast."""
+    routing = Routing()
+    routing.open(1, pace(0.02, prompt_token_s=0.0))
+    routing.open(2, pace(0.01, prompt_token_s=0.02))
+    long = tuple(range(63))  # 1.26 s of reading, which 126 tokens of an answer make up for
+    assert routing.ranked(text(*long, most=1000), READY)[0] == 2
+    assert routing.ranked(text(*long, most=20), READY)[0] == 1
+    for _ in range(30):
+        routing.answered(1, 10, 0.0, 0.0)
+    assert routing.ranked(text(*long, most=1000), READY)[0] == 1
+
+
+@given(st.lists(st.floats(0.001, 0.1), min_size=2, max_size=5), st.integers(1, 60))
+def test_no_text_goes_where_it_takes_longer_than_on_the_fastest_pipeline(times: list[float], count: int):
+    """The floor: with places for all, the chosen pipeline's planned token is at most as slow as that of the fastest one
+    with the texts that it has."""
+    routing = Routing()
+    for number, token_s in enumerate(times):
+        routing.open(number, pace(token_s, sessions=count + 1, prompt_token_s=0.0))
+    fastest = min(range(len(times)), key=lambda number: times[number])
+    for number in range(count):
+        asked = text(number)
+        chosen = routing.ranked(asked, frozenset(range(len(times))))[0]
+        texts = routing.texts
+        assert times[chosen] <= times[fastest] * (1 + CROWDING * texts[fastest]) * (1 + 1e-6) + 1e-9
+        routing.began(chosen, asked)
