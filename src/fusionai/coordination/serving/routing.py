@@ -34,8 +34,8 @@ LEARNT: Final = 0.2
 """Weight of the newest answer in running means (chosen)."""
 CROWDING: Final = 0.05
 """By how much each text that a pipeline has slows down a further one beyond the plan (chosen). Plans say that sessions
-in one pass cost next to nothing as long as reading the weights takes longest, so equal pipelines would fill up one after
-the other."""
+in one pass cost next to nothing as long as reading the weights takes longest, so equal pipelines would fill up one
+after the other."""
 SLOWEST: Final = 20.0
 """Largest ratio of measured to planned time that is believed (chosen), so that one stalled answer does not close a
 pipeline for long."""
