@@ -8,8 +8,8 @@ machines that are free, and opens another pipeline on them if it pays. What is l
     balanced     first each stage gets a warm standby; the machines beyond are for further pipelines
     latency      one pipeline; machines beyond its standbys stay free
 
-A pipeline that has waited for a machine for `DISSOLVE_S` while another one computes is dissolved: its texts go on
-there, and its machines are free again.
+A pipeline is dissolved while another one computes if it has waited for a machine for `DISSOLVE_S`, or if one of its
+machines wants to leave and has found no successor for as long. Its texts go on in others, and its machines are free.
 
 `serving.pipelines` moves texts, `scheduling.serving.parallel` says whether a pipeline pays, `client.serving.watch`
 watches the pool for each pipeline, `client.serving.serve` opens the first one.
@@ -60,8 +60,8 @@ FREE_S: Final = 10.0
 """Time for which a machine must have been free before a further pipeline takes it, in seconds (chosen). The pipelines
 that run take it as a standby before that, if they need one."""
 DISSOLVE_S: Final = 20.0
-"""Time for which a pipeline may wait for a machine while another one computes, in seconds (chosen): twice the grace
-period after which it cuts the model anew over the machines that it has."""
+"""Time for which a pipeline may wait for a machine or for the successor of one that leaves, in seconds (chosen): twice
+the grace period after which it cuts the model anew over the machines that it has."""
 RETRY_S: Final = 60.0
 """Pause after a further pipeline could not be opened, in seconds (chosen)."""
 
@@ -109,7 +109,8 @@ class OpenPipeline:
     stack: AsyncExitStack
     version: int = 0
     """Version of the plan for which it is priced."""
-    waits_since_s: float | None = None
+    trouble_since_s: float | None = None
+    """Time since which it waits for a machine, or one of its machines wants to leave."""
 
 
 @dataclass(kw_only=True)
@@ -242,35 +243,51 @@ class Pipelines:
         try:
             while True:
                 await asyncio.sleep(LOOK_S)
-                await self._look_after()
+                try:
+                    members = await self.process.pool.pool()
+                except FusionError as error:
+                    log.info("can't list the pool: %s", error)
+                    continue
+                await self._look_after(members)
                 if self.request.goal != "latency" and (opening is None or opening.done()):
-                    opening = asyncio.create_task(self._open_another())
+                    opening = asyncio.create_task(self._open_another(members))
         finally:
             if opening is not None:
                 opening.cancel()
                 await asyncio.wait({opening})
 
-    async def _look_after(self) -> None:
-        """Price pipelines with a new plan, and dissolve those that wait for too long."""
-        now_s = self.process.clock.now_s()
+    async def _look_after(self, members: tuple[PoolMember, ...]) -> None:
+        """Price pipelines with a new plan, and dissolve those that can't go on while another one computes."""
+        leaving = {member.view.peer: member.named for member in members if member.view.state == "draining"}
         for pipeline in tuple(self._open.values()):
             plan = pipeline.engine.deployment.plan
             if plan.version != pipeline.version:
                 pipeline.version = plan.version
                 self.engine.routing.open(pipeline.number, _pace(plan, self._problem(pipeline.replanner)))
-            if pipeline.engine.status.state != "waiting":
-                pipeline.waits_since_s = None
-            elif pipeline.waits_since_s is None:
-                pipeline.waits_since_s = now_s
-            elif now_s - pipeline.waits_since_s >= DISSOLVE_S and self.engine.ready - {pipeline.number}:
-                await self._dissolve(pipeline, "it waits for a machine and its texts go on in other pipelines")
+            gone = sorted(leaving[stage.peer] for stage in plan.stages if stage.peer in leaving)
+            why = ""
+            if pipeline.engine.status.state == "waiting":
+                why = "it waits for a machine"
+            elif gone:
+                why = f"{', '.join(gone)} leaves"
+            if self._lasts(pipeline, why) and self.engine.ready - {pipeline.number}:
+                await self._dissolve(pipeline, f"{why}, and its texts go on in other pipelines")
 
-    async def _open_another(self) -> None:
+    def _lasts(self, pipeline: OpenPipeline, why: str) -> bool:
+        """Return whether a pipeline's trouble has lasted for `DISSOLVE_S`."""
+        now_s = self.process.clock.now_s()
+        if not why:
+            pipeline.trouble_since_s = None
+        elif pipeline.trouble_since_s is None:
+            pipeline.trouble_since_s = now_s
+        return pipeline.trouble_since_s is not None and now_s - pipeline.trouble_since_s >= DISSOLVE_S
+
+    async def _open_another(self, members: tuple[PoolMember, ...]) -> None:
         """Open a further pipeline if there are free machines for one that pays."""
         try:
             if self.process.clock.now_s() < self._pause_until_s:
                 return
-            found = await self._further()
+            found = await self._further(members)
             if found is None:
                 return
             replanner, plan = found
@@ -284,7 +301,7 @@ class Pipelines:
             self._pause_until_s = self.process.clock.now_s() + RETRY_S
             log.info("no further pipeline: %s", error)
 
-    async def _further(self) -> tuple[ServingReplanner, Plan] | None:
+    async def _further(self, members: tuple[PoolMember, ...]) -> tuple[ServingReplanner, Plan] | None:
         """Return the plan of a further pipeline on the machines that are free, with what gets it."""
         oldest = next(iter(self._open.values()), None)
         if oldest is None:
@@ -303,7 +320,7 @@ class Pipelines:
             machines=MachineHistory(self.process.clock, self.process.note),
             faulty_peers=oldest.replanner.faulty_peers,
         )
-        free = self._free(replanner, await self.process.pool.pool())
+        free = self._free(replanner, members)
         busy = sum(owner_busy(one.engine.plan.stages, self._problem(one.replanner)) for one in self._open.values())
         problem = self._problem_of(replanner.problem, free)
         seen = (problem.peers, problem.owner, busy)
