@@ -326,7 +326,8 @@ class Pipelines:
         seen = (problem.peers, problem.owner, busy)
         if not free or seen == self._tried:
             return None
-        plan = await in_background(partial(further_pipeline, problem, oldest.engine.plan, busy))
+        fastest = self.request.goal != "throughput"
+        plan = await in_background(partial(further_pipeline, problem, oldest.engine.plan, busy, fastest=fastest))
         if plan is None:
             self._tried = seen
             return None

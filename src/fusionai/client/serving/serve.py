@@ -73,6 +73,7 @@ from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.primitives.process import in_background, set_aside_what_stays
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import Plan, Problem, ServingNeeds
+from fusionai.scheduling.serving.parallel import throughput_plan
 from fusionai.serving import job as progress
 from fusionai.serving.pipelines import PipelinedEngine
 from fusionai.storage.weight_manifest import ModelWeights
@@ -320,8 +321,9 @@ class _Start:
             peers = self._priced(tuple(member.profile for member in usable))
             links = near_links(usable) if self._local is None else {}
             problem = msgspec.structs.replace(replanner.problem, peers=peers, links=links)
-            found = await in_background(lambda: planned(problem))
-            return without_standbys(found) if self._request.goal == "throughput" else found
+            if self._request.goal == "throughput":
+                return without_standbys(await in_background(lambda: throughput_plan(problem)))
+            return await in_background(lambda: planned(problem))
 
         pool_name = process.pool.membership.pool
         deployment = await first_deployment(replanner, plan_with, pool_name=pool_name, note=process.note)

@@ -4,7 +4,7 @@ Pipelines share no machine except the job owner's. Each serves its own sessions:
 a token within `SLOWER` times the seconds that the plan predicts for a single session. The objective is the tokens a
 second of all pipelines under that limit. The plan's pipeline is the first. Further pipelines copy a known pipeline on
 similar machines, the least capable ones that suffice. If there are none left, the fastest pipeline of the remaining
-machines becomes a new pattern.
+machines becomes a new pattern. Then `scheduling.serving.partition` divides the machines anew, as long as that helps.
 
 A running job opens its pipelines one after the other, each with the best plan for the machines that are free then
 (`further_pipeline`).
@@ -22,6 +22,7 @@ import numpy as np
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, ServingNeeds, StagePlacement
+from fusionai.scheduling.serving.partition import divided
 from fusionai.scheduling.serving.pipeline import block_s
 from fusionai.scheduling.serving.planning import serving_plan
 from fusionai.scheduling.serving.prediction import (
@@ -32,11 +33,13 @@ from fusionai.scheduling.serving.prediction import (
     stage_room,
 )
 
-METHOD: Final = "pipelines like the fastest, one after the other; bound by work and rounds"
+METHOD: Final = "pipelines like the fastest, one after the other, then divided anew; bound by work and rounds"
 WORTH_A_WORD: Final = 1.05
 """Least ratio of throughputs, all pipelines to one pipeline, for the pipelines to be reported; chosen."""
 SLOWER: Final = 2.0
 """Most seconds per token of a session on a filled pipeline, relative to the plan's prediction for a single session."""
+MUCH_SLOWER: Final = 8.0
+"""The same where only throughput counts (chosen): a slow pipeline gets texts while the fast ones are busy."""
 PATTERNS: Final = 10
 """Most pipelines that are searched for; all others copy one of them."""
 BUDGET: Final = 5_000
@@ -44,6 +47,10 @@ BUDGET: Final = 5_000
 ROOMS: Final = (1, 4)
 """Multiples of the wanted cache for which searched pipelines have room: longer pipelines are slower and hold more
 sessions. Both are tried and the better one counts."""
+MOST_DIVIDED: Final = 64
+"""Largest pool whose division among pipelines is improved (chosen)."""
+DIVIDING_PLANS: Final = 400
+"""Pipelines planned for that (chosen): about a second."""
 LIKE: Final = 1.15
 """Largest ratio of a stage's seconds to those on the machine that it replaces in a pattern. Its room for sessions may
 be smaller by the same factor."""
@@ -68,7 +75,7 @@ class ServingPipelines:
     """Several pipelines, compared with the single pipeline of a plan."""
 
     pipelines: tuple[PlacedPipeline, ...]
-    """The pipelines; the plan's pipeline comes first."""
+    """The pipelines, in no particular order."""
     idle: tuple[str, ...]
     """Usable peers that are in no pipeline."""
     sessions: int
@@ -103,32 +110,50 @@ def serving_pipelines(
         return None
     costs = StageCosts(problem)
     most_s = SLOWER * chain_plan.step_time_s if least_tokens_per_s is None else 1 / least_tokens_per_s
-    best: tuple[_Filled, _Free] | None = None
+    best: _Filled | None = None
     for room in ROOMS:
         filled = _Filled(problem, needs, costs, most_sessions, most_s)
         pool = _Free(problem, chain_plan, costs, needs)
         if not filled.add(chain_plan.stages):
             return None
         _fill(problem, filled, pool, chain_plan.stages, room)
-        if best is None or filled.tokens_per_s > best[0].tokens_per_s:
-            best = filled, pool
+        if best is None or filled.tokens_per_s > best.tokens_per_s:
+            best = filled
     assert best is not None, "there is at least one way to look for pipelines"
-    return _compared(problem, chain_plan, *best, most_sessions, most_s)
+    filled = _divided_anew(problem, chain_plan, best, most_sessions, most_s)
+    return _compared(problem, chain_plan, filled, best.placed[0][2], most_sessions, most_s)
 
 
-def further_pipeline(problem: Problem, first: Plan, owner_busy: float) -> Plan | None:
-    """Return the best plan of one more pipeline on the machines of `problem`, None if it would not pay.
+def further_pipeline(problem: Problem, first: Plan, owner_busy: float, *, fastest: bool = True) -> Plan | None:
+    """Return the plan of one more pipeline on the machines of `problem`, None if it would not pay.
 
-    It pays if a single session gets a token within `SLOWER` times the seconds that `first`, the plan of the first
-    pipeline, predicts, and if the job owner's machine, of which the present pipelines use the fraction `owner_busy`,
-    has time left. Raises nothing if no plan fits."""
+    It pays if the job owner's machine, of which the present pipelines use the fraction `owner_busy`, has time left, and
+    if a single session gets a token within `SLOWER` times the seconds that `first`, the plan of the first pipeline,
+    predicts. It is the pipeline with the fastest token, or, if not `fastest`, one of a division of the machines for
+    throughput (`throughput_plan`), which may be `MUCH_SLOWER`. Raises nothing if no plan fits."""
     if not problem.peers or owner_busy >= 1:
         return None
+    most_s = (SLOWER if fastest else MUCH_SLOWER) * first.step_time_s
     try:
-        found = serving_plan(problem)
+        found = serving_plan(problem) if fastest else throughput_plan(problem, most_s)
     except PlanError:
         return None
-    return None if found.step_time_s > SLOWER * first.step_time_s else found
+    return None if found.step_time_s > most_s else found
+
+
+def throughput_plan(problem: Problem, most_s: float | None = None) -> Plan:
+    """Return the plan of the pipeline with the highest throughput among those that give the most together. `most_s`:
+    longest time of a token in any of them, in seconds; None: `MUCH_SLOWER` times that of the fastest pipeline. Raises
+    `PlanError` if no pipeline fits."""
+    chain = serving_plan(problem)
+    found = serving_pipelines(problem, chain, problem.needs.sessions, 1 / (most_s or MUCH_SLOWER * chain.step_time_s))
+    if found is None:
+        return chain
+    best = max(found.pipelines, key=lambda pipeline: pipeline.tokens_per_s)
+    used = {stage.peer for stage in best.stages if "stage" in stage.roles}
+    peers = tuple(peer for peer in problem.peers if peer.peer in used)
+    links = problem.links_among({problem.owner_id, *used})
+    return serving_plan(msgspec.structs.replace(problem, peers=peers, links=links, stages=len(peers)))
 
 
 def owner_busy(stages: Sequence[StagePlacement], problem: Problem) -> float:
@@ -185,6 +210,10 @@ class _Filled:
         self._owner_bytes = 0
         self.owner_busy = 0.0
         """Fraction of the owner's machine or access link in use; above 1, all pipelines are slowed by this factor."""
+
+    def emptied(self) -> _Filled:
+        """Return the same without pipelines."""
+        return _Filled(self._costs.problem, self._needs, self._costs, self._most_sessions, self._most_s)
 
     @property
     def last(self) -> PipelineLoad:
@@ -323,12 +352,39 @@ def _fastest(problem: Problem, left: Sequence[PeerProfile], room: int) -> tuple[
         return None
 
 
+def _divided_anew(problem: Problem, chain_plan: Plan, filled: _Filled, most_sessions: int, most_s: float) -> _Filled:
+    """Return pipelines of a better division of the machines than that of `filled`, else `filled`."""
+    usable = _usable(problem, chain_plan)
+    if filled.full or len(usable) > MOST_DIVIDED:
+        return filled
+    links = problem.links_among({problem.owner_id, *usable})
+    peers = tuple(peer for peer in problem.peers if peer.peer in usable)
+    posed = msgspec.structs.replace(problem, peers=peers, links=links, excluded=(), incumbent=None)
+    start = [{stage.peer for stage in stages} & usable for stages, _, _ in filled.placed]
+    found = divided(posed, most_sessions, most_s, start, DIVIDING_PLANS)
+    better = filled.emptied()
+    for plan in found.plans:
+        better.add(plan.stages)
+    return better if better.tokens_per_s > filled.tokens_per_s * (1 + 1e-9) else filled
+
+
+def _usable(problem: Problem, chain_plan: Plan) -> set[str]:
+    """Peers that pipelines may use."""
+    return {*chain_plan.spares, *(stage.peer for stage in chain_plan.stages)} - {problem.owner_id}
+
+
 def _compared(
-    problem: Problem, chain_plan: Plan, filled: _Filled, pool: _Free, most_sessions: int, most_s: float
+    problem: Problem,
+    chain_plan: Plan,
+    filled: _Filled,
+    chain_load: PipelineLoad,
+    most_sessions: int,
+    most_s: float,
 ) -> ServingPipelines | None:
     slowed = max(1.0, filled.owner_busy)
     pipelines = tuple(_served(problem, stages, load, slowed) for stages, _, load in filled.placed)
-    chain_load = filled.placed[0][2]
+    used = {stage.peer for pipeline in pipelines for stage in pipeline.stages}
+    usable = _usable(problem, chain_plan)
     chain_speed = pipelines[0].tokens_per_s if len(pipelines) == 1 else chain_load.tokens_per_s
     together = sum(pipeline.tokens_per_s for pipeline in pipelines)
     if together < WORTH_A_WORD * chain_speed:
@@ -339,7 +395,7 @@ def _compared(
     return ServingPipelines(
         least_tokens_per_s=1 / most_s,
         pipelines=pipelines,
-        idle=tuple(peer.peer for peer in pool.left()),
+        idle=tuple(sorted(usable - used)),
         sessions=sum(pipeline.sessions for pipeline in pipelines),
         tokens_per_s=together,
         slowest_session_tokens_per_s=min(pipeline.session_tokens_per_s for pipeline in pipelines),

@@ -173,6 +173,10 @@ def test_a_pipeline_that_does_not_pay_is_not_opened_and_not_planned_again():
         assert tried is not None
         assert await bench.further(working("one"), seen) is None
         assert bench.pipelines._tried is tried
+        # Where only throughput counts, it pays.
+        bench = Bench("throughput")
+        bench.pipelines._free_since_s = {"two": 0.0}
+        assert await bench.further(working("one"), seen) is not None
 
     asyncio.run(story())
 

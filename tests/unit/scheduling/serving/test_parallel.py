@@ -12,12 +12,27 @@ from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement, ServingNeeds
-from fusionai.scheduling.serving.parallel import ServingPipelines, serving_pipelines
+from fusionai.scheduling.serving import parallel
+from fusionai.scheduling.serving.parallel import (
+    MUCH_SLOWER,
+    SLOWER,
+    ServingPipelines,
+    further_pipeline,
+    pace_figures,
+    serving_pipelines,
+    throughput_plan,
+)
 from fusionai.scheduling.serving.planning import serving_plan
 from fusionai.scheduling.serving.prediction import LoadedPipeline, bound_tokens_per_s, round_trip_s, session_tokens
 
 POOL = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
 MB = 10**6
+
+
+@pytest.fixture(autouse=True)
+def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divisions of many machines are improved for a moment only; `test_partition` is about them."""
+    monkeypatch.setattr(parallel, "DIVIDING_PLANS", 40)
 
 
 def problem(peers: int, *, memory_bytes: int = 35 * MB, owner: PeerProfile | None = None, seed: int = 0) -> Problem:
@@ -145,11 +160,11 @@ def _parted(peers: range) -> list[tuple[tuple[int, ...], ...]]:
     return parted
 
 
-_KNOWN: dict[tuple[int, tuple[int, ...], float], float] = {}
+_KNOWN: dict[tuple[int, tuple[int, ...], float, int], float] = {}
 
 
-def _filled(posed: Problem, group: tuple[int, ...], most_s: float) -> float:
-    key = (hash(posed.peers), group, most_s)
+def _filled(posed: Problem, group: tuple[int, ...], most_s: float, sessions: int = 16) -> float:
+    key = (hash(posed.peers), group, most_s, sessions)
     if key not in _KNOWN:
         _KNOWN[key] = 0.0
         needs = posed.serving
@@ -157,7 +172,7 @@ def _filled(posed: Problem, group: tuple[int, ...], most_s: float) -> float:
         for stages in (None, 1, 2, 3):
             part = msgspec.structs.replace(posed, peers=tuple(posed.peers[peer] for peer in group), stages=stages)
             try:
-                load = LoadedPipeline(serving_plan(part).stages, StageCosts(posed), needs).filled(16, most_s)
+                load = LoadedPipeline(serving_plan(part).stages, StageCosts(posed), needs).filled(sessions, most_s)
             except PlanError:
                 continue
             _KNOWN[key] = max(_KNOWN[key], 0.0 if load is None else load.tokens_per_s)
@@ -236,3 +251,53 @@ def test_the_same_pool_gives_the_same_lines() -> None:
 def _lines(posed: Problem) -> ServingPipelines | None:
     chain: Plan = plan(posed)
     return serving_pipelines(posed, chain, 16)
+
+
+def _opened(posed: Problem, first: Plan, *, fastest: bool) -> list[Plan]:
+    """Pipelines as a job opens them: one after the other, on the machines that are left."""
+    found, more = [first], first
+    while more is not None:
+        used = {stage.peer for one in found for stage in one.stages}
+        left = tuple(peer for peer in posed.peers if peer.peer not in used)
+        more = further_pipeline(msgspec.structs.replace(posed, peers=left), first, 0.0, fastest=fastest)
+        if more is not None:
+            found.append(more)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_pipelines_opened_one_after_the_other_are_those_of_the_division(seed: int) -> None:
+    """For throughput they give what the best enumerated division into up to three groups gives."""
+    posed = problem(5, seed=seed)
+    most_s = MUCH_SLOWER * plan(posed).step_time_s
+    opened = _opened(posed, throughput_plan(posed), fastest=False)
+    used = [stage.peer for one in opened for stage in one.stages]
+    assert len(used) == len(set(used))
+    costs = StageCosts(posed)
+    loads = [LoadedPipeline(one.stages, costs, posed.needs).filled(posed.needs.sessions, most_s) for one in opened]
+    together = sum(load.tokens_per_s for load in loads if load is not None)
+    best = max(sum(_filled(posed, group, most_s, 4) for group in groups) for groups in _parted(range(5)))
+    assert together >= 0.97 * best
+
+
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_the_floor_is_kept_where_latency_counts_too(seed: int) -> None:
+    """The first pipeline is the one with the fastest token, and no further one takes more than `SLOWER` times as
+    long."""
+    posed = problem(6, seed=seed)
+    first = plan(posed)
+    for one in _opened(posed, first, fastest=True):
+        assert first.step_time_s <= one.step_time_s * (1 + 1e-9)
+        assert one.step_time_s <= SLOWER * first.step_time_s * (1 + 1e-9)
+    assert further_pipeline(posed, first, 1.0) is None
+    assert further_pipeline(msgspec.structs.replace(posed, peers=()), first, 0.0) is None
+
+
+def test_a_pace_has_a_figure_for_each_number_of_sessions() -> None:
+    posed = problem(4, seed=1)
+    made = plan(posed)
+    token_s, prompt_token_s = pace_figures(made, posed)
+    assert made.serving is not None
+    assert len(token_s) == made.serving.sessions == 4
+    assert token_s[0] == pytest.approx(made.step_time_s)
+    assert prompt_token_s == pytest.approx(1 / made.serving.prompt_tokens_per_s)
