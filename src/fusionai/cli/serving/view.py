@@ -57,6 +57,8 @@ class ServingView:
         self._tasks: dict[tuple[int, str], TaskID] = {}
         self._waiting = ""
         self._ready = False
+        self._waiting_of: dict[int, str] = {}
+        """What further pipelines wait for."""
         self._prefix = ""
         """What lines about a further pipeline begin with."""
 
@@ -150,7 +152,9 @@ class ServingView:
             case progress.StageLoading() | progress.WeightsLoaded() | progress.EngineReady():
                 pass
             case progress.ServingPaused(reason=reason):
-                self.say(f"pipeline {pipeline}: {reason}")
+                if self._waiting_of.get(pipeline) != reason:
+                    before, self._waiting_of[pipeline] = self._waiting_of.get(pipeline, ""), reason
+                    self.say(f"pipeline {pipeline}: {waiting_news(before, reason)}")
             case _:
                 prefix, self._prefix = self._prefix, f"pipeline {pipeline}: "
                 self(news)
