@@ -239,7 +239,7 @@ class PipelinedEngine:
 
 
 class RoutedStream:
-    """A generation that may move to another pipeline. `pipeline`: number of the one in which it is."""
+    """A generation that may move to another pipeline. `pipeline`: the number of its present pipeline."""
 
     def __init__(self, engine: PipelinedEngine, generation: Generation, pipeline: int, stream: TokenStream) -> None:
         self.pipeline = pipeline

@@ -33,7 +33,7 @@ FIRST_ANSWER_TOKENS: Final = 128.0
 LEARNT: Final = 0.2
 """Weight of the newest answer in running means (chosen)."""
 CROWDING: Final = 0.05
-"""By how much each text that a pipeline has slows down a further one beyond the plan (chosen). Plans say that sessions
+"""Fraction by which each text of a pipeline slows down a further one beyond the plan (chosen). Plans say that sessions
 in one pass cost next to nothing as long as reading the weights takes longest, so equal pipelines would fill up one
 after the other."""
 SLOWEST: Final = 20.0
