@@ -61,7 +61,7 @@ FREE_S: Final = 10.0
 that run take it as a standby before that, if they need one."""
 DISSOLVE_S: Final = 20.0
 """Time for which a pipeline may wait for a machine, or for a successor of a leaving machine, in seconds (chosen): twice
-the grace period after which it cuts the model anew over the machines that it has."""
+the grace period before a new cut over the remaining machines."""
 RETRY_S: Final = 60.0
 """Pause after a further pipeline could not be opened, in seconds (chosen)."""
 

@@ -164,7 +164,7 @@ class _Values:
 def _improved(values: _Values, start: Sequence[_Group], most_plans: int) -> list[_Group]:
     """Return a better division than `start`: the machines of a few pipelines, and idle ones, are divided anew."""
     groups = list(start)
-    idle = sorted(set(range(len(values.problem.peers))) - {number for group in groups for number in group})
+    idle: list[int] = sorted(set(range(len(values.problem.peers))) - {number for group in groups for number in group})
     draw, failures = Random(0), 0
     while failures < TRIES and values.planned < most_plans:
         chosen = list(_some(groups, idle, draw))
