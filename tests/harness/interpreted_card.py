@@ -89,6 +89,8 @@ def like_a_card() -> Generator[None]:
         stack.enter_context(patch.object(serving, "row_kernels", lambda: None))
         stack.enter_context(patch.object(serving, "planned", lambda *_: None))
         stack.enter_context(patch.object(held_weights, "pack", pack))
+        for module in (held_weights, serving):
+            stack.enter_context(patch.object(module, "by_parts", lambda device: True))
         yield
 
 

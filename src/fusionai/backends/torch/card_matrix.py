@@ -163,14 +163,18 @@ def look_up(table: Tensor, x: SpacedRows, y: SpacedRows, places: Tensor, rows: i
     card_launch.launch(kernels.look_up, grid, *operands, **LOOK_UP)
 
 
+def below_each_other(matrices: Sequence[CardMatrix]) -> CardMatrix:
+    """Return one matrix of the rows of all, which have one format and length."""
+    (form,) = {(one.factor, one.group) for one in matrices}
+    scales = [one.scales for one in matrices if one.scales is not None]
+    whole = torch.cat([one.data for one in matrices])
+    return CardMatrix(form[0], whole, torch.cat(scales) if scales else None, form[1])
+
+
 def stacked(matrices: Sequence[CardMatrix]) -> list[CardMatrix]:
     """Return the same matrices as parts of one, which their products then need not gather."""
-    first = matrices[0]
-    scales = [one.scales for one in matrices if one.scales is not None]
-    whole = CardMatrix(
-        first.factor, torch.cat([one.data for one in matrices]), torch.cat(scales) if scales else None, first.group
-    )
-    rows = first.columns
+    whole = below_each_other(matrices)
+    rows = matrices[0].columns
     owns = [None] * len(matrices) if whole.scales is None else whole.scales.split(rows)
     parts = zip(whole.data.split(rows), owns, strict=True)
     return [CardMatrix(whole.factor, data, own, whole.group, whole) for data, own in parts]

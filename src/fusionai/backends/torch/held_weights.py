@@ -20,8 +20,10 @@ from fusionai.backends.torch.host import DTYPES, to_torch
 from fusionai.backends.torch.packed_linear import (
     PackedLinear,
     block_pages,
+    by_parts,
     fill_levels,
     for_levels,
+    merged,
     pack,
     packed_bytes,
     together,
@@ -50,6 +52,7 @@ class ServingWeights:
         self._parts = joined.parts
         self._stack_of = {part: whole for whole, parts in joined.parts.items() for part in parts}
         self._incomplete: dict[str, dict[str, Tensor]] = {}
+        self._packed_parts: dict[str, dict[str, PackedLinear]] = {}
         self.uses = packed_graph.products(graph)
         self._layouts = kept_layouts(self._given, joined, form) if in_blocks else {}
         """Parameters of `graph` that products multiply by as their files hold them."""
@@ -122,7 +125,8 @@ class ServingWeights:
 
     @property
     def nbytes(self) -> int:
-        products = (product for group in self._packed.values() for kept in group.values() for product in kept)
+        products = [product for group in self._packed.values() for kept in group.values() for product in kept]
+        products += [part for parts in self._packed_parts.values() for part in parts.values()]
         distinct = {id(product): product.nbytes for product in products}
         tensors = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
@@ -149,6 +153,15 @@ class ServingWeights:
     def _take_part(self, name: str, tensor: HostTensor) -> None:
         """Keep a part until all parts of its stack are here, then stack and pack them."""
         whole = self._stack_of[name]
+        uses = [use for use in self.uses.values() if use.weight == whole]
+        if uses and by_parts(self._device):
+            packed = self._packed_parts.setdefault(whole, {})
+            packed[name] = pack(to_torch(tensor, self._device), None, self._form, name)
+            if len(packed) == len(self._parts[whole]):
+                del self._packed_parts[whole]
+                product = merged([packed[part] for part in self._parts[whole]])
+                self._packed[whole] = {use.node: [product] for use in uses}
+            return
         here = self._incomplete.setdefault(whole, {})
         here[name] = to_torch(tensor, self._device, own=True)
         if len(here) < len(self._parts[whole]):
@@ -282,12 +295,17 @@ def weight_bytes(graph: Graph, form: WeightFormat, *, in_blocks: bool = False) -
     return total_bytes
 
 
-def import_bytes(graph: Graph, joined: Joined, form: WeightFormat, *, in_blocks: bool = False) -> int:
+def import_bytes(
+    graph: Graph, joined: Joined, form: WeightFormat, *, in_blocks: bool = False, in_parts: bool = False
+) -> int:
     """Return the bytes of the largest tensor, which exists unpacked while it is packed; a stacked one exists together
-    with its parts. What is kept as its file holds it is read in small pieces."""
+    with its parts, unless they are packed one by one (`in_parts`), and then packed. What is kept as its file holds it
+    is read in small pieces."""
     layouts = kept_layouts(graph.params, joined, form) if in_blocks else {}
     kept = {part for whole in layouts for part in joined.parts.get(whole, (whole,))}
     kept |= kept_tables(joined.graph, layouts, form).keys() if in_blocks else set()
     alone = max((prod(spec.shape) * 4 for name, spec in graph.params.items() if name not in kept), default=0)
-    stacked = (2 * 4 * prod(joined.graph.params[name].shape) for name in joined.parts if name not in layouts)
+    stacks = [joined.graph.params[name].shape for name in joined.parts if name not in layouts]
+    matrices = [(rows, columns) for rows, *rest in stacks for columns in rest]
+    stacked = [packed_bytes(*shape, form) for shape in matrices] if in_parts else [8 * prod(shape) for shape in stacks]
     return max(alone, *stacked, 0)

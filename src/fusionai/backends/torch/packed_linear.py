@@ -25,7 +25,7 @@ from torch.nn.functional import linear, pad
 
 from fusionai.backends.torch import row_blocks
 from fusionai.backends.torch.blocked_linear import blocked_product
-from fusionai.backends.torch.card_matrix import CardMatrix, stacked
+from fusionai.backends.torch.card_matrix import CardMatrix, below_each_other, stacked
 from fusionai.backends.torch.row_code import Factor
 from fusionai.ir.levels import Array, LevelLayout, Levels
 from fusionai.primitives.errors import ExecutionError
@@ -113,6 +113,18 @@ def together(products: Sequence[PackedLinear]) -> list[PackedLinear]:
     if len(matrices) < len(products):
         return list(products)
     return [replace(one, product=made) for one, made in zip(products, stacked(matrices), strict=True)]
+
+
+def by_parts(device: torch.device) -> bool:
+    """Return whether the parts of a stacked matrix are packed one by one here, so that no whole one is ever in memory
+    unpacked: levels of a row don't depend on other rows."""
+    return device.type != "cpu"
+
+
+def merged(parts: Sequence[PackedLinear]) -> PackedLinear:
+    """Return the product with a matrix of which these are the parts, for a device that packs by parts."""
+    whole = below_each_other([part.product for part in parts if isinstance(part.product, CardMatrix)])
+    return PackedLinear(whole, None, whole.nbytes)
 
 
 def for_levels(shape: Sequence[int], layout: LevelLayout, pages: row_blocks.WidePages | None = None) -> PackedLinear:

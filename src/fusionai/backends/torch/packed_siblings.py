@@ -42,11 +42,12 @@ class Joined:
     parts: Mapping[str, tuple[str, ...]]
 
 
-def join_siblings(graph: Graph, *, packed: bool = False) -> Joined:
+def join_siblings(graph: Graph, *, packed: bool = False, most_bytes: float = JOINED_BYTES) -> Joined:
     """Return a graph with the same outputs and fewer nodes; attention nodes keep their ids. The graph is not validated
-    again. `packed`: matrices are kept as quantised files hold them, so only those with one layout are stacked."""
+    again. `packed`: matrices are kept as quantised files hold them, so only those with one layout are stacked.
+    `most_bytes`: bytes up to which matrices are merged."""
     draft = _Draft(_without_repeats(graph))
-    for group in _groups(draft.graph, packed=packed):
+    for group in _groups(draft.graph, packed=packed, most_bytes=most_bytes):
         draft.join_products(group)
     while draft.fresh:
         draft.follow(draft.fresh.pop())
@@ -275,7 +276,7 @@ class _Draft:
         return tuple(ordered)
 
 
-def _groups(graph: Graph, *, packed: bool) -> list[list[ProductWeight]]:
+def _groups(graph: Graph, *, packed: bool, most_bytes: float) -> list[list[ProductWeight]]:
     """Return groups of products of one value that may be merged: nothing else reads their matrices, and these are
     small."""
     readers = consumers(graph)
@@ -292,7 +293,7 @@ def _groups(graph: Graph, *, packed: bool) -> list[list[ProductWeight]]:
     return [
         group
         for group in by_operand.values()
-        if len(group) > 1 and 4 * sum(prod(graph.params[use.weight].shape) for use in group) <= JOINED_BYTES
+        if len(group) > 1 and 4 * sum(prod(graph.params[use.weight].shape) for use in group) <= most_bytes
     ]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,8 @@ from fusionai.backends.torch.held_weights import ServingWeights, import_bytes, w
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.operators import TorchContext
-from fusionai.backends.torch.packed_siblings import Joined, join_siblings
+from fusionai.backends.torch.packed_linear import by_parts
+from fusionai.backends.torch.packed_siblings import JOINED_BYTES, Joined, join_siblings
 from fusionai.backends.torch.paged_attention import (
     LayerCache,
     PassLayout,
@@ -65,7 +67,8 @@ class TorchServingProgram(ServingProgram):
         super().__init__(graph, options)
         self._device = device
         in_blocks = device.type == "cpu" and row_kernels() is not None
-        joined = join_siblings(graph, packed=in_blocks and options.weights == "packed")
+        most_bytes = inf if by_parts(device) else JOINED_BYTES
+        joined = join_siblings(graph, packed=in_blocks and options.weights == "packed", most_bytes=most_bytes)
         self._running = joined.graph
         self._plan = planned(self._running, tuple(graph.outputs), packed_graph.products(self._running), device)
         # One program for each output alone and one for all outputs together.
@@ -141,9 +144,8 @@ class TorchServingProgram(ServingProgram):
         weights_bytes = weight_bytes(self._graph, form, in_blocks=in_blocks)
         cache_bytes = self._planned_bytes
         self.size = ProgramSize(weights_bytes, cache_bytes)
-        held_bytes = (
-            weights_bytes + cache_bytes + rows_bytes + import_bytes(self._graph, joined, form, in_blocks=in_blocks)
-        )
+        importing = import_bytes(self._graph, joined, form, in_blocks=in_blocks, in_parts=by_parts(self._device))
+        held_bytes = weights_bytes + cache_bytes + rows_bytes + importing
         if limit_bytes is not None and held_bytes > limit_bytes:
             raise ExecutionError(
                 f"the stage takes {weights_bytes} bytes of weights as {form}, {cache_bytes} of caches and "

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fusionai.backends.torch import card_launch, card_matrix, packed_linear
 from fusionai.backends.torch.card_matrix import CardMatrix, SpacedRows, look_up, multiply_experts, stacked
-from fusionai.backends.torch.packed_linear import rounded
+from fusionai.backends.torch.packed_linear import PackedLinear, merged, rounded
 from fusionai.wire.serving import WeightFormat
 
 pytest.importorskip("triton", reason="Triton is for Linux")
@@ -138,3 +138,14 @@ def test_rows_of_a_table_are_looked_up_and_one_that_is_not_there_is_nan(dtype: t
     look_up(table, SpacedRows(memory.view(-1), 48), SpacedRows(memory.view(-1)[8:], 48), places, 3)
     assert torch.equal(memory[:2, 8:], table[[6, 0]].float())
     assert memory[2, 8:].isnan().all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_matrix_packed_in_parts_is_the_one_packed_whole(form: WeightFormat) -> None:
+    weight = drawn(48, 64, seed=3)
+    parts = [PackedLinear(packed(part, form), None, 0) for part in weight.split((16, 32))]
+    product, whole = merged(parts).product, packed(weight, form)
+    assert isinstance(product, CardMatrix)
+    assert (product.factor, product.group) == (whole.factor, whole.group)
+    assert torch.equal(product.data, whole.data)
+    assert whole.scales is None if product.scales is None else torch.equal(product.scales, whole.scales)

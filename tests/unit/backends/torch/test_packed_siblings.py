@@ -123,6 +123,13 @@ def test_what_reads_one_value_is_one_product_with_the_same_results(bias: bool) -
     assert ("p_q.bias~p_k.bias~p_v.bias" in joined.parts) == bias
 
 
+def test_matrices_above_a_limit_stay_alone() -> None:
+    """Cards pack the parts of a stack one by one, so they have none."""
+    graph, together = attention(), 4 * (32 + 16 + 16) * HIDDEN
+    assert join_siblings(graph, most_bytes=together).parts
+    assert not join_siblings(graph, most_bytes=together - 1).parts
+
+
 def test_operands_of_their_own_keep_siblings_apart() -> None:
     draft = Draft()
     own = [draft.param(f"norm.{name}", WIDTH) for name in "qk"]
