@@ -63,7 +63,7 @@ def program(layer: Layer, options: ServeOptions, cache: LayerCache, sinks: Tenso
     if sinks is not None:
         constants[2], line[Field.EXTRA + 4] = "sinks", 2
     plan = RowPlan(
-        code=np.array([line], dtype=np.int64), constants=constants, fixed=16, width=q + k + v + out,
+        code=np.array([line], dtype=np.int64), constants=constants, fixed=64, width=q + k + v + out,
         inputs={"qkv": (0, q + k + v)}, outputs={"out": (q + k + v, (layer.heads, layer.value_width))},
         products={}, attentions=(7,), groups=layer.heads // layer.shared,
     )  # fmt: skip
