@@ -29,7 +29,7 @@ _DIMS, _OUT, _A, _A_ROW, _B, _B_ROW, _A_STRIDES, _B_STRIDES, _EXTRA = (int(field
     _ADD, _SUB, _MUL, _DIV, _MINIMUM, _MAXIMUM, _MASKED, _COPY, _NEG, _SQUARE, _CUBE, _SQRT, _RSQRT, _EXP, _SILU,
     _SIGMOID, _RELU, _TANH, _GELU, _GELU_TANH, _TRUTH, _COS, _SIN, _MEAN, _TOTAL, _LAYER_NORM, _SOFTMAX, _LINEAR,
     _ATTENTION, _TOP, _LOOKUP, _SCATTER, _EXPERTS,
-) = (int(op) for op in Op)  # fmt: skip
+) = (int(op) for op in Op if op is not Op.TABLE)  # fmt: skip
 _HALVES = int(Factor.HALVES)
 _FP32, _BF16, _FP16, _INT8 = (int(form) for form in Form)
 
