@@ -51,10 +51,29 @@ def test_what_is_killed_is_recovered_and_nothing_is_lost(tmp_path: Path):
     assert not _processes_naming(str(tmp_path))
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc to find processes")
-@pytest.mark.parametrize("interrupts", [1, 2])
-def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, interrupts: int):
-    demo = Process("demo", "--steps", 5, "--peers", 2, "--spares", 0, "--directory", tmp_path / "shown")
+def test_two_pipelines_serve_and_the_answers_of_a_killed_machine_go_on_with_the_same_tokens(tmp_path: Path):
+    figures = tmp_path / "demo.json"
+    done = fusion("demo", "--serve", "--directory", tmp_path / "shown", "--json", figures)
+    assert done.code == 0, done.err + done.out
+    seen = json.loads(figures.read_text())
+    assert seen["ok"]
+    assert seen["moved"] > 0
+    assert sorted(map(len, seen["machines"].values())) == [1, 2]
+    assert len(seen["answers"]) == 8
+    assert all(answer["is_equal"] and len(answer["tokens"]) > 100 for answer in seen["answers"])
+    assert "Everything agrees" in done.out
+    assert not _processes_naming(str(tmp_path))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc to find processes")
+@pytest.mark.parametrize(
+    ("interrupts", "what"), [(1, ("--steps", 5, "--peers", 2, "--spares", 0)), (2, ("--steps", 5)), (1, ("--serve",))]
+)
+def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, interrupts: int, what: tuple[object, ...]):
+    demo = Process("demo", *what, "--directory", tmp_path / "shown")
     demo.wait_for("starting a broker")
     demo.interrupt()
     demo.wait_for("Stopping")

@@ -59,9 +59,10 @@ class ReferenceResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 class ReferenceJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A job file. `batches`: a safetensors file with int64 `input_ids` and `labels` [steps, microbatches, batch,
-    sequence]. `result`: file to write (`ReferenceResult`, `EvaluateResult` or `GenerateResult` as JSON)."""
+    sequence]. `result`: file to write (`ReferenceResult`, `EvaluateResult`, `GenerateResult` or `CreateResult` as
+    JSON). `create` makes a model with random weights in `checkpoint` and answers prompts with it."""
 
-    task: Literal["train", "evaluate", "generate"]
+    task: Literal["train", "evaluate", "generate", "create"]
     checkpoint: str
     result: str
     batches: str = ""
@@ -71,6 +72,9 @@ class ReferenceJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prompt_ids: tuple[int, ...] = ()
     new_tokens: int = 0
     threads: int = 1
+    config: dict[str, Any] = {}
+    """Configuration of transformers, with `model_type`, for `create`."""
+    prompts: tuple[tuple[int, ...], ...] = ()
 
 
 class EvaluateResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -82,6 +86,12 @@ class GenerateResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     token_ids: tuple[int, ...]
     logits: tuple[float, ...]
+
+
+class CreateResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Greedy answers to the prompts of a created model."""
+
+    answers: tuple[tuple[int, ...], ...]
 
 
 def run_reference(
@@ -176,6 +186,15 @@ def generate(
     return tuple(sequence[0, len(prompt_ids) :].tolist())
 
 
+def create(checkpoint_dir: Path | str, config: dict[str, Any]) -> None:
+    """Save a causal language model with random weights, the same at every call."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    from_config: Callable[..., Any] = AutoModelForCausalLM.from_config
+    from_config(AutoConfig.for_model(**config)).save_pretrained(checkpoint_dir)
+
+
 def next_logits(checkpoint_dir: Path | str, prompt_ids: Sequence[int], device: str = "cpu") -> tuple[float, ...]:
     """Return the logits of the token after the prompt. Equal tokens alone prove little if a model repeats itself."""
     model = _load(checkpoint_dir, device)
@@ -201,7 +220,7 @@ def read_batches(path: Path | str) -> Iterator[list[Microbatch]]:
         yield list(zip(step_ids, step_labels, strict=True))
 
 
-def run_job(job: ReferenceJob) -> ReferenceResult | EvaluateResult | GenerateResult:
+def run_job(job: ReferenceJob) -> ReferenceResult | EvaluateResult | GenerateResult | CreateResult:
     """Run a job file's task."""
     torch.set_num_threads(job.threads)
     match job.task:
@@ -213,6 +232,10 @@ def run_job(job: ReferenceJob) -> ReferenceResult | EvaluateResult | GenerateRes
             tokens = generate(job.checkpoint, job.prompt_ids, job.new_tokens, job.spec.device)
             logits = next_logits(job.checkpoint, job.prompt_ids, job.spec.device)
             return GenerateResult(token_ids=tokens, logits=logits)
+        case "create":
+            create(job.checkpoint, job.config)
+            answers = (generate(job.checkpoint, prompt, job.new_tokens, job.spec.device) for prompt in job.prompts)
+            return CreateResult(answers=tuple(answers))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,10 +1,12 @@
-"""`fusion demo`: trains on a pool of local processes and proves the result equal, bit for bit, to one process's.
+"""`fusion demo`: trains on a pool of local processes and proves the result equal, bit for bit, to one process's; or
+serves by two pipelines (`--serve`).
 
 Prints the summary and writes the JSON. `client.training.demo` runs the demo, `cli.training.run` shows its progress,
 `cli.training.run_report` writes the HTML report."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +46,13 @@ if TYPE_CHECKING:
     "7:2 or 7:broker. The process is restarted; a peer rejoins as a spare. Without a spare to take over, the job waits "
     "for it. May be repeated; `none`: kill nothing.  [default: two peers and the broker, if --steps is at least 8]",
 )
+@click.option(
+    "--serve",
+    "serves",
+    is_flag=True,
+    help="Serve instead of training: three unequal machines make two pipelines of a model with random weights, one "
+    "machine is killed, and its answers go on with the same tokens. Only --directory and --json apply.",
+)
 @json_option
 def demo(
     steps: int,
@@ -52,6 +61,7 @@ def demo(
     device: str,
     directory: Path,
     kill_texts: tuple[str, ...],
+    serves: bool,
     json_file: Path | None,
 ) -> None:
     """Train a small Llama-type model on a pool of local processes and compare the result with plain PyTorch.
@@ -60,6 +70,9 @@ def demo(
     standard library. Some of them are killed on the way, and spares take over. Plain PyTorch and transformers check
     losses, checkpoint and generation. Nothing is downloaded.
     """
+    if serves:
+        _serve(_fresh(directory), json_file)
+        return
     from fusionai.cli.training.run import Watch
     from fusionai.cli.training.run_report import RunReport, write_demo_report
     from fusionai.client.training.demo import DemoEvent, DemoOptions, check, demo_recipe, run_demo
@@ -85,6 +98,63 @@ def demo(
     write_json(json_file, "demo", figures(result, options.peers, options.spares, report))
     if not result.ok:
         raise SystemExit(1)
+
+
+def _serve(directory: Path, json_file: Path | None) -> None:
+    """Run the serving demo and print its result."""
+    from fusionai.cli.serving.view import ServingView
+    from fusionai.client.serving.demo import ServeDemoResult, run_serve_demo
+
+    _create(directory)
+    found: list[ServeDemoResult] = []
+    started_s = time.monotonic()
+
+    async def run(stop: asyncio.Event) -> None:
+        with ServingView() as view:
+            working = asyncio.create_task(run_serve_demo(directory, view))
+            asked = asyncio.create_task(stop.wait())
+            try:
+                await asyncio.wait({working, asked}, return_when=asyncio.FIRST_COMPLETED)
+                if working.done():
+                    found.append(working.result())
+            finally:
+                asked.cancel()
+                working.cancel()
+                await asyncio.wait({working})
+
+    run_until_stopped(run)
+    if not found:
+        console.line(f"Stopped before the end. Logs so far: {directory}")
+        raise SystemExit(1)
+    (result,) = found
+    for number, machines in result.machines.items():
+        console.line(f"pipeline {number}: {', '.join(machines)}")
+    console.table(
+        ["answer to", "tokens", "given by pipeline", "transformers"],
+        [
+            [
+                repr(answer.prompt),
+                str(len(answer.tokens)),
+                ", then ".join(map(str, answer.pipelines)),
+                _same(answer.is_equal),
+            ]
+            for answer in result.answers
+        ],
+        title=f"Answers while {result.killed} was killed",
+        right=(1,),
+    )
+    answers = [attributes(answer, "prompt tokens pipelines is_equal") for answer in result.answers]
+    written = attributes(result, "machines killed moved ok")
+    write_json(json_file, "demo", {"answers": answers, **written})
+    wall_s = time.monotonic() - started_s
+    moved = "1 answer" if result.moved == 1 else f"{result.moved} answers"
+    console.line(f"{moved} moved to another pipeline. {_verdict(ok=result.ok)}; {wall_s:.0f} s in total.")
+    if not result.ok:
+        raise SystemExit(1)
+
+
+def _verdict(*, ok: bool) -> str:
+    return "Everything agrees" if ok else "SOMETHING DIFFERS"
 
 
 def figures(result: DemoResult, peers: int, spares: int, report: Path) -> dict[str, object]:
@@ -171,7 +241,7 @@ def _show(result: DemoResult, report: Path) -> None:
         )
     console.line(f"checkpoint (Hugging Face layout): {result.training.checkpoint}")
     console.line(f"report: {report}")
-    console.line(f"{'Everything agrees' if result.ok else 'SOMETHING DIFFERS'}; {result.wall_s:.0f} s in total.")
+    console.line(f"{_verdict(ok=result.ok)}; {result.wall_s:.0f} s in total.")
 
 
 def _show_kills(result: DemoResult) -> None:

@@ -123,37 +123,38 @@ class ReferenceRun:
         self, task: str, checkpoint: Path, *, batches: Sequence[Sequence[HostTensor]] = (), **settings: Any
     ) -> dict[str, Any]:
         self.directory.mkdir(parents=True, exist_ok=True)
-        job_path, result_path = self.directory / f"{task}.json", self.directory / f"{task}-result.json"
-        job: dict[str, Any] = {
-            "task": task,
-            "checkpoint": str(checkpoint),
-            "result": str(result_path),
-            "threads": 1,
-            **settings,
-        }
         if batches:
-            job["batches"] = str(self.directory / f"{task}-batches.safetensors")
-            await asyncio.to_thread(_write_batches, Path(job["batches"]), batches)
-        job_path.write_bytes(msgspec.json.encode(job))
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "fusionai.backends.torch.reference",
-            str(job_path),
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            env={**inherited(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        )
-        try:
-            _, complaint = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        if process.returncode != 0:
-            lines = complaint.decode(errors="replace").strip().splitlines()
-            raise FusionError(f"the reference run ({task}) failed: {lines[-1] if lines else 'it printed nothing'}")
-        return msgspec.json.decode(result_path.read_bytes(), type=dict)
+            path = self.directory / f"{task}-batches.safetensors"
+            await asyncio.to_thread(_write_batches, path, batches)
+            settings["batches"] = str(path)
+        return await run_reference(self.directory, task, checkpoint, **settings)
+
+
+async def run_reference(directory: Path, task: str, checkpoint: Path, **settings: Any) -> dict[str, Any]:
+    """Run a task of `backends.torch.reference` in another process, with its job files in `directory`, and return the
+    result. Raises `FusionError` if the process fails."""
+    job_path, result_path = directory / f"{task}.json", directory / f"{task}-result.json"
+    job = {"task": task, "checkpoint": str(checkpoint), "result": str(result_path), "threads": 1, **settings}
+    job_path.write_bytes(msgspec.json.encode(job))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "fusionai.backends.torch.reference",
+        str(job_path),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env={**inherited(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+    )
+    try:
+        _, complaint = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        lines = complaint.decode(errors="replace").strip().splitlines()
+        raise FusionError(f"the reference run ({task}) failed: {lines[-1] if lines else 'it printed nothing'}")
+    return msgspec.json.decode(result_path.read_bytes(), type=dict)
 
 
 def _write_batches(path: Path, batches: Sequence[Sequence[HostTensor]]) -> None:
