@@ -191,8 +191,9 @@ def create(checkpoint_dir: Path | str, config: dict[str, Any]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
+    config_type: Any = AutoConfig
     from_config: Callable[..., Any] = AutoModelForCausalLM.from_config
-    from_config(AutoConfig.for_model(**config)).save_pretrained(checkpoint_dir)
+    from_config(config_type.for_model(**config)).save_pretrained(checkpoint_dir)
 
 
 def next_logits(checkpoint_dir: Path | str, prompt_ids: Sequence[int], device: str = "cpu") -> tuple[float, ...]:
