@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from random import Random
-from typing import Final
+from typing import Final, TypeVar
+from zlib import crc32
 
 import msgspec
 
@@ -51,6 +51,7 @@ class Division:
 
 
 _Group = frozenset[int]
+T = TypeVar("T")
 
 
 def divided(
@@ -165,11 +166,12 @@ def _improved(values: _Values, start: Sequence[_Group], most_plans: int) -> list
     """Return a better division than `start`: the machines of a few pipelines, and idle ones, are divided anew."""
     groups = list(start)
     idle: list[int] = sorted(set(range(len(values.problem.peers))) - {number for group in groups for number in group})
-    draw, failures = Random(0), 0
+    attempt = failures = 0
     while failures < TRIES and values.planned < most_plans:
-        chosen = list(_some(groups, idle, draw))
+        attempt += 1
+        chosen = list(_some(groups, idle, attempt))
         piece = frozenset(number for group in chosen for number in group)
-        piece |= frozenset(draw.sample(idle, min(len(idle), PIECE - len(piece))))
+        piece |= frozenset(_shuffled(idle, attempt)[: PIECE - len(piece)])
         made = values.best(piece)
         gain = sum(map(values.of, made)) - sum(map(values.of, chosen))
         failures = 0 if gain > 1e-9 else failures + 1
@@ -179,10 +181,16 @@ def _improved(values: _Values, start: Sequence[_Group], most_plans: int) -> list
     return groups
 
 
-def _some(groups: Sequence[_Group], idle: Sequence[int], draw: Random) -> Iterator[_Group]:
-    """Yield pipelines, in random order, as long as they have at most `PIECE` machines together."""
+def _some(groups: Sequence[_Group], idle: Sequence[int], attempt: int) -> Iterator[_Group]:
+    """Yield pipelines, in another order at each attempt, as long as they have at most `PIECE` machines together."""
     room = PIECE - min(len(idle), 1)
-    for group in draw.sample(groups, len(groups)):
+    for group in _shuffled(groups, attempt):
         if len(group) <= room:
             room -= len(group)
             yield group
+
+
+def _shuffled(items: Sequence[T], attempt: int) -> list[T]:
+    """Return the items in an order that looks random and is the same for the same attempt."""
+    places = sorted(range(len(items)), key=lambda place: crc32(f"{attempt} {place}".encode()))
+    return [items[place] for place in places]
