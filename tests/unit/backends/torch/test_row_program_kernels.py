@@ -1,4 +1,4 @@
-"""Every module of kernels for processors can be imported: without one, a slower operator would take its place quietly."""
+"""Every module of kernels for processors can be imported: otherwise slower operators would take its place quietly."""
 
 from __future__ import annotations
 
