@@ -213,7 +213,7 @@ class Answers:
             self._speculation.passed(len(result.plan.tokens), result.elapsed_s)
         for one in generations:
             if may_be_guessed(one.generation):
-                self._speculation.begin(one.number, one.tokens, one.generation.sampling)
+                self._speculation.begin(one.number, one.generation.text, one.generation.sampling)
                 share = result.states_of(one.number)
                 if share is not None:
                     start, rows = share

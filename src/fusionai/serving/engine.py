@@ -171,7 +171,7 @@ class ServingEngine:
         spec = SessionSpec(
             number=number,
             scope=generation.scope,
-            prompt=(*generation.prompt, *generation.answered),
+            prompt=generation.text,
             max_tokens=generation.max_tokens - len(generation.answered),
             deadline_s=None if deadline_s is None else self._host.clock.now_s() + deadline_s,
             all_rows=generation.prompt_logprobs,

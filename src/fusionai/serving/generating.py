@@ -77,7 +77,7 @@ class Generating:
     def __init__(self, number: int, generation: Generation, on_left: Callable[[int], None]) -> None:
         self.number = number
         self.generation = generation
-        self.tokens = [*generation.prompt, *generation.answered]
+        self.tokens = list(generation.text)
         """Prompt and answer."""
         self.history = TokenHistory(generation.prompt)
         for token in generation.answered:

@@ -111,6 +111,11 @@ class Generation:
     """Tokens of the answer that another engine has emitted already; this one emits those after them. `constraint` has
     accepted them, and `max_tokens` includes them."""
 
+    @property
+    def text(self) -> tuple[int, ...]:
+        """What is read before the first further token: the prompt, and the answer so far."""
+        return (*self.prompt, *self.answered) if self.answered else self.prompt
+
 
 class TokenLogprob(Struct, frozen=True):
     token: int

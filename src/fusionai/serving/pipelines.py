@@ -350,10 +350,9 @@ class RoutedStream:
 
 def routed(generation: Generation) -> TextToRoute:
     """Return what the choice of a pipeline depends on."""
-    tokens = (*generation.prompt, *generation.answered)
     cache = (generation.scope, generation.adapter or "")
     left = max(0, generation.max_tokens - len(generation.answered))
-    return TextToRoute(tokens=tokens, cache=cache, most_tokens=left)
+    return TextToRoute(tokens=generation.text, cache=cache, most_tokens=left)
 
 
 def _sum(parts: Sequence[EngineStatus]) -> EngineStatus:
