@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 from hypothesis import strategies as st
 
-from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement, ServingNeeds
 
 OWNER_ROLES = (RolePlacement(role="feed"), RolePlacement(role="loss"))
 POOL_ROLES = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
@@ -75,4 +77,30 @@ def problems(draw: st.DrawFn, *, most_peers: int = 4, most_blocks: int = 6) -> P
         microbatch_tokens=64,
         links=links,
         required=tuple(names[-1:]) if draw(st.integers(0, 4)) == 0 else (),
+    )
+
+
+def served_by(peers: Iterable[PeerProfile], owner: PeerProfile | None = None) -> Problem:
+    """Serve six blocks of 10 MB with small caches; without an owner, the pool has both ends."""
+    block = BlockCost(
+        block=0,
+        forward_flops=2e6,
+        backward_flops=0,
+        parameter_bytes=10_000_000,
+        trainable_bytes=0,
+        activation_bytes=0,
+        output_bytes=1000,
+        gradient_bytes=0,
+        cache_token_bytes=1000,
+    )
+    return Problem(
+        task="serve",
+        graph_hash="g",
+        blocks=tuple(msgspec.structs.replace(block, block=number) for number in range(6)),
+        peers=tuple(peers),
+        owner=owner,
+        roles=POOL_ROLES if owner is None else (),
+        microbatches=1,
+        microbatch_tokens=1,
+        serving=ServingNeeds(context_tokens=64, sessions=4, cache_tokens=128, retain=False, result_bytes=400),
     )

@@ -147,7 +147,8 @@ class Pipelines:
         first = await self._opened(replanner, deployment, stack)
         self.stack.push_async_callback(self._fail_with_the_last)
         self.stack.push_async_callback(self._close_all)
-        self.stack.push_async_callback(_cancelled, asyncio.create_task(self._run()))
+        if self.request.goal != "latency":  # else there is one pipeline, which watches the pool itself
+            self.stack.push_async_callback(_cancelled, asyncio.create_task(self._run()))
         return first
 
     async def _opened(
@@ -249,7 +250,9 @@ class Pipelines:
                     log.info("can't list the pool: %s", error)
                     continue
                 await self._look_after(members)
-                if self.request.goal != "latency" and (opening is None or opening.done()):
+                if opening is None or opening.done():
+                    if opening is not None:
+                        opening.result()
                     opening = asyncio.create_task(self._open_another(members))
         finally:
             if opening is not None:
@@ -299,7 +302,8 @@ class Pipelines:
             self.on_event(PipelineOpened(opened.number, deployment.plan, dict(self.process.known.names)))
         except FusionError as error:
             self._pause_until_s = self.process.clock.now_s() + RETRY_S
-            log.info("no further pipeline: %s", error)
+            why = error.message.rstrip(".")
+            self.on_event(Noted(f"no further pipeline: {why}; machines are looked for again in {RETRY_S:.0f} s"))
 
     async def _further(self, members: tuple[PoolMember, ...]) -> tuple[ServingReplanner, Plan] | None:
         """Return the plan of a further pipeline on the machines that are free, with what gets it."""

@@ -385,7 +385,8 @@ def _compared(
     pipelines = tuple(_served(problem, stages, load, slowed) for stages, _, load in filled.placed)
     used = {stage.peer for pipeline in pipelines for stage in pipeline.stages}
     usable = _usable(problem, chain_plan)
-    chain_speed = pipelines[0].tokens_per_s if len(pipelines) == 1 else chain_load.tokens_per_s
+    is_chain = len(pipelines) == 1 and filled.placed[0][2] is chain_load
+    chain_speed = pipelines[0].tokens_per_s if is_chain else chain_load.tokens_per_s
     together = sum(pipeline.tokens_per_s for pipeline in pipelines)
     if together < WORTH_A_WORD * chain_speed:
         return None

@@ -11,7 +11,7 @@ import pytest
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import StageCosts
-from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement, ServingNeeds
+from fusionai.scheduling.problem.types import Link, PeerProfile, Plan, Problem, ServingNeeds
 from fusionai.scheduling.serving import parallel
 from fusionai.scheduling.serving.parallel import (
     MUCH_SLOWER,
@@ -24,8 +24,8 @@ from fusionai.scheduling.serving.parallel import (
 )
 from fusionai.scheduling.serving.planning import serving_plan
 from fusionai.scheduling.serving.prediction import LoadedPipeline, bound_tokens_per_s, round_trip_s, session_tokens
+from harness.problems import served_by
 
-POOL = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
 MB = 10**6
 
 
@@ -50,30 +50,7 @@ def problem(peers: int, *, memory_bytes: int = 35 * MB, owner: PeerProfile | Non
             downlink=Link(bandwidth_bytes_per_s=1e8),
         )
 
-    return Problem(
-        task="serve",
-        graph_hash="g",
-        blocks=tuple(
-            BlockCost(
-                block=number,
-                forward_flops=2e6,
-                backward_flops=0,
-                parameter_bytes=10 * MB,
-                trainable_bytes=0,
-                activation_bytes=0,
-                output_bytes=1000,
-                gradient_bytes=0,
-                cache_token_bytes=1000,
-            )
-            for number in range(6)
-        ),
-        peers=tuple(peer(number) for number in range(peers)),
-        owner=owner,
-        roles=POOL if owner is None else (),
-        microbatches=1,
-        microbatch_tokens=1,
-        serving=ServingNeeds(context_tokens=64, sessions=4, cache_tokens=128, retain=False, result_bytes=400),
-    )
+    return served_by(map(peer, range(peers)), owner)
 
 
 def compared(posed: Problem, *, sessions: int = 16, least: float | None = None) -> ServingPipelines | None:
@@ -301,3 +278,20 @@ def test_a_pace_has_a_figure_for_each_number_of_sessions() -> None:
     assert len(token_s) == made.serving.sessions == 4
     assert token_s[0] == pytest.approx(made.step_time_s)
     assert prompt_token_s == pytest.approx(1 / made.serving.prompt_tokens_per_s)
+
+
+def test_one_pipeline_of_more_machines_may_be_the_best_division() -> None:
+    """The fastest pipeline is a machine with room for one session; with the other machine there is room for many."""
+    two = problem(2)
+    peers = tuple(
+        msgspec.structs.replace(peer, memory_bytes=size)
+        for peer, size in zip(two.peers, (61 * MB, 40 * MB), strict=True)
+    )
+    posed = msgspec.structs.replace(two, peers=peers, serving=msgspec.structs.replace(two.needs, sessions=16))
+    chain = plan(msgspec.structs.replace(posed, peers=peers[:1]))
+    chain = msgspec.structs.replace(chain, spares=(peers[1].peer,))
+    found = serving_pipelines(posed, chain, 16, 1 / (MUCH_SLOWER * chain.step_time_s))
+    assert found is not None
+    (pipeline,) = found.pipelines
+    assert {stage.peer for stage in pipeline.stages} == {peer.peer for peer in peers}
+    assert found.over_one_chain > 1.05

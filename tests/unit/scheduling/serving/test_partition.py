@@ -12,15 +12,15 @@ import pytest
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import StageCosts
-from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement, ServingNeeds
+from fusionai.scheduling.problem.types import Link, PeerProfile, Problem
 from fusionai.scheduling.serving import partition
 from fusionai.scheduling.serving.partition import divided
 from fusionai.scheduling.serving.planning import serving_plan
 from fusionai.scheduling.serving.prediction import LoadedPipeline, bound_tokens_per_s
+from harness.problems import served_by
 
 MB = 1_000_000
 SESSIONS = 16
-POOL = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
 
 
 def pool(machines: int, seed: int | None, memory_bytes: int = 35 * MB) -> Problem:
@@ -38,27 +38,7 @@ def pool(machines: int, seed: int | None, memory_bytes: int = 35 * MB) -> Proble
             downlink=Link(bandwidth_bytes_per_s=1e8),
         )
 
-    block = BlockCost(
-        block=0,
-        forward_flops=2e6,
-        backward_flops=0,
-        parameter_bytes=10 * MB,
-        trainable_bytes=0,
-        activation_bytes=0,
-        output_bytes=1000,
-        gradient_bytes=0,
-        cache_token_bytes=1000,
-    )
-    return Problem(
-        task="serve",
-        graph_hash="g",
-        blocks=tuple(msgspec.structs.replace(block, block=number) for number in range(6)),
-        peers=tuple(peer(number) for number in range(machines)),
-        roles=POOL,
-        microbatches=1,
-        microbatch_tokens=1,
-        serving=ServingNeeds(context_tokens=64, sessions=4, cache_tokens=128, retain=False, result_bytes=400),
-    )
+    return served_by(map(peer, range(machines)))
 
 
 def partitions(machines: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
