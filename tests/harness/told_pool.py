@@ -15,7 +15,7 @@ from fusionai.client.pool.session import PoolMember
 from fusionai.execution.connections import Deployment
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId
-from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem, RolePlacement
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem, RolePlacement, ServingNeeds
 from fusionai.transport.security.signed import Ticket, sign_ticket
 from fusionai.wire.messages import MemberView
 
@@ -58,6 +58,18 @@ def problem(*peers: PeerProfile, takeover: str = "exact") -> Problem:
         microbatches=4,
         microbatch_tokens=8,
         takeover=takeover,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def served(*peers: PeerProfile, weights_bytes: int = 1000) -> Problem:
+    """The same blocks, served instead of trained, in any number of stages."""
+    posed = problem(*peers, takeover="tolerant")
+    blocks = tuple(
+        msgspec.structs.replace(block, forward_flops=1e8, parameter_bytes=weights_bytes) for block in posed.blocks
+    )
+    needs = ServingNeeds(context_tokens=100, sessions=4, page_tokens=10, pass_tokens=20, cache_tokens=200)
+    return msgspec.structs.replace(
+        posed, task="serve", stages=None, microbatches=1, microbatch_tokens=1, serving=needs, blocks=blocks
     )
 
 

@@ -92,7 +92,9 @@ def test_a_process_that_dies_makes_its_check_wrong(monkeypatch: pytest.MonkeyPat
 
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "_TIMEOUT_S", 0.5)
-    scripted(monkeypatch, printing(Begun("gradients")) + "; sys.stdout.flush(); import time; time.sleep(60)")
+    scripted(
+        monkeypatch, printing(Begun("gradients")) + "; sys.stdout.flush(); import threading; threading.Event().wait()"
+    )
     assert self_test.tested("cuda", 1, lambda name: None).checks[0].verdict == "wrong"
 
 
@@ -104,7 +106,9 @@ def test_a_device_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_interruption_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
-    scripted(monkeypatch, printing(Begun("gradients")) + "; sys.stdout.flush(); import time; time.sleep(60)")
+    scripted(
+        monkeypatch, printing(Begun("gradients")) + "; sys.stdout.flush(); import threading; threading.Event().wait()"
+    )
     scripted_start = self_test.subprocess.Popen
     monkeypatch.setattr(
         self_test.subprocess,

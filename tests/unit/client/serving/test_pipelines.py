@@ -19,23 +19,12 @@ from fusionai.client.serving.watch import ServingReplanner
 from fusionai.coordination.serving.routing import Pace
 from fusionai.execution.connections import Deployment
 from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.problem.types import Plan, Problem, ServingNeeds
+from fusionai.scheduling.problem.types import Plan, Problem
 from fusionai.serving.interface import EngineStatus
 from fusionai.serving.pipelines import PipelinedEngine
-from harness.told_pool import JOB, FakeClock, FakePool, member, problem, profile, working
+from harness.told_pool import JOB, FakeClock, FakePool, member, profile, served, working
 
 PACE = Pace(token_s=(0.01,), prompt_token_s=0.001, sessions=4)
-NEEDS = ServingNeeds(context_tokens=100, sessions=4, page_tokens=10, pass_tokens=20, cache_tokens=200)
-
-
-def posed(flops: float = 1e8, weights_bytes: int = 1000) -> Problem:
-    base = problem(takeover="tolerant")
-    blocks = tuple(
-        msgspec.structs.replace(block, forward_flops=flops, parameter_bytes=weights_bytes) for block in base.blocks
-    )
-    return msgspec.structs.replace(
-        base, task="serve", stages=None, microbatches=1, microbatch_tokens=1, serving=NEEDS, blocks=blocks
-    )
 
 
 @dataclass
@@ -65,7 +54,7 @@ class Bench:
         self.clock = FakeClock()
         self.events: list[PipelineEvent] = []
         self.known = {name: profile(name) for name in ("one", "two", "three")}
-        self.problem = problem_ or posed()
+        self.problem = problem_ or served()
         process: Any = SimpleNamespace(
             pool=FakePool([()]), clock=self.clock, note=lambda _: None, known=SimpleNamespace(profiles=self.known)
         )
@@ -183,7 +172,7 @@ def test_a_pipeline_that_does_not_pay_is_not_opened_and_not_planned_again():
 
 def test_the_owners_memory_counts_once_for_each_pipeline():
     async def story(pipelines: int) -> int:
-        bench = Bench(problem_=posed(weights_bytes=200_000_000))
+        bench = Bench(problem_=served(weights_bytes=200_000_000))
         for number in range(2, pipelines + 1):
             bench.add(number, "two")
         asked = bench.pipelines._problem_of(bench.problem, ())

@@ -14,11 +14,11 @@ from fusionai.client.serving.watch import ServingReplanner, ServingWatch
 from fusionai.execution.connections import Deployment
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.problem.types import PeerProfile, Plan, ServingNeeds
+from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.scheduling.standby.continuation import REST_S, STEADY_S
 from fusionai.serving.engine import ServingEngine
 from fusionai.serving.interface import EngineStatus
-from harness.told_pool import JOB, OWNER, FakeClock, FakePool, member, problem, ticket, working
+from harness.told_pool import JOB, OWNER, FakeClock, FakePool, member, served, ticket, working
 
 LOOK_S = 2.0
 
@@ -47,12 +47,7 @@ class Bench:
     """`slow` runs all, `quick` standbys it: it was lost, and is back."""
 
     def __init__(self) -> None:
-        posed = problem(profile("quick"), profile("slow"), takeover="tolerant")
-        needs = ServingNeeds(context_tokens=100, sessions=4, page_tokens=10, pass_tokens=20, cache_tokens=200)
-        blocks = tuple(msgspec.structs.replace(block, forward_flops=1e8) for block in posed.blocks)
-        self.problem = msgspec.structs.replace(
-            posed, task="serve", stages=None, microbatches=1, microbatch_tokens=1, serving=needs, blocks=blocks
-        )
+        self.problem = served(profile("quick"), profile("slow"))
         made = planned(msgspec.structs.replace(self.problem, peers=(profile("slow"),)))
         self.clock = FakeClock()
         self.pool = FakePool([()])
