@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -35,6 +36,7 @@ from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints
 from fusionai.training.deployment import Cut, StateSource, TrainingJob, cut, stage_options
 from fusionai.training.driver import Driver
+from fusionai.training.joint_exchange import JointSeat
 from fusionai.training.outer import Seat
 from fusionai.transport.interface import Accept, Channel, Listener, Transport
 from fusionai.transport.security.identity import peer_of, public_bytes
@@ -68,7 +70,8 @@ Observer = Callable[[PeerId, PeerId, Message], None]
 
 
 class MemoryPool:
-    """`peers` providers and an owner. Use as an async context. `on_message` sees all that crosses the network."""
+    """`peers` providers and an owner. Use as an async context. `on_message` sees all that crosses the network.
+    `beside`: other machines of the same pool, which work for another job; this part's are for `job`."""
 
     def __init__(
         self,
@@ -77,14 +80,19 @@ class MemoryPool:
         *,
         share: float = 1.0,
         on_message: Observer = lambda sender, receiver, message: None,
+        beside: MemoryPool | None = None,
+        job: JobId = JOB,
     ) -> None:
-        self.network = MemoryNetwork()
-        self.key = Ed25519PrivateKey.generate()
+        self.network = MemoryNetwork() if beside is None else beside.network
+        self.key = Ed25519PrivateKey.generate() if beside is None else beside.key
+        self.job = job
+        self.first = 0 if beside is None else beside.first + len(beside.hosts)
+        """Number of the first peer."""
         self.on_message = on_message
         self._backend = backend
         self._share = share
         self.owner = self._host(OWNER, 1.0)
-        self.hosts = [self._host(peer_id(number), share) for number in range(peers)]
+        self.hosts = [self._host(peer_id(self.first + number), share) for number in range(peers)]
         self.doors: list[JobAcceptor] = []
         """One for each start of a peer."""
         self.addresses: dict[str, tuple[str, ...]] = {}
@@ -115,10 +123,10 @@ class MemoryPool:
         )
 
     def ticket(
-        self, peer: PeerId, *, job: str = JOB, version: int = 1, driver: bool = False, lifetime_s: float = 600.0
+        self, peer: PeerId, *, job: str = "", version: int = 1, driver: bool = False, lifetime_s: float = 600.0
     ) -> bytes:
         content = Ticket(
-            job=job,
+            job=job or self.job,
             peer=peer,
             stage=-1 if driver else 0,
             plan_version=version,
@@ -374,7 +382,7 @@ class Job:
     """Whether stages may move among machines of unlike numerics."""
     replans: bool = False
     """Whether there is a broker to ask for another plan; otherwise the job ends."""
-    exchange: Seat | None = None
+    exchange: Seat | JointSeat | None = None
     """With other jobs that train the same model."""
     sync_every: int = 0
     sync_lag: int = 0
@@ -382,6 +390,7 @@ class Job:
     sync_codec: Codec = "none"
     sync_rate: float = 1.0
     sync_momentum: float = 0.0
+    sync_between: Literal["owner", "peers"] = "owner"
     secret: bytes = b""
     """Of spot checks; empty: there are none."""
     recut: Sequence[tuple[int, int]] = ()
@@ -411,7 +420,10 @@ class Job:
             for replica in range(self.replicas)
             for number, blocks in enumerate(self.ranges)
         )
-        standbys = tuple(Standby(stage=stage, peer=peer_id(number)) for stage, number in sorted(self.standbys.items()))
+        standbys = tuple(
+            Standby(stage=stage, peer=peer_id(self.pool.first + number))
+            for stage, number in sorted(self.standbys.items())
+        )
         return Plan(
             version=self.version,
             graph_hash="",
@@ -428,7 +440,7 @@ class Job:
 
     def training_job(self) -> TrainingJob:
         return TrainingJob(
-            job=JOB,
+            job=self.pool.job,
             owner=OWNER,
             graph=self.graph,
             options=StageOptions(
@@ -446,6 +458,7 @@ class Job:
                 sync_codec=self.sync_codec,
                 sync_rate=self.sync_rate,
                 sync_momentum=self.sync_momentum,
+                sync_between=self.sync_between,
                 base_stays=self.base_stays,
             ),
             steps=self.steps,

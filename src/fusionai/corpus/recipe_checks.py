@@ -326,6 +326,8 @@ class RecipeChecks:
                 f"overlap = {replicas.overlap}: expected fewer steps than there are between two exchanges "
                 f"(every = {replicas.every}).",
             )
+        if replicas.exchange == "peers":
+            self._between_peers(table)
         self._early(replicas)
         if tables.placement.required:
             raise self.fail(
@@ -335,6 +337,24 @@ class RecipeChecks:
                 hint="Remove it.",
             )
         return replicas
+
+    def _between_peers(self, table: spec.ReplicasTable) -> None:
+        """Refuse what replicas that exchange between their machines can't do: they begin together and take every round
+        together."""
+        if table.count == "auto":
+            problem = 'count = "auto": expected a number, because replicas that exchange between peers begin together.'
+            hint = "Set count to a number of replicas."
+        elif table.overlap:
+            problem = f"overlap = {table.overlap} has no effect, because steps wait for an exchange between peers."
+            hint = "Remove overlap."
+        elif table.deadline_s is not None:
+            problem = (
+                f"deadline_s = {table.deadline_s:g} has no effect, because a round waits for every replica that runs."
+            )
+            hint = "Remove deadline_s."
+        else:
+            return
+        raise self.fail("replicas", problem, hint=hint + ' Or set exchange = "owner".')
 
     def _early(self, replicas: spec.Replicas) -> None:
         if replicas.early_steps == 0:

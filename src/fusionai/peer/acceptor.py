@@ -4,7 +4,8 @@ Every connection between members of a job starts with `OpenJob`: a ticket signed
 sender's key, the job and the plan version. A control connection needs the driver's ticket. The driver's state
 connection carries states or weights; state connections of other members bring snapshots or ask for weights. Because the
 broker alone issues tickets, a member other than the driver is accepted only if the placement signed by the job's owner
-names it.
+names it. A machine of another replica of the model shows the ticket of its own job, and is accepted if this job's
+driver named it.
 
 If a driver's connection ends, its job is kept for `ORPHANED_S`, or until the driver of another job comes with a valid
 ticket, which means that the broker has given this machine away. A neighbour that learns of a round earlier than this
@@ -102,7 +103,7 @@ class JobAcceptor:
     async def _open(self, channel: Channel, opening: wire.OpenJob) -> None:
         ticket = self._check(channel, opening)
         channel.admit()
-        job, peer = JobId(ticket.job), PeerId(ticket.peer)
+        job, peer = JobId(opening.job), PeerId(ticket.peer)
         if channel.stream == "control":
             await self._serve_driver(channel, job, self._admit_driver(ticket, job, peer, opening), opening.fence)
             return
@@ -215,9 +216,13 @@ class JobAcceptor:
         try:
             if channel.remote.peer is None:
                 raise TrustError("expected a member of the pool, got a stranger.")
-            now_wall_s, job = self._host.clock.wall_s(), JobId(opening.job)
+            now_wall_s, job = self._host.clock.wall_s(), JobId(opening.twin_of or opening.job)
             peer, key = channel.remote.peer, self._authority_key
             ticket = verify_ticket(opening.ticket, key, now_wall_s=now_wall_s, job=job, peer=peer)
+            if opening.twin_of:
+                if ticket.role == "driver" or channel.stream != "state":
+                    raise TrustError("expected a stage of another replica on a state connection.")
+                return ticket  # the member knows whether its driver named this peer
             if (asked := opening.fence.plan_version) != ticket.plan_version:
                 raise TrustError(f"expected a ticket for plan version {asked}, got one for {ticket.plan_version}.")
             given, newest = self._placed

@@ -47,6 +47,7 @@ from fusionai.training.checkpoints import Checkpoints, Saving
 from fusionai.training.deployment import Batch, Cut, TrainingJob, cut
 from fusionai.training.feed import Traffic
 from fusionai.training.inspection import Inspection
+from fusionai.training.joint_exchange import JointSeat, StageExchange
 from fusionai.training.outer import LocalUpdates, Seat
 from fusionai.training.progress import FaultLog, Timeline
 from fusionai.training.rounds import JobRound
@@ -78,7 +79,7 @@ class Driver:
         saved: int,
         replanner: PlanSource,
         on_progress: Listener,
-        exchange: Seat | None = None,
+        exchange: Seat | JointSeat | None = None,
     ) -> None:
         if (exchange is None) != ((every := job.options.sync_every) == 0):
             raise PlanError(
@@ -125,7 +126,8 @@ class Driver:
         )
         self._traffic = Traffic(self._round, self._member)
         self._saving = Saving(self._round, checkpoints, on_progress)
-        self._updates = LocalUpdates(self._round, exchange)
+        joint = isinstance(exchange, JointSeat)
+        self._updates = StageExchange(self._round, exchange) if joint else LocalUpdates(self._round, exchange)
 
     def _on_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> None:
         self._traffic.on_output(message, tensors)
@@ -203,6 +205,7 @@ class Driver:
         if self._asking is not None:
             self._asking.cancel()
         self._saving.cancel()
+        self._updates.close()
         await self._round.close()
         self._traffic.fail(reason)
         await self._connections.close(self.fence, reason)
@@ -424,6 +427,7 @@ class Driver:
                     self._inspection.hear(peer, message)
             case _:
                 pass
+        self._updates.heard(message)
         if event is not None:
             self._post(event)
 
@@ -435,6 +439,8 @@ class Driver:
                     pass
                 case wire.PseudoGradient() as message:
                     self._updates.take(peer, message, envelope.tensors)
+                case wire.ExchangePart() as message:
+                    await self._updates.pass_on(peer, message, envelope.tensors)
                 case wire.Snapshot() as message:
                     self._member.take_snapshot(peer, message, envelope.tensors)
                 case wire.Forward() | wire.Backward() | wire.SharedGradient() as message:

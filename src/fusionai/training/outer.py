@@ -146,7 +146,7 @@ def beginning(graph: Graph, seed: int, state: StateSource) -> dict[str, HostTens
 @dataclass(frozen=True, slots=True)
 class RoundDone:
     """A finished round. `number` counts from 1. `late`: participants that had missed the previous round. `nbytes`:
-    bytes sent by and to all participants. `steps`: for each of `jobs`, its own step that ended the round."""
+    bytes over the job owner's line. `steps`: for each of `jobs`, its own step that ended the round."""
 
     number: int
     jobs: tuple[str, ...]
@@ -466,6 +466,16 @@ class LocalUpdates:
             await self._round.send_state(stage, message, tuple(body.values()))
             if chunk is None:
                 return
+
+    def heard(self, message: wire.Message) -> None:
+        """Follow what a stage reported. Only exchanges between replicas' machines need it."""
+
+    async def pass_on(self, peer: PeerId, message: wire.ExchangePart, tensors: Mapping[str, HostTensor]) -> None:  # noqa: ARG002
+        """Pass a part on to a stage of another replica. Raises `ExecutionError` if it is not expected from `peer`."""
+        raise ExecutionError(f"got a part of an exchange from peer {short(peer)}, in a job that has none.")
+
+    def close(self) -> None:
+        """The driver ends."""
 
     def take(self, peer: PeerId, message: wire.PseudoGradient, tensors: Mapping[str, HostTensor]) -> None:
         """Take part of a stage's differences. Raises `ExecutionError` for one that is not expected from this peer."""

@@ -197,7 +197,10 @@ class JobRound:
         self.connections.send_to(self.peer_of(stage), message)
 
     async def send_state(
-        self, stage: int, message: wire.StateChunk | wire.OuterUpdateChunk, tensors: Sequence[HostTensor]
+        self,
+        stage: int,
+        message: wire.StateChunk | wire.OuterUpdateChunk | wire.ExchangePart,
+        tensors: Sequence[HostTensor],
     ) -> None:
         """Send to the stage's peer on its state connection. Raises `TransportError`."""
         await self.connections.send_state(self.peer_of(stage), message, tensors)

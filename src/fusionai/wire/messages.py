@@ -17,6 +17,7 @@ import msgspec
 
 from fusionai.wire.base import *
 from fusionai.wire.broker import *
+from fusionai.wire.exchange import *
 from fusionai.wire.job import *
 from fusionai.wire.serving import *
 from fusionai.wire.training import *

@@ -98,6 +98,8 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     sync_early: tuple[Count, Count, Count] = (0, 0, 0)
     """(first, until, every): between these steps of the whole run, exchanges happen every `every` steps. 0: no such
     phase."""
+    sync_between: Literal["owner", "peers"] = "owner"
+    """Where pseudo-gradients are summed: by the job's owner, or by the stages, each for a share of the parameters."""
     base_stays: bool = False
     """The job owner keeps the parameters that are not trained. Saved stage states leave them out."""
 

@@ -311,7 +311,7 @@ def _exchange(result: ReplicasResult) -> dict[str, object]:
         "exchanged_bytes": result.exchanged_bytes,
         "every_step_bytes": every_step,
         "times_less": times,
-        "sentence": f"exchanged {format_bytes(result.exchanged_bytes)} in {result.rounds} rounds{less}",
+        "sentence": f"exchanged {format_bytes(result.exchanged_bytes)} over this line in {result.rounds} rounds{less}",
     }
 
 
@@ -344,7 +344,7 @@ class _ReplicasWatch:
                 missing = "" if len(jobs) == number_of_all else f" of {number_of_all}"
                 behind = f", with {', '.join(late)} catching up on a missed round" if late else ""
                 self._view.exchanged(
-                    f"round {number}: {len(jobs)}{missing} replicas synchronised{behind} ({format_bytes(nbytes)})"
+                    f"round {number}: {len(jobs)}{missing} replicas synchronised{behind} ({format_bytes(nbytes)} over this line)"
                 )
             case InReplica(number=number, event=inner):
                 report = self.report_of(number)

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from fusionai.client.pool.session import PoolMember
 from fusionai.client.training.preparation import PreparedJob
 from fusionai.primitives.ids import JobId
+from fusionai.scheduling.problem.types import Plan
 from fusionai.training.driver import Driver
+from fusionai.training.joint_exchange import JointSeat
 from fusionai.training.outer import Seat
 
 KeptOut = Callable[[tuple[PoolMember, ...], bool], frozenset[str]]
@@ -29,7 +31,7 @@ class ReplicaPart:
 
     number: int
     prepared: PreparedJob
-    exchange: Seat
+    exchange: Seat | JointSeat
     kept_out: KeptOut
     first_step: int
     total_steps: int
@@ -37,6 +39,14 @@ class ReplicaPart:
     """The replica's driver, None until there is one."""
     dropped: str | None = None
     """Reason for which its training was cut off; it continues from there at the next start."""
+
+    def weigh(self, plan: Plan, members: Iterable[PoolMember]) -> None:
+        """Let this replica's stages sum a share that corresponds to the slowest uplink of its machines, if replicas
+        exchange between their machines."""
+        placed = {stage.peer for stage in plan.stages}
+        uplinks = [one.profile.uplink.bandwidth_bytes_per_s for one in members if one.view.peer in placed]
+        if uplinks and isinstance(self.exchange, JointSeat):
+            self.exchange.weight = max(1.0, min(uplinks))
 
     def excluded(self, members: tuple[PoolMember, ...]) -> frozenset[str]:
         return self.kept_out(members, self.driver is not None and self.driver.is_waiting)

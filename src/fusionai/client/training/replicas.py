@@ -35,11 +35,10 @@ from fusionai.client.training.job_directory import (
 )
 from fusionai.client.training.preparation import PreparedJob, excluded_peers, prepare, problem_for
 from fusionai.client.training.replica_crews import Crews, ReplicaPart, stands_by
+from fusionai.client.training.replica_rounds import ReplicaRounds, open_exchange, seat_name
 from fusionai.client.training.train import Planned, RunEvent, TrainingResult, TrainOptions, train
-from fusionai.coordination.training.exchanges import Early, Exchanges
 from fusionai.corpus.order import Deal
 from fusionai.corpus.recipe import Recipe
-from fusionai.corpus.schedule import early_rounds
 from fusionai.corpus.tables import Replicas
 from fusionai.primitives.errors import FusionError, PlanError, TransportError
 from fusionai.primitives.process import in_background
@@ -48,11 +47,14 @@ from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem
 from fusionai.scheduling.training.replicated import Exchanging, Group, divide, fastest
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
-from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone, Seat, beginning
-from fusionai.training.outer_disk import OuterFiles
+from fusionai.training.joint_exchange import JointExchange
+from fusionai.training.outer import Outer, RoundDone, Seat
 
 LOOK_S: Final = 2.0
 """Interval at which the pool is checked for machines for a waiting replica, in seconds (chosen)."""
+
+
+TOO_LATE: Final = "replicas that exchange between their machines begin together, and the others have begun"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +135,10 @@ async def _opened(
 ) -> _Replicas:
     prepared = await in_background(lambda: prepare(recipe, directory, lambda text: on_event(Noted(text))))
     directory.keep_recipe(encode_recipe(recipe))
-    files = await in_background(lambda: OuterFiles(places.outer))
-    loaded = await in_background(files.load)
-    if loaded is None:
-        graph, seed, given = prepared.captured.graph, recipe.job.seed, prepared.captured.state
-        values = await in_background(lambda: beginning(graph, seed, given))
-        loaded = OuterState.first(values), {}
+    rounds = ReplicaRounds(recipe, replicas, prepared.captured.graph, on_event)
+    rounds.outer = await in_background(lambda: open_exchange(recipe, replicas, prepared, places, rounds.round_done))
     backend = await in_background(lambda: open_backend("torch", device=options.device, threads=options.threads))
     owner = owner_profile(pool.membership.peer, await in_background(backend.probe))
-    rounds = _Rounds(recipe, replicas, files, *loaded, on_event)
     return _Replicas(recipe, replicas, options, pool, prepared, places, owner, rounds, on_event)
 
 
@@ -158,41 +155,6 @@ class _Running:
 
 
 @dataclass
-class _Rounds:
-    """The rounds in which the replicas agree, with counts of this start. `rounds_of`: see `training.outer`."""
-
-    recipe: Recipe
-    replicas: Replicas
-    files: OuterFiles
-    state: OuterState
-    rounds_of: dict[str, int]
-    on_event: Callable[[ReplicasEvent], None]
-    first_steps: dict[int, int] = field(default_factory=dict[int, int])
-    """Steps of the job that were over when each replica started."""
-    rounds: int = 0
-    trained_steps: int = 0
-    exchanged_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        table, steps = self.replicas, self.recipe.job.steps
-        early = Early(*early_rounds(table, self.recipe.train, steps))
-        self.exchanges = Exchanges(every=table.every, lag=table.overlap, steps=steps, early=early)
-        rules = OuterRules(
-            codec=table.codec, learning_rate=table.learning_rate, momentum=table.momentum, deadline_s=table.deadline_s
-        )
-        self.trained_bytes = sum(4 * value.size for value in self.state.anchor.values())
-        self.outer = Outer(self.state, rules, self.files, self.rounds_of, on_round=self._round_done)
-
-    def _round_done(self, event: RoundDone) -> None:
-        self.rounds += 1
-        first = {_name(number): steps for number, steps in self.first_steps.items()}
-        taken = [self.exchanges.round_steps(first[job] + step) for job, step in event.steps.items()]
-        self.trained_steps += sum(taken) + max(taken) * len(event.late)  # late replicas count like the others
-        self.exchanged_bytes += event.nbytes
-        self.on_event(event)
-
-
-@dataclass
 class _Replicas:
     """Runs the replicas, as the module's docstring says."""
 
@@ -203,7 +165,7 @@ class _Replicas:
     prepared: PreparedJob
     places: ReplicaDirectories
     owner: PeerProfile
-    rounds: _Rounds
+    rounds: ReplicaRounds
     on_event: Callable[[ReplicasEvent], None]
     _crews: Crews = field(default_factory=Crews)
     _running: dict[int, _Running] = field(default_factory=dict[int, _Running])
@@ -339,7 +301,7 @@ class _Replicas:
         part = ReplicaPart(
             number=number,
             prepared=dataclasses.replace(self.prepared, source=self.prepared.source.dealt(deal)),
-            exchange=exchange or self.rounds.outer.seat(_name(number)),
+            exchange=exchange or self.rounds.outer.seat(seat_name(number)),
             kept_out=lambda members, in_need: self._crews.kept_out(number, members, in_need=in_need),
             first_step=first_step,
             total_steps=self.recipe.job.steps,
@@ -370,7 +332,7 @@ class _Replicas:
             return
         self._tried = there
         made = await in_background(lambda: self._plan_among(idle))
-        if made is None or not self._pays(made):
+        if made is None or not self._pays(made) or self._is_too_late(number, first_step):
             self._crews.share_out(members)
             return
         past = await in_background(partial(self.places.past, number))
@@ -384,6 +346,13 @@ class _Replicas:
         self._crews.give(number, [one.peer for one in (*made.stages, *made.standbys) if one.peer != made.feed])
         await self._start(number, past, first_step, exchange)
         self._wait_for_more()
+
+    def _is_too_late(self, number: int, first_step: int) -> bool:
+        """Return whether a replica can't begin any more: the agreed parameters are at the others' machines only."""
+        late = isinstance(self.rounds.outer, JointExchange) and first_step > 0 and self.places.past(number) is None
+        if late and self._waiting[number] != TOO_LATE:
+            self._wait(number, TOO_LATE)
+        return late
 
     def _pays(self, made: Plan) -> bool:
         """Return whether another replica would make the job faster. With `auto`, one that is much slower than the
@@ -401,7 +370,8 @@ class _Replicas:
 
     async def _welcome(self, number: int, first_step: int) -> Seat:
         """Prepare a late replica to start from the parameters that the others agreed on."""
-        seat, agreed = await self.rounds.outer.newcomer(_name(number))
+        assert isinstance(self.rounds.outer, Outer), "replicas that exchange between their machines begin together"
+        seat, agreed = await self.rounds.outer.newcomer(seat_name(number))
         recipe = self.places.recipe_of(number, first_step)
         await in_background(lambda: begin_with(agreed, recipe, self.prepared, open_directory(recipe)))
         return seat
@@ -431,7 +401,7 @@ class _Replicas:
     def _note_end(self, number: int, running: _Running) -> None:
         """Handle the end of a replica and its consequences for the others."""
         if self._stopped is None:  # after a stop, a round must not complete without the replica
-            self.rounds.outer.leave(_name(number))
+            self.rounds.outer.leave(seat_name(number))
         self._crews.forget(number)
         try:
             result = running.task.result()
@@ -466,7 +436,7 @@ class _Replicas:
 
     def _drop_those_in_vain(self) -> None:
         """After a stop, cancel replicas that wait for a round with others that have already stopped."""
-        if self._stopped is None or not self.rounds.outer.waits_in_vain(_name(number) for number in self._running):
+        if self._stopped is None or not self.rounds.outer.waits_in_vain(seat_name(number) for number in self._running):
             return
         for running in self._running.values():
             running.part.dropped = self._stopped
@@ -476,7 +446,3 @@ class _Replicas:
         if running.part.driver is not None:
             running.part.driver.stop(reason)
         running.stop.set()
-
-
-def _name(number: int) -> str:
-    return f"replica-{number}"

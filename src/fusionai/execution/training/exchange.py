@@ -16,7 +16,7 @@ Parameters travel flattened, so that groups of a codec run across rows and only 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from fusionai.backends.interface import StageProgram
 from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM, REPORTED, RESIDUAL
+from fusionai.coordination.training.division import Span
 from fusionai.execution.tensors import as_array, as_bytes
 from fusionai.execution.training.codecs import Carried, pack, unpack
 from fusionai.primitives.errors import ExecutionError
@@ -98,6 +99,76 @@ def adopt(
         )
 
 
+def divided_difference(
+    program: StageProgram, key: str, divided: Sequence[Span], own: int, codec: Exchanged
+) -> dict[int, Carried]:
+    """Return one parameter's difference, packed in pieces: member -> the piece of its share. The own share is not
+    packed, and neither are empty ones."""
+    values = as_array(_pseudo_gradient(program, key, overlapped=False)[0])
+    return {
+        member: pack(key, _float32(values[first:below], (below - first,)), codec)
+        for member, (first, below) in enumerate(divided)
+        if member != own and first < below
+    }
+
+
+def share_mean(
+    program: StageProgram, key: str, span: Span, own: int, others: Mapping[int, Carried], codec: Exchanged
+) -> tuple[Carried, Floats]:
+    """Sum the differences of one share in the order of the members, and divide by their number. Return (packed mean,
+    mean). `others`: member -> its piece."""
+    first, below = span
+    pieces = {member: as_array(unpack(piece)) for member, piece in others.items()}
+    pieces[own] = as_array(_pseudo_gradient(program, key, overlapped=False)[0])[first:below]
+    total = np.zeros(below - first, np.float32)
+    for member in sorted(pieces):
+        total += pieces[member]
+    mean = total * np.float32(1 / len(pieces))
+    return pack(key, _float32(mean, mean.shape), codec), mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DividedUpdate:
+    """What a stage adopts for one parameter: `means`: member -> the packed mean of its share; `wanted`: the own share's
+    mean before packing."""
+
+    divided: Sequence[Span]
+    own: int
+    means: Mapping[int, Carried]
+    wanted: Floats | None
+
+
+def adopt_divided(
+    program: StageProgram, key: str, update: DividedUpdate, codec: Exchanged, step: OuterOptimizer
+) -> None:
+    """Adopt an outer update that the replicas summed in shares. What packing lost of the own share's mean is kept with
+    what it lost of the own differences, times the number of members, because the next mean divides it again."""
+    tensor, anchor = _pseudo_gradient(program, key, overlapped=False)
+    difference = as_array(tensor)
+    gradient, lost = np.zeros_like(difference), np.zeros_like(difference)
+    for member, (first, below) in enumerate(update.divided):
+        if first == below:
+            continue
+        piece = slice(first, below)
+        gradient[piece] = as_array(unpack(update.means[member]))
+        if member != update.own:
+            packed = pack(key, _float32(difference[piece], (below - first,)), codec)
+            lost[piece] = difference[piece] - as_array(unpack(packed))
+        elif update.wanted is not None:
+            lost[piece] = (update.wanted - gradient[piece]) * np.float32(len(update.divided))
+    ((_, before),) = program.export_entries([f"optimizer/{key}/{OUTER_MOMENTUM}"])
+    value, held = step.take(as_array(anchor), as_array(before), gradient)
+    new = host_tensor(anchor.dtype, anchor.shape, as_bytes(value, anchor.dtype))
+    program.import_state(
+        [
+            (f"model/{key}", new),
+            (f"optimizer/{key}/{ANCHOR}", new),
+            (f"optimizer/{key}/{OUTER_MOMENTUM}", _float32(held, anchor.shape)),
+            (f"optimizer/{key}/{RESIDUAL}", _float32(lost, anchor.shape)),
+        ]
+    )
+
+
 def flat(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape in which a parameter of this shape travels."""
     return (prod(shape),)
@@ -115,7 +186,7 @@ def _parameter(name: str, form: ParameterForm) -> str:
 
 
 def _float32(values: Floats, shape: tuple[int, ...]) -> HostTensor:
-    return host_tensor("float32", shape, as_bytes(values, "float32"))
+    return host_tensor("float32", shape, as_bytes(np.ascontiguousarray(values), "float32"))
 
 
 def _with_what_came_since(program: StageProgram, key: str, agreed: HostTensor) -> HostTensor:

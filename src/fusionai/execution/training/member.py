@@ -26,6 +26,7 @@ from fusionai.primitives.errors import (
     ExecutionError,
     FusionError,
     GraphError,
+    TransportError,
 )
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
@@ -66,12 +67,15 @@ class JobMember(RoundMember):
             on_kept=self._snapshot_kept,
             on_refused=self._snapshot_refused,
             on_evidence=self.send_evidence,
+            on_twin=self._hear_twin,
         )
         host.memory.join(self.kept.store)
         self._checks: set[asyncio.Task[None]] = set()
         """Rechecks of the present round, including finished ones."""
         self._verifiers: dict[int, StepVerifier] = {}
         """Stage that is rechecked here -> its verifier."""
+        self._twins: dict[int, frozenset[PeerId]] = {}
+        """Stage here -> peers of other replicas that its driver named in the last round of an exchange."""
         self._state_channel: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
 
     @property
@@ -97,6 +101,10 @@ class JobMember(RoundMember):
                 self._checks.add(self._start(self._recheck(asked, envelope.tensors)))
             case wire.SendEvidence() as asked:
                 self._start(self._answer_evidence(asked))
+            case wire.ExchangeRound() as message:
+                if message.fence == self._placement.fence:
+                    self._twins[message.stage] = frozenset(PeerId(twin.peer) for twin in message.twins)
+                self._deliver(message.stage, message, envelope.tensors)
             case wire.Resume() | wire.Commit() | wire.Export() as message:
                 if isinstance(message, wire.Commit) and message.fence == self._placement.fence:
                     self.kept.store.drop_below(message.watermark)
@@ -117,6 +125,8 @@ class JobMember(RoundMember):
                     match envelope.message:
                         case wire.StateChunk() | wire.OuterUpdateChunk() as message:
                             await self._take_state(message, envelope.tensors)
+                        case wire.ExchangePart() as message:
+                            self._deliver(message.stage, message, envelope.tensors)
                         case wire.Forward() | wire.Backward() | wire.SharedGradient() as message:
                             self.send_evidence(self.owner, message, envelope.tensors)
                         case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
@@ -265,7 +275,9 @@ class JobMember(RoundMember):
         self._post(self.owner, message, tensors)
 
     async def state(
-        self, message: wire.StateChunk | wire.PseudoGradient | wire.Snapshot | Sent, tensors: Sequence[HostTensor]
+        self,
+        message: wire.StateChunk | wire.PseudoGradient | wire.Snapshot | wire.ExchangePart | Sent,
+        tensors: Sequence[HostTensor],
     ) -> None:
         """Send on the driver's state connection. Raises `TransportError`."""
         await (await asyncio.shield(self._state_channel)).send(message, tensors)
@@ -294,6 +306,44 @@ class JobMember(RoundMember):
             await self.kept.hand_on(order, send)
         except FusionError as error:
             self._link_lost(PeerId(order.peer), f"the snapshot of stage {order.stage} could not be sent: {error}")
+
+    # ------------------------------------------------------------------------------------ stages of other replicas
+
+    def check(self, peer: PeerId, opening: wire.OpenJob) -> None:
+        """Raise `TrustError` for a peer that neither the owner's signed placement names nor, as a machine of another
+        replica, this stage's driver on its own connection."""
+        if not opening.twin_of or peer not in frozenset[PeerId]().union(*self._twins.values()):
+            super().check(peer, opening)
+
+    async def to_twin(self, twin: wire.TwinStage, message: wire.ExchangePart, tensors: Sequence[HostTensor]) -> None:
+        """Send to a stage of another replica; to and from the owner's machine on the driver's connection, because
+        members do not dial it. Raises `TransportError`."""
+        if self.owner in (twin.peer, self._host.peer):
+            await self.state(message, tensors)
+            return
+        peer, placement = PeerId(twin.peer), self._placement
+        opening = wire.OpenJob(job=twin.job, fence=twin.fence, ticket=placement.ticket, twin_of=self.job)
+        try:
+            addresses = self._host.addresses_of(peer, twin.job, twin.ticket)
+            await self.kept.send(peer, addresses, message, tensors, opening)
+        except TransportError:
+            raise
+        except FusionError as error:  # refused, because it has not heard of the round yet, or by an expired ticket
+            raise TransportError(str(error)) from error
+
+    def _hear_twin(self, peer: PeerId, message: wire.ExchangePart | None, tensors: Mapping[str, HostTensor]) -> None:
+        """Take a part of an exchange; None: the connection ended, and perhaps something on its way was lost."""
+        if message is None:
+            for stage, peers in self._twins.items():
+                if peer in peers and (runtime := self._runtime(stage, self._placement.fence)) is not None:
+                    runtime.twins.ask_again()
+            return
+        if message.job != self.job or message.fence != self._placement.fence:
+            self.stale_dropped += 1
+            return
+        if peer not in self._twins.get(message.stage, frozenset()):
+            raise ExecutionError(f"peer {short(peer)} sent a part of an exchange; this stage's driver did not name it.")
+        self._deliver(message.stage, message, tensors)
 
     # ---------------------------------------------------------------------------------------------------- spot checks
 

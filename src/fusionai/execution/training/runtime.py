@@ -28,6 +28,7 @@ from fusionai.execution.training.boundary import Boundary, RetainedMessages, Sen
 from fusionai.execution.training.codecs import joined
 from fusionai.execution.training.exchange import carried_shapes, check_values
 from fusionai.execution.training.snapshots import Chunk, Entries, SnapshotCopier, StateCopy
+from fusionai.execution.training.twins import Twins
 from fusionai.execution.training.work import StageExecutor
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ExecutionError, FusionError
@@ -93,6 +94,7 @@ class StageRuntime:
             trainable=sorted(self._trainable),
             saved=tuple(saved_entries(graph, options)),
         )
+        self.twins = Twins(self, host, self._trainable)
         self._awaited: frozenset[str] = frozenset()
         """Entries that the driver still has to send."""
         self._happened = asyncio.Event()
@@ -172,6 +174,10 @@ class StageRuntime:
                 )
             case wire.Export():
                 self._handle(machine.ExportAsked(message.step))
+            case wire.ExchangeRound():
+                self.twins.order(message)
+            case wire.ExchangePart():
+                self.twins.take(message, tensors)
             case _:
                 raise ExecutionError(f"stage {self.stage} of {self.job} can't take a {type(message).__name__}.")
 
@@ -221,6 +227,7 @@ class StageRuntime:
         if self._machine.fence != before:
             self._bench.superseded.clear()
             self._copies.abandon()
+            self.twins.begin_fence()
             self._awaited = frozenset()
         for command in commands:
             self._perform(command)
@@ -294,6 +301,14 @@ class StageRuntime:
         else:
             return True
         return False
+
+    def has_applied(self, step: int) -> bool:
+        """Return whether the step is part of the state."""
+        return self._machine.applied > step
+
+    def agreed(self, step: int) -> None:
+        """The outer update of a step, summed with other replicas' stages, can be adopted."""
+        self._handle(machine.OuterUpdateArrived(step))
 
     @property
     def linked_stages(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ driver, which stops using the standby for that stage.
 `MemberSnapshots` decides which peers may send a snapshot: the peer that runs the stage, if this member stands by for
 it, and any named member, if the stage runs (or is rechecked) here. It also passes snapshots on and waits for ones it
 needs. A problem with snapshots never counts as a stage's failure.
+Stages of other replicas send parts of an exchange on the same kind of connection; they are only passed on.
 
 `execution.training.member` owns it and answers the driver; `execution.training.runtime` says when to copy and loads;
 `execution.links` sends.
@@ -46,6 +47,8 @@ from fusionai.wire.messages import Fence, SnapshotAt
 
 log = logging.getLogger(__name__)
 
+ToMember = wire.Snapshot | wire.ExchangePart | Sent
+ByWhom = wire.OpenJob | None
 MAX_ENTRIES: Final = 200_000
 """Entries accepted in one snapshot (chosen)."""
 WHOLE_PER_STAGE: Final = 2
@@ -200,7 +203,8 @@ def _bytes_of(snapshots: Iterable[_Snapshot]) -> int:
 
 class MemberSnapshots:
     """Snapshots of one member. `on_kept(stage, step)`: a stage's snapshot at its standby is complete.
-    `on_refused(stage, code, reason)`: a snapshot did not fit in memory or is missing."""
+    `on_refused(stage, code, reason)`: a snapshot did not fit in memory or is missing. `on_twin`: a part of an exchange
+    came, or (None) the connection ended."""
 
     def __init__(
         self,
@@ -212,6 +216,7 @@ class MemberSnapshots:
         on_kept: Callable[[int, int], None],
         on_refused: Callable[[int, wire.RefusalCode, str], None],
         on_evidence: Callable[[PeerId, Sent, Mapping[str, HostTensor]], None],
+        on_twin: Callable[[PeerId, wire.ExchangePart | None, Mapping[str, HostTensor]], None],
     ) -> None:
         self.store = SnapshotStore(make_room)
         self.stale_dropped = 0
@@ -221,6 +226,7 @@ class MemberSnapshots:
         self._on_kept = on_kept
         self._on_refused = on_refused
         self._on_evidence = on_evidence
+        self._on_twin = on_twin
         self.judged: set[int] = set()
         """Stages of other members that are being rechecked here; any member may send snapshots of them."""
         self._accepted: set[KeepaliveConnection] = set()
@@ -255,6 +261,8 @@ class MemberSnapshots:
                         self.take(peer, message, envelope.tensors)
                     case wire.Forward() | wire.Backward() | wire.SharedGradient() as message:
                         self._on_evidence(peer, message, envelope.tensors)
+                    case wire.ExchangePart() as message:
+                        self._on_twin(peer, message, envelope.tensors)
                     case other:
                         raise ExecutionError(f"expected a Snapshot, got a {type(other).__name__}.")
         except ChannelClosed:
@@ -265,6 +273,7 @@ class MemberSnapshots:
             self._accepted.discard(connection)
             connection.drop()
             self.store.drop_from(peer)
+            self._on_twin(peer, None, {})
 
     def take(self, peer: PeerId, message: wire.Snapshot, tensors: Mapping[str, HostTensor]) -> None:
         """Store one part of a snapshot. Raises `ExecutionError` if the snapshot is not for this member."""
@@ -301,10 +310,11 @@ class MemberSnapshots:
     # ------------------------------------------------------------------------------------------------------- sending
 
     async def send(
-        self, peer: PeerId, addresses: Sequence[str], message: wire.Snapshot | Sent, tensors: Sequence[HostTensor]
+        self, peer: PeerId, at: Sequence[str], message: ToMember, tensors: Sequence[HostTensor], by: ByWhom = None
     ) -> None:
-        """Send one message to another member. Raises `RefusedError`, `TransportError`, `TrustError`."""
-        await self._connections.send(peer, addresses, self._placement.opening, message, tensors)
+        """Send one message to a member, `at` its addresses, opening the connection `by` a message for another job.
+        Raises `RefusedError`, `TransportError`, `TrustError`."""
+        await self._connections.send(peer, at, by or self._placement.opening, message, tensors)
 
     async def hand_on(
         self,

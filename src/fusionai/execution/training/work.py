@@ -223,6 +223,8 @@ class StageExecutor:
                 await self._share(work.step)
             case "total":
                 await self._sum_shared(work.step)
+            case "difference" if self._options.sync_between == "peers":
+                self._stage.twins.ask(work.step)
             case "difference" if self._options.sync_lag:
                 # The parameters it is computed from stay unchanged until the outer update arrives, so the next steps
                 # need not wait.
@@ -385,6 +387,9 @@ class StageExecutor:
         await self._stream(pending, message)
 
     async def _adopt(self, step: int) -> None:
+        if self._options.sync_between == "peers":
+            await self._stage.twins.adopt(step, self._copies.complete)
+            return
         form, agreed = self._held.take_outer_update(step)
 
         def work() -> None:

@@ -1,0 +1,80 @@
+"""The rounds in which the replicas of a job agree: where they exchange, and what was counted in this start.
+
+The owner's process sums the exchange (`training.outer`), or the replicas' machines do (`training.joint_exchange`), as
+the recipe says. `client.training.replicas` runs the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+
+from fusionai.client.training.job_directory import ReplicaDirectories
+from fusionai.client.training.preparation import PreparedJob
+from fusionai.coordination.training.exchanges import Early, Exchanges
+from fusionai.corpus.recipe import Recipe
+from fusionai.corpus.schedule import early_rounds
+from fusionai.corpus.tables import Replicas
+from fusionai.ir.schema import Graph
+from fusionai.training.joint_exchange import JointExchange, JointFiles
+from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone, beginning
+from fusionai.training.outer_disk import OuterFiles
+
+
+def open_exchange(
+    recipe: Recipe,
+    replicas: Replicas,
+    prepared: PreparedJob,
+    places: ReplicaDirectories,
+    on_round: Callable[[RoundDone], None],
+) -> Outer | JointExchange:
+    """Open the exchange as it was saved last. Blocking."""
+    if replicas.exchange == "peers":
+        return JointExchange(JointFiles(places.outer), on_round=on_round)
+    files = OuterFiles(places.outer)
+    loaded = files.load()
+    if loaded is None:
+        values = beginning(prepared.captured.graph, recipe.job.seed, prepared.captured.state)
+        loaded = OuterState.first(values), {}
+    rules = OuterRules(
+        codec=replicas.codec,
+        learning_rate=replicas.learning_rate,
+        momentum=replicas.momentum,
+        deadline_s=replicas.deadline_s,
+    )
+    return Outer(loaded[0], rules, files, loaded[1], on_round=on_round)
+
+
+@dataclass
+class ReplicaRounds:
+    """The rounds in which the replicas agree, with counts of this start."""
+
+    recipe: Recipe
+    replicas: Replicas
+    graph: Graph
+    on_event: Callable[[RoundDone], None]
+    first_steps: dict[int, int] = field(default_factory=dict[int, int])
+    """Steps of the job that were over when each replica started."""
+    rounds: int = 0
+    trained_steps: int = 0
+    exchanged_bytes: int = 0
+    outer: Outer | JointExchange = field(init=False)
+
+    def __post_init__(self) -> None:
+        table, steps = self.replicas, self.recipe.job.steps
+        early = Early(*early_rounds(table, self.recipe.train, steps))
+        self.exchanges = Exchanges(every=table.every, lag=table.overlap, steps=steps, early=early)
+        self.trained_bytes = sum(4 * prod(spec.shape) for spec in self.graph.params.values() if spec.trainable)
+
+    def round_done(self, event: RoundDone) -> None:
+        self.rounds += 1
+        first = {seat_name(number): steps for number, steps in self.first_steps.items()}
+        taken = [self.exchanges.round_steps(first[job] + step) for job, step in event.steps.items()]
+        self.trained_steps += sum(taken) + max(taken) * len(event.late)  # late replicas count like the others
+        self.exchanged_bytes += event.nbytes
+        self.on_event(event)
+
+
+def seat_name(number: int) -> str:
+    """Return the name of a replica in the exchange."""
+    return f"replica-{number}"

@@ -1,0 +1,163 @@
+"""Decides the rounds in which replicas exchange between their machines: who takes part, and who waits for what.
+
+A round is decided when every stage of every replica that runs waits for it. It is journalled before any stage hears of
+it, so a driver that starts again, and a stage that runs its steps again, find the same members in the same order with
+the same shares. A replica that ends or fails is not waited for. A round that was decided stays until no member can
+need it again (`needed_from`).
+
+The book holds no tensor and no connection. `training.joint_exchange` journals, and sends the rounds to the stages;
+`twin_round` is a stage's part in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+
+class RoundMember(Struct, frozen=True, kw_only=True):
+    """A replica in a round: its job, and the relative size of the share that it sums."""
+
+    job: str
+    weight: float
+
+
+class JointRound(Struct, frozen=True, kw_only=True):
+    """A decided round. `number` counts from 1. `step`: the step that ended it, the same for all replicas because they
+    begin together. `members`: in the order in which differences are summed."""
+
+    number: int
+    step: int
+    members: tuple[RoundMember, ...]
+
+    def has(self, job: str) -> bool:
+        """Return whether a job takes part."""
+        return any(member.job == job for member in self.members)
+
+
+@dataclass(slots=True)
+class _Replica:
+    """A replica that runs. `waiting`: stage -> step whose update it waits for."""
+
+    stages: frozenset[int]
+    weight: float
+    waiting: dict[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def step(self) -> int | None:
+        """The step at which all stages wait, None if one does not."""
+        steps = set(self.waiting.values())
+        return next(iter(steps)) if self.waiting.keys() >= self.stages and len(steps) == 1 else None
+
+
+@dataclass(slots=True)
+class RoundBook:
+    """`rounds`: decided rounds that may be needed again, by number. `last`: number of the last decided round."""
+
+    rounds: dict[int, JointRound] = field(default_factory=dict[int, JointRound])
+    last: int = 0
+    last_step: int = -1
+    """Step that ended the last decided round."""
+    expected: set[str] = field(default_factory=set[str])
+    """Replicas without which no round is decided."""
+    _replicas: dict[str, _Replica] = field(default_factory=dict[str, _Replica])
+    _needed: dict[str, int] = field(default_factory=dict[str, int])
+    """Job -> first step that one of its stages may run again."""
+
+    def place(self, job: str, stages: Iterable[int], weight: float) -> list[int]:
+        """A replica begins a round of its driver with these stages: none of them waits any more. Return the numbers of
+        rounds that its members must hear of again."""
+        waited = self._rounds_of(job)
+        self._replicas[job] = _Replica(frozenset(stages), weight)
+        return waited
+
+    def leave(self, job: str) -> list[int]:
+        """A replica has ended. Return as `place` does."""
+        self.expected.discard(job)
+        waited = self._rounds_of(job)
+        self._replicas.pop(job, None)
+        return waited
+
+    def waits(self, job: str, stage: int, step: int) -> list[int]:
+        """A stage waits for the update of `step`. Return the decided round that it waits for, if there is one."""
+        replica = self._replicas.get(job)
+        if replica is None or stage not in replica.stages:
+            return []
+        replica.waiting[stage] = step
+        return [one.number for one in self.rounds.values() if one.step == step and one.has(job)]
+
+    def is_lost(self, job: str, step: int) -> bool:
+        """Return whether a replica waits for the update of a step that was decided without it, or forgotten."""
+        return step <= self.last_step and not any(one.step == step and one.has(job) for one in self.rounds.values())
+
+    def applied(self, job: str, stage: int, below: int) -> list[int]:
+        """A stage has applied the first `below` steps. Return rounds of these steps that stages of other replicas wait
+        for: the stage must serve them or say that it can't."""
+        replica = self._replicas.get(job)
+        if replica is None:
+            return []
+        if replica.waiting.get(stage, below) < below:
+            del replica.waiting[stage]
+        past = [one for one in self.rounds.values() if one.step < below and one.has(job)]
+        return [one.number for one in past if self.is_awaited(one.number)]
+
+    def decide(self) -> JointRound | None:
+        """Return a new round if every replica waits for one, and count it as decided."""
+        jobs = sorted(self.expected)
+        steps = {self._open_step(job) for job in jobs}
+        step = next(iter(steps), None)
+        if len(steps) != 1 or step is None:
+            return None
+        members = tuple(RoundMember(job=job, weight=self._replicas[job].weight) for job in jobs)
+        self.last, self.last_step = self.last + 1, step
+        self.rounds[self.last] = JointRound(number=self.last, step=step, members=members)
+        return self.rounds[self.last]
+
+    def waits_in_vain(self, jobs: Iterable[str]) -> bool:
+        """Return whether all of these replicas wait for a round that another one is missing from."""
+        named = set(jobs)
+        waiting = all(self._open_step(job) is not None for job in named)
+        return bool(named) and waiting and not named >= self.expected
+
+    def waiting(self, number: int) -> frozenset[tuple[str, int]]:
+        """Return (job, stage) of the stages that wait for a decided round."""
+        return frozenset(
+            (member.job, stage)
+            for member in self.rounds[number].members
+            if (replica := self._replicas.get(member.job)) is not None
+            for stage, step in replica.waiting.items()
+            if step == self.rounds[number].step
+        )
+
+    def is_awaited(self, number: int) -> bool:
+        """Return whether a stage waits for a decided round."""
+        return bool(self.waiting(number))
+
+    def is_settled(self, job: str) -> bool:
+        """Return whether no stage of another replica waits for a round that this one takes part in."""
+        return not any(
+            other != job for one in self.rounds.values() if one.has(job) for other, _ in self.waiting(one.number)
+        )
+
+    def needed_from(self, job: str, step: int) -> None:
+        """No stage of this replica runs steps before `step` again: drop rounds that no replica needs."""
+        self._needed[job] = step
+        self.rounds = {number: one for number, one in self.rounds.items() if self._is_needed(one, self._needed)}
+
+    @property
+    def kept_from(self) -> int:
+        """Number of the first round that may be needed again."""
+        return min(self.rounds, default=self.last + 1)
+
+    def _is_needed(self, one: JointRound, needed: Mapping[str, int]) -> bool:
+        jobs = {member.job for member in one.members} & self.expected
+        return one.number == self.last or any(one.step >= needed.get(job, 0) for job in jobs)
+
+    def _open_step(self, job: str) -> int | None:
+        """Return the step that all stages of a replica wait at, if no round is decided for it yet."""
+        step = None if (replica := self._replicas.get(job)) is None else replica.step
+        return step if step is not None and step > self.last_step else None
+
+    def _rounds_of(self, job: str) -> list[int]:
+        return [number for number in self.rounds if any(waiting == job for waiting, _ in self.waiting(number))]

@@ -1,0 +1,319 @@
+"""A stage's exchange with the stages of other replicas that hold the same parameters.
+
+Performs the commands of `coordination.training.twin_round`: computes and packs the differences, sends each share to
+the replica that sums it, sums its own share, sends the mean, and hands the update to the stage machine. What was sent
+in a round is kept until the owner says that no replica can need it again, because a stage that runs its steps again
+after a fault must be served the same bits. A new fence ends a round that was not adopted, and the stage begins it
+again: its differences follow from the state alone.
+
+A part that a stage can't send over a link goes through the driver. `execution.training.exchange` has the arithmetic."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from fusionai.coordination.training import twin_round as machine
+from fusionai.coordination.training.division import Span, spans
+from fusionai.coordination.training.twin_round import Receiver, TwinRound
+from fusionai.execution.host import Host
+from fusionai.execution.tensors import chunks
+from fusionai.execution.training.codecs import Carried, joined, split
+from fusionai.execution.training.exchange import (
+    DividedUpdate,
+    Floats,
+    OuterOptimizer,
+    adopt_divided,
+    check_values,
+    divided_difference,
+    share_mean,
+)
+from fusionai.primitives.errors import ExecutionError, TransportError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.wire import messages as wire
+from fusionai.wire.frame import headers
+from fusionai.wire.messages import PartKind
+
+if TYPE_CHECKING:
+    from fusionai.execution.training.runtime import StageRuntime
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS: Final = 8
+"""Attempts to reach a stage before a part goes through the driver (chosen)."""
+RETRY_S: Final = 0.4
+"""Pause between two attempts, in seconds. The other machine may learn of the round later than this one, and a lost
+machine is noticed within some seconds (chosen)."""
+
+
+@dataclass(slots=True)
+class _Round:
+    """One round as this stage takes part in it. `divided`: parameter -> span of each member."""
+
+    number: int
+    step: int
+    own: int
+    divided: Mapping[str, tuple[Span, ...]]
+    machine: TwinRound
+    twins: Mapping[Receiver, wire.TwinStage]
+    parts: dict[int, dict[str, Carried]] = field(default_factory=dict[int, dict[str, Carried]])
+    """Member -> this stage's pieces of that member's share."""
+    arrived: dict[tuple[PartKind, int], dict[str, Carried]] = field(
+        default_factory=dict[tuple[PartKind, int], dict[str, Carried]]
+    )
+    means: dict[str, Carried] = field(default_factory=dict[str, Carried])
+    """Packed means of this stage's share."""
+    wanted: dict[str, Floats] = field(default_factory=dict[str, Floats])
+    """Means of this stage's share before packing."""
+    is_adopted: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        kept = [*self.parts.values(), self.means, *self.arrived.values()]
+        packed_bytes = sum(one.nbytes for values in kept for one in values.values())
+        return packed_bytes + sum(values.nbytes for values in self.wanted.values())
+
+
+class Twins:
+    """Exchanges of one stage. Joins the machine's memory budget with everything that it holds."""
+
+    def __init__(self, stage: StageRuntime, host: Host, trainable: Mapping[str, tuple[int, ...]]) -> None:
+        self._stage = stage
+        self._compute = host.compute
+        self._memory = host.memory
+        self._sizes = {key: prod(shape) for key, shape in sorted(trainable.items())}
+        self._rounds: dict[int, _Round] = {}
+        self._asked: int | None = None
+        """Step whose update this stage waits for under its present fence."""
+        self._attempt = 0
+        self._early: list[tuple[wire.ExchangePart, Mapping[str, Carried]]] = []
+        """Parts of a round that this stage has not heard of."""
+        host.memory.join(self)
+
+    @property
+    def nbytes(self) -> int:
+        early_bytes = sum(one.nbytes for _, values in self._early for one in values.values())
+        return early_bytes + sum(one.nbytes for one in self._rounds.values())
+
+    # -------------------------------------------------------------------------------------------------- the machine
+
+    def begin_fence(self) -> None:
+        """Forget rounds that were not adopted: their stage begins them again, and others send to it again."""
+        self._rounds = {number: one for number, one in self._rounds.items() if one.is_adopted}
+        self._asked, self._attempt = None, 0
+        self._early.clear()
+
+    def ask(self, step: int) -> None:
+        """Report that the stage waits for the update of a step."""
+        self._asked = step
+        self._report(step)
+
+    def ask_again(self) -> None:
+        """The connection of another stage's machine ended, and with it perhaps something on its way."""
+        if self._asked is not None:
+            self._attempt += 1
+            self._report(self._asked)
+
+    def _report(self, step: int) -> None:
+        stage, attempt = self._stage, self._attempt
+        stage.member.to_driver(wire.DifferenceReady(fence=stage.fence, stage=stage.stage, step=step, attempt=attempt))
+
+    def order(self, message: wire.ExchangeRound) -> None:
+        """Follow the owner's decision about a round."""
+        for number in [number for number in self._rounds if number < message.kept_from]:
+            del self._rounds[number]
+        keys = list(self._sizes)
+        held = {_receiver(twin): _with_keys(twin, keys) for twin in message.twins}
+        known = self._rounds.get(message.number)
+        if known is None and self._asked == message.step:
+            self._rounds[message.number] = known = self._begun(message, held)
+            self._perform_all(known, known.machine.begin())
+            early, self._early = self._early, []
+            for part, values in early:
+                self._keep(part, values)
+        if known is None:
+            if self._stage.has_applied(message.step):
+                fence, stage = self._stage.fence, self._stage.stage
+                self._stage.member.to_driver(wire.ExchangeMissing(fence=fence, stage=stage, number=message.number))
+            return
+        known.twins = held
+        wanting = frozenset(receiver for receiver, twin in held.items() if twin.wants)
+        self._handle(known, machine.Located(wanting))
+
+    def _begun(self, message: wire.ExchangeRound, held: Mapping[Receiver, wire.TwinStage]) -> _Round:
+        if message.place >= len(message.weights):
+            raise ExecutionError(f"round {message.number} has {len(message.weights)} members and none {message.place}.")
+        divided = {key: spans(key, size, message.weights) for key, size in self._sizes.items()}
+        shares = {
+            key: frozenset(member for member, (first, below) in enumerate(pieces) if first < below)
+            for key, pieces in divided.items()
+        }
+        return _Round(
+            number=message.number,
+            step=message.step,
+            own=message.place,
+            divided=divided,
+            machine=TwinRound(message.place, shares, len(message.weights)),
+            twins=held,
+        )
+
+    def _handle(self, one: _Round, event: machine.TwinEvent) -> None:
+        if self._rounds.get(one.number) is one:
+            self._perform_all(one, one.machine.handle(event))
+
+    def _perform_all(self, one: _Round, commands: Sequence[machine.TwinCommand]) -> None:
+        for command in commands:
+            match command:
+                case machine.MakeParts():
+                    self._stage.start(partial(self._make, one))
+                case machine.SendParts(kind, to):
+                    self._stage.start(partial(self._send, one, kind, to))
+                case machine.SumShare():
+                    self._stage.start(partial(self._sum, one))
+                case machine.Agree():
+                    self._stage.agreed(one.step)
+
+    # ------------------------------------------------------------------------------------------------ what arrives
+
+    def take(self, message: wire.ExchangePart, tensors: Mapping[str, HostTensor]) -> None:
+        """Take pieces of another stage. Raises `ExecutionError` for ones that do not fit the round."""
+        values = joined(tensors, message.packed)
+        if message.number in self._rounds:
+            self._keep(message, values)
+        elif self._asked is not None:
+            self._memory.require(sum(one.nbytes for one in values.values()), f"stage {self._stage.stage}")
+            self._early.append((message, values))
+
+    def _keep(self, message: wire.ExchangePart, values: Mapping[str, Carried]) -> None:
+        one = self._rounds.get(message.number)
+        event = machine.PartsArrived(message.kind, message.member, frozenset(values))
+        if one is None or not one.machine.lacks(event):
+            return
+        piece_of = one.own if message.kind == "difference" else message.member
+        shapes = {key: (pieces[piece_of][1] - pieces[piece_of][0],) for key, pieces in one.divided.items()}
+        what = f"the {message.kind} of member {message.member} in round {message.number}"
+        check_values(values, shapes, self._stage.options.sync_codec, what)
+        self._memory.require(sum(value.nbytes for value in values.values()), f"stage {self._stage.stage}")
+        one.arrived.setdefault((message.kind, message.member), {}).update(values)
+        self._handle(one, event)
+
+    # ---------------------------------------------------------------------------------------------- pieces of work
+
+    async def _make(self, one: _Round) -> None:
+        codec, program = self._stage.options.sync_codec, self._stage.program
+        for key, pieces in one.divided.items():
+            made, _ = await self._compute.run(partial(divided_difference, program, key, pieces, one.own, codec))
+            if self._rounds.get(one.number) is not one:
+                return
+            self._memory.require(sum(part.nbytes for part in made.values()), "what a stage sends in an exchange")
+            for member, part in made.items():
+                one.parts.setdefault(member, {})[key] = part
+        self._handle(one, machine.PartsMade())
+
+    async def _sum(self, one: _Round) -> None:
+        codec, program, own = self._stage.options.sync_codec, self._stage.program, one.own
+        for key, pieces in one.divided.items():
+            if pieces[own][0] == pieces[own][1]:
+                continue
+            others = {member: values[key] for (kind, member), values in one.arrived.items() if kind == "difference"}
+            work = partial(share_mean, program, key, pieces[own], own, others, codec)
+            (mean, wanted), _ = await self._compute.run(work)
+            if self._rounds.get(one.number) is not one:
+                return
+            one.means[key], one.wanted[key] = mean, wanted
+        self._handle(one, machine.ShareSummed())
+
+    async def adopt(self, step: int, complete_copies: Callable[[], None]) -> None:
+        """Adopt the update of a step, for which the stage machine has got `OuterUpdateArrived`. `complete_copies` runs
+        first in the compute thread: the state is about to change."""
+        (one,) = (one for one in self._rounds.values() if one.step == step)
+        options, program = self._stage.options, self._stage.program
+        outer = OuterOptimizer(learning_rate=options.sync_rate, momentum=options.sync_momentum)
+
+        def work() -> None:
+            complete_copies()
+            for key, pieces in one.divided.items():
+                means = {
+                    member: values[key]
+                    for (kind, member), values in one.arrived.items()
+                    if kind == "mean" and key in values
+                }
+                if key in one.means:
+                    means[one.own] = one.means[key]
+                update = DividedUpdate(divided=pieces, own=one.own, means=means, wanted=one.wanted.get(key))
+                adopt_divided(program, key, update, options.sync_codec, outer)
+
+        await self._compute.run(work)
+        one.is_adopted, self._asked = True, None
+        one.arrived.clear()
+        one.wanted.clear()
+
+    # ------------------------------------------------------------------------------------------------------ sending
+
+    async def _send(self, one: _Round, kind: PartKind, to: Receiver) -> None:
+        """Send a stage the pieces that both hold, as long as it waits for them."""
+        values = one.means if kind == "mean" else one.parts.get(to.member, {})
+        held = self._held(one, to)
+        for chunk in chunks([(key, value) for key, value in values.items() if key in held]):
+            twin = one.twins.get(to)
+            if twin is None or self._rounds.get(one.number) is not one:
+                return
+            body, packed = split(dict(chunk))
+            message = wire.ExchangePart(
+                fence=to.fence,
+                job=to.job,
+                stage=to.stage,
+                number=one.number,
+                member=one.own,
+                kind=kind,
+                packed=packed,
+                tensors=headers(body),
+            )
+            await self._deliver(one, to, twin, message, tuple(body.values()))
+
+    def _held(self, one: _Round, to: Receiver) -> frozenset[str]:
+        keys, twin = list(self._sizes), one.twins.get(to)
+        ranges = () if twin is None else twin.keys
+        return frozenset(key for first, below in ranges for key in keys[first:below])
+
+    async def _deliver(
+        self,
+        one: _Round,
+        to: Receiver,
+        twin: wire.TwinStage,
+        message: wire.ExchangePart,
+        tensors: Sequence[HostTensor],
+    ) -> None:
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(RETRY_S)
+            if to not in one.machine.receivers or self._rounds.get(one.number) is not one:
+                return
+            try:
+                await self._stage.member.to_twin(twin, message, tensors)
+            except TransportError as error:
+                log.info("stage %d of %s: %s", to.stage, to.job, error)
+            else:
+                return
+        log.warning("stage %d of %s can't be reached; its parts go through the job's owner", to.stage, to.job)
+        with suppress(TransportError):  # the loss of the driver ends the round
+            await self._stage.member.state(message, tensors)
+
+
+def _receiver(twin: wire.TwinStage) -> Receiver:
+    return Receiver(twin.member, twin.job, twin.stage, twin.fence, twin.attempt)
+
+
+def _with_keys(twin: wire.TwinStage, keys: Sequence[str]) -> wire.TwinStage:
+    """Return the twin. Raises `ExecutionError` if it names parameters that the stage does not have."""
+    if any(not first < below <= len(keys) for first, below in twin.keys):
+        raise ExecutionError(
+            f"stage {twin.stage} of {twin.job} is said to hold more than the {len(keys)} parameters here."
+        )
+    return twin

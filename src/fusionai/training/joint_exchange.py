@@ -1,0 +1,350 @@
+"""The owner's part in an exchange between the machines of replicas: it decides the rounds and passes on what it must.
+
+`JointExchange` is for all replicas of a job, `StageExchange` is the part of one replica's driver. A stage reports that
+it waits; the book (`coordination.training.joint_rounds`) decides; the round is written to the disk and only then sent
+to the stages, with where the other replicas' stages are. Differences and means go from stage to stage. What stages of
+the owner's machine exchange, and what two machines have no link for, passes through the drivers.
+
+    outer/rounds.json    the decided rounds that may be needed again; replaced atomically
+
+`execution.training.twins` is the stages' side; `training.outer` is the exchange that the owner sums itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from fusionai.coordination.round.interface import CommandFailed
+from fusionai.coordination.training.joint_rounds import JointRound, RoundBook
+from fusionai.primitives.errors import ExecutionError, FusionError, StorageError
+from fusionai.primitives.ids import PeerId, short
+from fusionai.primitives.tensors import HostTensor
+from fusionai.storage.atomic import storage_errors, write_atomic
+from fusionai.training.outer import LocalUpdates, RoundDone
+from fusionai.training.rounds import JobRound
+from fusionai.wire import messages as wire
+
+log = logging.getLogger(__name__)
+
+ROUNDS: Final = "rounds.json"
+"""Name of the file with the decided rounds."""
+
+
+class _Decided(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Content of the file."""
+
+    last: Annotated[int, Meta(ge=0)]
+    last_step: Annotated[int, Meta(ge=-1)]
+    rounds: tuple[JointRound, ...]
+
+
+class JointFiles:
+    """Stores the decided rounds in a directory. Blocking. Only one process may use it at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open the directory, creating it if necessary. Raises `StorageError`."""
+        self._path = directory / ROUNDS
+        with storage_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+
+    def load(self) -> RoundBook:
+        """Return the book as it was saved last; an empty one if nothing was saved. Raises `StorageError`."""
+        with storage_errors(self._path, "read"):
+            try:
+                content = self._path.read_bytes()
+            except FileNotFoundError:
+                return RoundBook()
+        try:
+            known = msgspec.json.decode(content, type=_Decided)
+        except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+            raise StorageError(
+                f"{self._path} does not fit its schema: {problem}.", hint="It may have been written by a newer version."
+            ) from problem
+        return RoundBook(rounds={one.number: one for one in known.rounds}, last=known.last, last_step=known.last_step)
+
+    def save(self, last: int, last_step: int, rounds: tuple[JointRound, ...]) -> None:
+        """Save durably before returning."""
+        write_atomic(self._path, msgspec.json.encode(_Decided(last=last, last_step=last_step, rounds=rounds)))
+
+
+class JointExchange:
+    """Exchanges of all replicas. Call `seat` for each and `close` at the end."""
+
+    def __init__(self, files: JointFiles, *, on_round: Callable[[RoundDone], None] = lambda _round: None) -> None:
+        self._files = files
+        self._book = files.load()
+        self._journalled = self._book.last
+        self._on_round = on_round
+        self._parts: dict[str, StageExchange] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.line_bytes = 0
+        """Bytes of exchanges over the owner's line since the last round was reported."""
+        self._reported = self._book.last
+        self._changed = asyncio.Event()
+        """Set and replaced whenever a stage waits no more."""
+
+    @property
+    def round(self) -> int:
+        """Number of decided rounds."""
+        return self._book.last
+
+    def seat(self, job: str) -> JointSeat:
+        """Return the seat of a replica. From now on no round is decided without it."""
+        self._book.expected.add(job)
+        return JointSeat(self, job)
+
+    def leave(self, job: str) -> None:
+        """Stop expecting this replica."""
+        self._parts.pop(job, None)
+        self._follow(self._book.leave(job))
+
+    def hold(self) -> None:
+        """Do nothing: rounds are never decided without a replica that runs."""
+
+    def waits_in_vain(self, jobs: Iterable[str]) -> bool:
+        """Return whether all of these replicas wait for a round that another one is missing from."""
+        return self._book.waits_in_vain(jobs)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def settled(self, job: str) -> None:
+        """Wait until no stage of another replica needs what this replica's stages sent."""
+        while not self._book.is_settled(job):
+            await self._changed.wait()
+
+    # ------------------------------------------------------------------------------------------------ of one replica
+
+    def place(self, part: StageExchange, stages: Iterable[int], weight: float) -> None:
+        """A replica's driver begins a round with these stages."""
+        self._parts[part.job] = part
+        self._follow(self._book.place(part.job, stages, weight))
+
+    def waits(self, job: str, stage: int, step: int) -> None:
+        """A stage waits for the update of a step."""
+        if self._book.is_lost(job, step):
+            self._parts[job].fail(
+                f"the exchange after step {step} took place without this replica, or is no longer kept. "
+                "The other replicas continue without it"
+            )
+            return
+        self._follow(self._book.waits(job, stage, step))
+
+    def applied(self, job: str, stage: int, below: int) -> None:
+        """A stage has applied the first `below` steps."""
+        self._follow(self._book.applied(job, stage, below))
+        last = self._book.rounds.get(self._book.last)
+        if last is not None and last.number > self._reported and not self._book.is_awaited(last.number):
+            self._reported, nbytes, self.line_bytes = last.number, self.line_bytes, 0
+            jobs = tuple(member.job for member in last.members)
+            self._on_round(RoundDone(last.number, jobs, (), nbytes, dict.fromkeys(jobs, last.step)))
+
+    def lacks(self, job: str, number: int) -> None:
+        """A stage has lost what it sent in a round: replicas that run the round again can't continue."""
+        for other, part in self._parts.items():
+            if other != job and any(waiting == other for waiting, _ in self._book.waiting(number)):
+                part.fail(f"{job} no longer has what it sent in round {number}, which this replica runs again")
+
+    def needed_from(self, job: str, step: int) -> None:
+        """No stage of this replica runs steps before `step` again."""
+        self._book.needed_from(job, step)
+
+    async def pass_on(self, message: wire.ExchangePart, tensors: Mapping[str, HostTensor], sender: PeerId) -> None:
+        """Pass a part on to the stage it is for."""
+        part = next((one for one in self._parts.values() if one.runs == message.job), None)
+        if part is not None:
+            crossed = await part.deliver(message, tensors)
+            own = part.owner
+            self.line_bytes += sum(one.nbytes for one in tensors.values()) * (crossed + (sender != own))
+
+    # --------------------------------------------------------------------------------------------------- decisions
+
+    def _follow(self, numbers: Iterable[int]) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        for number in numbers:
+            self._send(number)
+        if (decided := self._book.decide()) is not None:
+            book = self._book
+            work = self._journal(decided.number, book.last, book.last_step, tuple(book.rounds.values()))
+            task = asyncio.create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _journal(self, number: int, last: int, last_step: int, rounds: tuple[JointRound, ...]) -> None:
+        try:
+            await asyncio.to_thread(self._files.save, last, last_step, rounds)
+        except FusionError as error:
+            for part in self._parts.values():
+                part.fail(str(error))
+            return
+        self._journalled = number
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        """Send a journalled round to the stages of all its members."""
+        if number > self._journalled or (one := self._book.rounds.get(number)) is None:
+            return
+        waiting = self._book.waiting(number)
+        places = {member.job: place for place, member in enumerate(one.members)}
+        for job, place in places.items():
+            if (part := self._parts.get(job)) is not None:
+                others = [self._parts[other] for other in places if other != job and other in self._parts]
+                part.send(one, place, self._book.kept_from, [(places[other.job], other) for other in others], waiting)
+
+
+@dataclass(slots=True)
+class JointSeat:
+    """A replica's place in the exchange. `weight`: relative size of the share that its stages sum, such as the bytes
+    per second of its slowest uplink."""
+
+    exchange: JointExchange
+    job: str
+    weight: float = 1.0
+
+    async def settled(self) -> None:
+        """Wait until no other replica needs what this one's stages sent."""
+        await self.exchange.settled(self.job)
+
+
+class StageExchange(LocalUpdates):
+    """A driver's part in an exchange between replicas' machines."""
+
+    def __init__(self, present: JobRound, seat: JointSeat) -> None:
+        super().__init__(present, None)
+        self._present = present
+        self._seat = seat
+        self._attempts: dict[int, int] = {}
+        """Stage -> how often it has asked again under the present fence."""
+
+    @property
+    def job(self) -> str:
+        """Name of the replica's seat."""
+        return self._seat.job
+
+    @property
+    def runs(self) -> str:
+        """Id of the replica's job."""
+        return self._present.job.job
+
+    @property
+    def owner(self) -> PeerId:
+        """The machine that this driver runs on."""
+        return self._present.job.owner
+
+    def begin_round(self) -> None:
+        self._attempts.clear()
+        stages = [stage for stage, one in enumerate(self._present.cut.stages) if one.trainable]
+        self._seat.exchange.place(self, stages, self._seat.weight)
+
+    def forget(self, below: int) -> None:
+        self._seat.exchange.needed_from(self.job, below)
+
+    def heard(self, message: wire.Message) -> None:
+        exchange = self._seat.exchange
+        match message:
+            case wire.DifferenceReady(stage=stage, step=step, attempt=attempt):
+                self._attempts[stage] = attempt
+                exchange.waits(self.job, stage, step)
+            case wire.Applied(stage=stage, step=step):
+                exchange.applied(self.job, stage, step + 1)
+            case wire.Ready(stage=stage, applied=applied):
+                exchange.applied(self.job, stage, applied)
+            case wire.ExchangeMissing(number=number):
+                exchange.lacks(self.job, number)
+            case _:
+                pass
+
+    async def pass_on(self, peer: PeerId, message: wire.ExchangePart, tensors: Mapping[str, HostTensor]) -> None:
+        if not self._present.machine.roles.stages_of(peer):
+            raise ExecutionError(f"got a part of an exchange from peer {short(peer)}, which runs no stage.")
+        await self._seat.exchange.pass_on(message, tensors, peer)
+
+    async def deliver(self, message: wire.ExchangePart, tensors: Mapping[str, HostTensor]) -> bool:
+        """Send a part to a stage of this replica, unless its round is over. Return whether it left this machine."""
+        if message.fence != self._present.fence or message.stage not in self._present.machine.roles.stages:
+            return False
+        await self._present.send_state(message.stage, message, tuple(tensors.values()))
+        return self._present.peer_of(message.stage) != self.owner
+
+    def send(
+        self,
+        one: JointRound,
+        place: int,
+        kept_from: int,
+        others: Iterable[tuple[int, StageExchange]],
+        waiting: frozenset[tuple[str, int]],
+    ) -> None:
+        """Send a round to the stages of this replica. `others`: (place, part) of the other members; `waiting`: (job,
+        stage) of all stages that wait for the round."""
+        others = list(others)
+        for stage in self._present.machine.roles.stages:
+            own = sorted(self._present.cut.stages[stage].trainable)
+            if not own:
+                continue
+            twins = [twin for at, other in others for twin in other.twins_of(own, at, waiting)]
+            message = wire.ExchangeRound(
+                fence=self._present.fence,
+                stage=stage,
+                step=one.step,
+                number=one.number,
+                place=place,
+                weights=tuple(member.weight for member in one.members),
+                twins=tuple(twins),
+                kept_from=kept_from,
+            )
+            self._present.to(stage, message)
+            if self._present.peer_of(stage) != self.owner:
+                self._seat.exchange.line_bytes += len(wire.encode(message))
+
+    def twins_of(self, keys: list[str], place: int, waiting: frozenset[tuple[str, int]]) -> list[wire.TwinStage]:
+        """Return the stages of this replica that hold some of these parameters, for a stage of another replica."""
+        present, twins = self._present, list[wire.TwinStage]()
+        for stage in present.machine.roles.stages:
+            held = _ranges(keys, present.cut.stages[stage].trainable)
+            if held:
+                peer = present.peer_of(stage)
+                twins.append(
+                    wire.TwinStage(
+                        member=place,
+                        job=present.job.job,
+                        stage=stage,
+                        peer=peer,
+                        fence=present.fence,
+                        ticket=present.deployment.contacts.get(peer, b""),
+                        wants=(self.job, stage) in waiting,
+                        attempt=self._attempts.get(stage, 0),
+                        keys=held,
+                    )
+                )
+        return twins
+
+    def fail(self, reason: str) -> None:
+        """End this replica's job."""
+        self._present.post(CommandFailed(reason))
+
+    def close(self) -> None:
+        """The driver ends: no stage of this replica waits any more."""
+        self._seat.exchange.place(self, (), self._seat.weight)
+
+
+def _ranges(keys: list[str], held: Mapping[str, object]) -> tuple[tuple[int, int], ...]:
+    """Return half-open ranges of places in `keys` whose parameters are also in `held`."""
+    found: list[tuple[int, int]] = []
+    for place, key in enumerate(keys):
+        if key not in held:
+            continue
+        if found and found[-1][1] == place:
+            found[-1] = (found[-1][0], place + 1)
+        else:
+            found.append((place, place + 1))
+    return tuple(found)
