@@ -420,9 +420,9 @@ class Job:
             for replica in range(self.replicas)
             for number, blocks in enumerate(self.ranges)
         )
+        first = self.pool.first
         standbys = tuple(
-            Standby(stage=stage, peer=peer_id(self.pool.first + number))
-            for stage, number in sorted(self.standbys.items())
+            Standby(stage=stage, peer=peer_id(first + number)) for stage, number in sorted(self.standbys.items())
         )
         return Plan(
             version=self.version,

@@ -139,9 +139,13 @@ class JointExchange:
             return
         self._follow(self._book.waits(job, stage, step))
 
-    def applied(self, job: str, stage: int, below: int) -> None:
-        """A stage has applied the first `below` steps."""
-        self._follow(self._book.applied(job, stage, below))
+    def applied(self, job: str, stage: int, below: int, *, restored: bool = False) -> None:
+        """A stage has applied the first `below` steps. `restored`: its state came from elsewhere or was kept over a
+        fault, so it must hear which of its rounds others wait for."""
+        past = self._book.applied(job, stage, below)
+        self._follow(())
+        for number in past if restored else ():
+            self._send(number, only=job)
         last = self._book.rounds.get(self._book.last)
         if last is not None and last.number > self._reported and not self._book.is_awaited(last.number):
             self._reported, nbytes, self.line_bytes = last.number, self.line_bytes, 0
@@ -190,14 +194,14 @@ class JointExchange:
         self._journalled = number
         self._send(number)
 
-    def _send(self, number: int) -> None:
-        """Send a journalled round to the stages of all its members."""
+    def _send(self, number: int, *, only: str = "") -> None:
+        """Send a journalled round to the stages of all its members, or of one."""
         if number > self._journalled or (one := self._book.rounds.get(number)) is None:
             return
         waiting = self._book.waiting(number)
         places = {member.job: place for place, member in enumerate(one.members)}
         for job, place in places.items():
-            if (part := self._parts.get(job)) is not None:
+            if (part := self._parts.get(job)) is not None and only in ("", job):
                 others = [self._parts[other] for other in places if other != job and other in self._parts]
                 part.send(one, place, self._book.kept_from, [(places[other.job], other) for other in others], waiting)
 
@@ -258,7 +262,7 @@ class StageExchange(LocalUpdates):
             case wire.Applied(stage=stage, step=step):
                 exchange.applied(self.job, stage, step + 1)
             case wire.Ready(stage=stage, applied=applied):
-                exchange.applied(self.job, stage, applied)
+                exchange.applied(self.job, stage, applied, restored=True)
             case wire.ExchangeMissing(number=number):
                 exchange.lacks(self.job, number)
             case _:

@@ -33,7 +33,7 @@ class OpenJob(WireMessage, frozen=True, kw_only=True, tag="open_job"):
     """The placement of this round, signed by the job's owner. The owner itself needs none."""
     task: Literal["train", "serve"] = "train"
     """Kind of worker that the listener opens if it has no part in this job yet."""
-    twin_of: Job | Literal[""] = ""
+    twin_of: Job | None = None
     """The dialling member's own job if that is another replica of the model; `ticket` is then for that job."""
 
 

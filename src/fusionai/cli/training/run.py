@@ -343,9 +343,8 @@ class _ReplicasWatch:
                 number_of_all = len(self._firsts) if self._replicas.count == "auto" else self._replicas.count
                 missing = "" if len(jobs) == number_of_all else f" of {number_of_all}"
                 behind = f", with {', '.join(late)} catching up on a missed round" if late else ""
-                self._view.exchanged(
-                    f"round {number}: {len(jobs)}{missing} replicas synchronised{behind} ({format_bytes(nbytes)} over this line)"
-                )
+                line = f"{format_bytes(nbytes)} over this line"
+                self._view.exchanged(f"round {number}: {len(jobs)}{missing} replicas synchronised{behind} ({line})")
             case InReplica(number=number, event=inner):
                 report = self.report_of(number)
                 for text in report.see(inner):

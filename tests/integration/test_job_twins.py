@@ -1,0 +1,259 @@
+"""Jobs that train one model and exchange between their machines: the bits of one process that sums the shares in the
+order of the replicas, whichever machine dies at whichever message, and next to nothing over the owner's line.
+
+Neighbours: `test_job_local_updates`, where the owner sums; `harness.pool`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusionai.backends.torch.backend import TorchBackend
+from fusionai.capture.capture import Captured, capture
+from fusionai.capture.models.source import ConfigSource
+from fusionai.coordination.training.division import spans
+from fusionai.execution.tensors import as_array
+from fusionai.execution.training.codecs import pack, unpack
+from fusionai.primitives.ids import JobId, PeerId
+from fusionai.primitives.tensors import HostTensor
+from fusionai.training.joint_exchange import JointExchange, JointFiles, JointSeat
+from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone, Seat, beginning
+from fusionai.training.outer_disk import OuterFiles
+from fusionai.wire import messages as wire
+from fusionai.wire.codecs import Exchanged
+from harness.pool import OWNER, Data, Job, MemoryPool, Run, tensor, tokens
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY, EVERY, STEPS, SEED, RATE, MOMENTUM = 1031, 3, 9, 7, 0.9, 0.5
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 300,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+    "tie_word_embeddings": False,
+}
+CUTS = {"a": ((0, 2), (2, 4), (4, 5)), "b": ((0, 2), (2, 4), (4, 5)), "c": ((0, 3), (3, 4), (4, 5))}
+"""Replica c is cut elsewhere."""
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}
+NEVER = (0, 0, 0)
+
+
+@cache
+def llama() -> Captured:
+    return capture(ConfigSource(LLAMA), batch=(1, 4), sequence=(1, 16))
+
+
+@cache
+def first_values() -> dict[str, HostTensor]:
+    return beginning(llama().graph, SEED, llama().state)
+
+
+def data_of(job: str) -> Data:
+    make = tokens(VOCABULARY, 2, 6)
+    return Data(lambda step, microbatch: make(step, 100 * "abc".index(job) + microbatch))
+
+
+Watch = Callable[[dict[str, Job], PeerId, PeerId, wire.Message], None]
+
+
+@dataclass
+class Story:
+    """`runs` by replica. `line_bytes`: of exchanges to and from the owner's machine, by kind of message."""
+
+    runs: dict[str, Run] = field(default_factory=dict)
+    rounds: list[RoundDone] = field(default_factory=list)
+    line_bytes: dict[str, int] = field(default_factory=dict)
+    linked_bytes: int = 0
+
+
+def counted(story: Story, sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
+    kinds = (wire.PseudoGradient, wire.OuterUpdateChunk, wire.ExchangePart, wire.ExchangeRound, wire.DifferenceReady)
+    if not isinstance(message, kinds):
+        return
+    headers = getattr(message, "tensors", ())
+    sizes = {"uint8": 1, "float32": 4}
+    nbytes = len(wire.encode(message)) + sum(sizes[one.dtype] * int(np.prod(one.shape)) for one in headers)
+    if OWNER in (sender, receiver):
+        name = type(message).__name__
+        story.line_bytes[name] = story.line_bytes.get(name, 0) + nbytes
+    else:
+        story.linked_bytes += nbytes
+
+
+def run(
+    directory: Path,
+    *,
+    jobs: Sequence[str] = "abc",
+    watch: Watch = lambda jobs, sender, receiver, message: None,
+    between: str = "peers",
+    codec: Exchanged = "int4",
+    spares: int = 0,
+    owned: frozenset[int] = frozenset({2}),
+    **changes: object,
+) -> Story:
+    story, started = Story(), dict[str, Job]()
+
+    async def one(pool: MemoryPool, seat: Seat | JointSeat, name: str) -> None:
+        fields: dict[str, object] = {
+            "ranges": CUTS[name],
+            "owned": owned,
+            "data": data_of(name),
+            "steps": STEPS,
+            "microbatches": 2,
+            "checkpoint_every": EVERY,
+            "replans": True,
+            "sync_every": EVERY,
+            "sync_codec": codec,
+            "sync_rate": RATE,
+            "sync_momentum": MOMENTUM,
+            "sync_between": between,
+            "seed": SEED,
+            "standbys": {0: 2, 1: 3} if spares else {},
+            **changes,
+        }
+        (directory / name).mkdir(exist_ok=True)
+        job = started[name] = Job(
+            pool=pool, directory=directory / name, graph=llama().graph, state=llama().state, exchange=seat,
+            **fields,  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
+        settled = (lambda _: seat.settled()) if isinstance(seat, JointSeat) else None
+        story.runs[name] = await job.run(epilogue=settled)
+        seat.exchange.leave(name) if isinstance(seat, JointSeat) else seat.outer.leave(name)
+
+    async def everything() -> None:
+        async with AsyncExitStack() as stack:
+            exchange: JointExchange | Outer
+            if between == "peers":
+                exchange = JointExchange(JointFiles(directory / "outer"), on_round=story.rounds.append)
+            else:
+                rules = OuterRules(codec=codec, learning_rate=RATE, momentum=MOMENTUM)
+                exchange = Outer(OuterState.first(first_values()), rules, OuterFiles(directory / "outer"), {})
+            stack.push_async_callback(exchange.close)
+            before: MemoryPool | None = None
+            parts: list[MemoryPool] = []
+            for name in jobs:
+                pool = MemoryPool(
+                    2 - len(owned - {2}) + spares,
+                    lambda: TorchBackend(device="cpu", threads=1),
+                    beside=before,
+                    job=JobId(f"job-{name}"),
+                )
+
+                def seen(sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
+                    counted(story, sender, receiver, message)
+                    watch(started, sender, receiver, message)
+
+                pool.on_message = seen
+                parts.append(await stack.enter_async_context(pool))
+                before = pool
+            seats = {name: exchange.seat(name) for name in jobs}
+            for name, seat in seats.items():
+                if isinstance(seat, JointSeat):
+                    seat.weight = WEIGHTS[name]
+            await asyncio.gather(*(one(pool, seats[name], name) for pool, name in zip(parts, jobs, strict=True)))
+
+    directory.mkdir(exist_ok=True)
+    asyncio.run(everything())
+    for name, done in story.runs.items():
+        assert done.end is not None, name
+        assert done.end.failed is None, (name, done.end.failed)
+    return story
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    return run(tmp_path_factory.mktemp("undisturbed") / "run")
+
+
+def states(story: Story, step: int) -> dict[str, dict[str, np.ndarray]]:
+    return {name: done.weights(step) for name, done in story.runs.items()}
+
+
+def assert_same(one: Story, other: Story, step: int = STEPS) -> None:
+    for name, expected in states(other, step).items():
+        found = one.runs[name].weights(step)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            np.testing.assert_array_equal(found[key], value, err_msg=f"{name} {key}")
+
+
+def packed_as(values: np.ndarray, codec: Exchanged) -> np.ndarray:
+    return as_array(unpack(pack("x", tensor(values), codec))).copy()
+
+
+def one_process(
+    before: dict[str, dict[str, np.ndarray]], present: dict[str, dict[str, np.ndarray]], key: str, codec: Exchanged
+) -> dict[str, dict[str, np.ndarray]]:
+    """One round of one parameter, computed in one place: replica -> slot -> value. `before`: the states after the last
+    round, `present`: just before this one."""
+    names, rate, momentum = sorted(before), np.float32(RATE), np.float32(MOMENTUM)
+    anchor = before["a"][f"optimizer/{key}/anchor"].reshape(-1)
+    differences = {
+        name: (anchor - present[name][f"model/{key}"].reshape(-1))
+        + before[name][f"optimizer/{key}/residual"].reshape(-1)
+        for name in names
+    }
+    gradient = np.zeros_like(anchor)
+    residual = {name: np.zeros_like(anchor) for name in names}
+    for summing, (first, below) in zip(names, spans(key, anchor.size, [WEIGHTS[name] for name in names]), strict=True):
+        if first == below:
+            continue
+        share, total = slice(first, below), np.zeros(below - first, np.float32)
+        for name in names:
+            own = differences[name][share]
+            sent = own if name == summing else packed_as(own, codec)
+            residual[name][share] = own - sent
+            total += sent
+        mean = total * np.float32(1 / len(names))
+        gradient[share] = packed_as(mean, codec)
+        residual[summing][share] = (mean - gradient[share]) * np.float32(len(names))
+    held = before["a"][f"optimizer/{key}/outer_momentum"].reshape(-1) * momentum + gradient
+    value = anchor - rate * (gradient + momentum * held)
+    return {
+        name: {"model": value, "anchor": value, "outer_momentum": held, "residual": residual[name]} for name in names
+    }
+
+
+def test_bits_are_those_of_one_process(undisturbed: Story, tmp_path: Path) -> None:
+    keys = sorted(first_values())
+    start = {
+        name: {f"optimizer/{key}/anchor": np.array(as_array(first_values()[key])) for key in keys}
+        | {f"optimizer/{key}/{slot}": np.zeros(as_array(first_values()[key]).size, np.float32)
+           for key in keys for slot in ("outer_momentum", "residual")}
+        for name in CUTS
+    }  # fmt: skip
+    alone = run(tmp_path / "alone", sync_every=STEPS)
+    once = run(tmp_path / "once", sync_every=STEPS, sync_early=(0, EVERY, EVERY))
+    for before, present, step in (
+        (start, states(alone, EVERY), EVERY),
+        (states(undisturbed, EVERY), states(once, 2 * EVERY), 2 * EVERY),
+    ):
+        after = states(undisturbed, step)
+        for key in keys:
+            for name, slots in one_process(before, present, key, "int4").items():
+                for slot, value in slots.items():
+                    entry = f"model/{key}" if slot == "model" else f"optimizer/{key}/{slot}"
+                    found = after[name][entry].reshape(-1)
+                    np.testing.assert_array_equal(found, value, err_msg=f"{step} {name} {entry}")
+
+
+def test_the_owners_line_carries_decisions_only(undisturbed: Story, tmp_path: Path) -> None:
+    before = run(tmp_path / "owner", between="owner")
+    assert [one.number for one in undisturbed.rounds] == [1, 2, 3]
+    decided = sum(undisturbed.line_bytes.values())
+    assert undisturbed.line_bytes.keys() == {"DifferenceReady", "ExchangeRound"}
+    assert sum(before.line_bytes.values()) > 10 * decided
+    print(before.line_bytes, undisturbed.line_bytes, undisturbed.linked_bytes)
