@@ -29,7 +29,7 @@ from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone, Se
 from fusionai.training.outer_disk import OuterFiles
 from fusionai.wire import messages as wire
 from fusionai.wire.codecs import Exchanged
-from harness.pool import OWNER, Data, Job, MemoryPool, Run, tensor, tokens
+from harness.pool import OWNER, Data, Job, MemoryPool, Run, peer_id, tensor, tokens
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +100,7 @@ def run(
     watch: Watch = lambda jobs, sender, receiver, message: None,
     between: str = "peers",
     codec: Exchanged = "int4",
-    spares: int = 0,
+    spared: Sequence[str] = (),
     owned: frozenset[int] = frozenset({2}),
     **changes: object,
 ) -> Story:
@@ -121,7 +121,7 @@ def run(
             "sync_momentum": MOMENTUM,
             "sync_between": between,
             "seed": SEED,
-            "standbys": {0: 2, 1: 3} if spares else {},
+            "standbys": {0: 2, 1: 3} if name in spared else {},
             **changes,
         }
         (directory / name).mkdir(exist_ok=True)
@@ -145,11 +145,9 @@ def run(
             before: MemoryPool | None = None
             parts: list[MemoryPool] = []
             for name in jobs:
+                peers = 2 - len(owned - {2}) + 2 * (name in spared)
                 pool = MemoryPool(
-                    2 - len(owned - {2}) + spares,
-                    lambda: TorchBackend(device="cpu", threads=1),
-                    beside=before,
-                    job=JobId(f"job-{name}"),
+                    peers, lambda: TorchBackend(device="cpu", threads=1), beside=before, job=JobId(f"job-{name}")
                 )
 
                 def seen(sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
@@ -256,4 +254,39 @@ def test_the_owners_line_carries_decisions_only(undisturbed: Story, tmp_path: Pa
     decided = sum(undisturbed.line_bytes.values())
     assert undisturbed.line_bytes.keys() == {"DifferenceReady", "ExchangeRound"}
     assert sum(before.line_bytes.values()) > 10 * decided
-    print(before.line_bytes, undisturbed.line_bytes, undisturbed.linked_bytes)
+
+
+Seen = Callable[[PeerId, PeerId, wire.Message], bool]
+ROUND = 2
+POINTS: dict[str, tuple[int, Seen]] = {
+    "waits": (0, lambda sender, receiver, m: isinstance(m, wire.DifferenceReady) and (m.stage, m.step) == (0, 5)),
+    "hears": (1, lambda sender, receiver, m: isinstance(m, wire.ExchangeRound) and m.number == ROUND),
+    "sends a difference": (0, lambda sender, receiver, m: is_part(m, "difference") and sender == peer_id(2)),
+    "gets a difference": (0, lambda sender, receiver, m: is_part(m, "difference") and receiver == peer_id(2)),
+    "sends a mean": (1, lambda sender, receiver, m: is_part(m, "mean") and sender == peer_id(3)),
+    "gets a mean": (0, lambda sender, receiver, m: is_part(m, "mean") and receiver == peer_id(2)),
+    "its neighbour": (1, lambda sender, receiver, m: is_part(m, "mean") and receiver == peer_id(2)),
+    "has adopted": (0, lambda sender, receiver, m: isinstance(m, wire.Applied) and (m.stage, m.step) == (0, 5)),
+    "a step later": (1, lambda sender, receiver, m: isinstance(m, wire.Commit) and m.record.step == 6),
+}
+"""When a machine of replica b dies -> (which stage's, the message that it dies at)."""
+
+
+def is_part(message: wire.Message, kind: str) -> bool:
+    return isinstance(message, wire.ExchangePart) and (message.kind, message.number) == (kind, ROUND)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_no_bit_changes_when_a_machine_dies(point: str, undisturbed: Story, tmp_path: Path) -> None:
+    stage, seen = POINTS[point]
+    struck: list[wire.Message] = []
+
+    def strike(jobs: dict[str, Job], sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
+        job = jobs["b"]
+        machines = {host.peer for host in job.pool.hosts} | {OWNER}
+        if not struck and {sender, receiver} & machines and seen(sender, receiver, message):
+            struck.append(message)
+            job.pool.kill(peer_id(job.pool.first + stage))
+
+    assert_same(run(tmp_path / "struck", watch=strike, spared=("b",)), undisturbed)
+    assert struck
