@@ -32,14 +32,14 @@ def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FUSION_HOME", str(tmp_path / "default"))
 
 
-def recipe_in(directory: Path, steps: int = STEPS, count: int = 2, **changes: object) -> Path:
+def recipe_in(directory: Path, steps: int = STEPS, count: int = 2, exchange: str = "owner", **changes: object) -> Path:
     directory.mkdir(exist_ok=True)
     write_text(directory / "text.txt")
     return write_recipe(
         directory / "r.toml",
         job__steps=steps,
         train__clip_norm=1.0,
-        replicas={"count": count, "every": EVERY, "codec": "int8", "early_steps": EARLY},
+        replicas={"count": count, "every": EVERY, "codec": "int8", "early_steps": EARLY, "exchange": exchange},
         **changes,
     )
 
@@ -107,31 +107,62 @@ def test_done_is_done(pool: LivePool, undisturbed: dict[str, Any]) -> None:
     assert again["losses"] == undisturbed["losses"]
 
 
+@pytest.fixture(scope="module")
+def between_machines(pool: LivePool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return trained(pool, recipe_in(tmp_path_factory.mktemp("between"), exchange="peers"))
+
+
+def test_machines_exchange_without_the_owner(undisturbed: dict[str, Any], between_machines: dict[str, Any]) -> None:
+    figures = between_machines
+    assert (figures["steps"], figures["failed"]) == (STEPS, {})
+    first, second = figures["replicas"]
+    assert_equal(weights(first), weights(second))
+    assert figures["losses"] == pytest.approx(undisturbed["losses"], rel=2e-3)
+    exchange = figures["exchange"]
+    assert exchange["rounds"] == ROUNDS
+    assert 0 < exchange["exchanged_bytes"] < undisturbed["exchange"]["exchanged_bytes"] / 100
+    assert f"round {ROUNDS}: 2 replicas synchronised" in figures["said"]
+
+
 @pytest.mark.long
-def test_stopped_it_resumes_and_no_bit_changes(pool: LivePool, undisturbed: dict[str, Any], tmp_path: Path) -> None:
-    recipe = recipe_in(tmp_path / "stopped")
+@pytest.mark.parametrize("exchange", ["owner", "peers"])
+def test_stopped_it_resumes_and_no_bit_changes(
+    pool: LivePool,
+    undisturbed: dict[str, Any],
+    between_machines: dict[str, Any],
+    tmp_path: Path,
+    exchange: str,
+) -> None:
+    expected = undisturbed if exchange == "owner" else between_machines
+    recipe = recipe_in(tmp_path / "stopped", exchange=exchange)
     running = Process(*command(pool, recipe))
     running.wait_for("replica 0  step 6/")
     running.interrupt()
     assert running.ended() == 130, running.text
     assert "the same command resumes" in running.text
     figures = trained(pool, recipe)
-    assert figures["losses"] == undisturbed["losses"]
-    assert_equal(weights(figures), weights(undisturbed))
+    assert figures["losses"] == expected["losses"]
+    assert_equal(weights(figures), weights(expected))
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("exchange", ["owner", "peers"])
 def test_the_drivers_process_is_killed_and_no_bit_changes(
-    pool: LivePool, undisturbed: dict[str, Any], tmp_path: Path
+    pool: LivePool,
+    undisturbed: dict[str, Any],
+    between_machines: dict[str, Any],
+    tmp_path: Path,
+    exchange: str,
 ) -> None:
-    recipe = recipe_in(tmp_path / "killed")
+    expected = undisturbed if exchange == "owner" else between_machines
+    recipe = recipe_in(tmp_path / "killed", exchange=exchange)
     running = Process(*command(pool, recipe))
     running.wait_for("round 1:")
     running.process.send_signal(signal.SIGKILL)
     running.end()
     figures = trained(pool, recipe)
-    assert figures["losses"] == undisturbed["losses"]
-    assert_equal(weights(figures), weights(undisturbed))
+    assert figures["losses"] == expected["losses"]
+    assert_equal(weights(figures), weights(expected))
 
 
 def test_what_can_not_be_changed(pool: LivePool, undisturbed: dict[str, Any]) -> None:

@@ -1,0 +1,80 @@
+"""Rounds of replicas that exchange between their machines: when they are decided, and how long they are kept."""
+
+from __future__ import annotations
+
+from fusionai.coordination.training.joint_rounds import JointRound, RoundBook, RoundMember
+
+BOTH = (RoundMember(job="a", weight=1.0), RoundMember(job="b", weight=2.0))
+
+
+def book() -> RoundBook:
+    made = RoundBook(expected={"a", "b"})
+    made.place("a", [0, 1], 1.0)
+    made.place("b", [0, 1], 2.0)
+    return made
+
+
+def all_wait(made: RoundBook, step: int) -> None:
+    for job in ("a", "b"):
+        for stage in (0, 1):
+            made.waits(job, stage, step)
+
+
+def test_a_round_is_decided_when_every_stage_of_every_replica_waits() -> None:
+    made = book()
+    for job, stage in (("a", 0), ("a", 1), ("b", 1)):
+        made.waits(job, stage, 4)
+        assert made.decide() is None
+    made.waits("b", 0, 4)
+    assert made.decide() == JointRound(number=1, step=4, members=BOTH)
+    assert made.decide() is None, "once"
+    assert made.waiting(1) == {("a", 0), ("a", 1), ("b", 0), ("b", 1)}
+
+
+def test_a_replica_that_ended_is_not_waited_for() -> None:
+    made = book()
+    made.waits("a", 0, 4)
+    made.waits("a", 1, 4)
+    assert made.waits_in_vain(["a"])
+    made.leave("b")
+    decided = made.decide()
+    assert decided is not None
+    assert decided.members == BOTH[:1]
+    made.expected.add("b")
+    made.place("b", [0], 1.0)
+    assert made.is_lost("b", 4), "it can't take part any more"
+    assert not made.is_lost("a", 4)
+
+
+def test_a_stage_that_runs_the_step_again_finds_the_same_round() -> None:
+    made = book()
+    all_wait(made, 4)
+    made.decide()
+    for job in ("a", "b"):
+        for stage in (0, 1):
+            made.applied(job, stage, 5)
+    assert not made.is_awaited(1)
+    assert made.is_settled("a")
+    made.place("b", [0, 1], 2.0)
+    assert made.waits("b", 0, 4) == [1]
+    assert made.decide() is None
+    assert not made.is_settled("a")
+    assert made.applied("a", 0, 5) == [1], "a stage that returned must serve it"
+    assert made.place("b", [0, 1], 2.0) == [1]
+
+
+def test_rounds_are_kept_while_a_member_may_run_them_again() -> None:
+    made = book()
+    for step in (4, 9, 14):
+        all_wait(made, step)
+        made.decide()
+        for job in ("a", "b"):
+            for stage in (0, 1):
+                made.applied(job, stage, step + 1)
+    made.needed_from("a", 10)
+    assert (sorted(made.rounds), made.kept_from) == ([1, 2, 3], 1)
+    made.needed_from("b", 8)
+    assert (sorted(made.rounds), made.kept_from) == ([2, 3], 2)
+    made.needed_from("b", 20)
+    made.needed_from("a", 20)
+    assert sorted(made.rounds) == [3], "the last one stays"
