@@ -103,7 +103,9 @@ class JointExchange:
     def leave(self, job: str) -> None:
         """Stop expecting this replica."""
         self._parts.pop(job, None)
-        self._follow(self._book.leave(job))
+        for number in self._book.leave(job):
+            self._fail(number, f"{job} ended in round {number}, which others of its replicas have completed")
+        self._follow(())
 
     def hold(self) -> None:
         """Do nothing: rounds are never decided without a replica that runs."""
@@ -154,9 +156,16 @@ class JointExchange:
 
     def lacks(self, job: str, number: int) -> None:
         """A stage has lost what it sent in a round: replicas that run the round again can't continue."""
-        for other, part in self._parts.items():
-            if other != job and any(waiting == other for waiting, _ in self._book.waiting(number)):
-                part.fail(f"{job} no longer has what it sent in round {number}, which this replica runs again")
+        if number in self._book.rounds:
+            self._fail(
+                number, f"{job} no longer has what it sent in round {number}, which this replica runs again", job
+            )
+
+    def _fail(self, number: int, reason: str, but: str = "") -> None:
+        """End the replicas that wait for a round which can't be completed."""
+        for job in {job for job, _ in self._book.waiting(number)} - {but}:
+            if (part := self._parts.get(job)) is not None:
+                part.fail(reason)
 
     def needed_from(self, job: str, step: int) -> None:
         """No stage of this replica runs steps before `step` again."""

@@ -113,6 +113,21 @@ def test_replicas() -> None:
     assert "as many replicas as pay off that exchange every 10 steps in int4" in free.describe()
 
 
+def test_replicas_that_exchange_between_their_machines() -> None:
+    table = {"count": 3, "every": 5, "exchange": "peers"}
+    recipe = recipe_from_table(changed(replicas=table), FILE)
+    assert recipe.replicas is not None
+    assert recipe.replicas.exchange == "peers"
+    assert "3 replicas that exchange between their machines every 5 steps in int4" in recipe.describe()
+    for change, words in (
+        ({"count": "auto"}, r'count = "auto"'),
+        ({"overlap": 2}, r"overlap = 2 has no effect"),
+        ({"deadline_s": 5.0}, r"deadline_s = 5 has no effect"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            recipe_from_table(changed(replicas=table | change), FILE)
+
+
 def test_replicas_whose_gradients_are_summed() -> None:
     assert recipe_from_table(changed(), FILE).summed == 1
     recipe = recipe_from_table(changed(replicas={"count": 2, "gradients": "summed"}), FILE)

@@ -62,6 +62,8 @@ class RoundBook:
     expected: set[str] = field(default_factory=set[str])
     """Replicas without which no round is decided."""
     _replicas: dict[str, _Replica] = field(default_factory=dict[str, _Replica])
+    _adopted: set[int] = field(default_factory=set[int])
+    """Rounds whose update some stage has applied."""
     _needed: dict[str, int] = field(default_factory=dict[str, int])
     """Job -> first step that one of its stages may run again."""
 
@@ -73,11 +75,16 @@ class RoundBook:
         return waited
 
     def leave(self, job: str) -> list[int]:
-        """A replica has ended. Return as `place` does."""
+        """A replica has ended. A round that it can't complete any more, and that no stage has applied, is taken back:
+        the others decide it again without the replica. Return the numbers of rounds that others wait for in vain."""
         self.expected.discard(job)
-        waited = self._rounds_of(job)
         self._replicas.pop(job, None)
-        return waited
+        open_rounds = [one for one in self.rounds.values() if one.has(job) and self.is_awaited(one.number)]
+        for one in open_rounds:
+            if one.number == self.last and one.number not in self._adopted:
+                del self.rounds[one.number]
+                self.last_step = one.step - 1
+        return [one.number for one in open_rounds if one.number in self.rounds]
 
     def waits(self, job: str, stage: int, step: int) -> list[int]:
         """A stage waits for the update of `step`. Return the decided round that it waits for, if there is one."""
@@ -100,6 +107,7 @@ class RoundBook:
         if replica.waiting.get(stage, below) < below:
             del replica.waiting[stage]
         past = [one for one in self.rounds.values() if one.step < below and one.has(job)]
+        self._adopted.update(one.number for one in past)
         return [one.number for one in past if self.is_awaited(one.number)]
 
     def decide(self) -> JointRound | None:
@@ -143,6 +151,7 @@ class RoundBook:
     def needed_from(self, job: str, step: int) -> None:
         """No stage of this replica runs steps before `step` again: drop rounds that no replica needs."""
         self._needed[job] = step
+        self._adopted &= self.rounds.keys()
         self.rounds = {number: one for number, one in self.rounds.items() if self._is_needed(one, self._needed)}
 
     @property

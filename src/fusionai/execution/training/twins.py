@@ -131,6 +131,12 @@ class Twins:
         keys = list(self._sizes)
         held = {_receiver(twin): _with_keys(twin, keys) for twin in message.twins}
         known = self._rounds.get(message.number)
+        former = next((one for one in self._rounds.values() if one.step == message.step and one is not known), None)
+        if former is not None and former.machine.phase is machine.TwinPhase.AGREED:
+            self._miss(message.number)  # decided again without a replica that ended, but this stage has its update
+            return
+        if former is not None:
+            del self._rounds[former.number]
         if known is None and self._asked == message.step:
             self._rounds[message.number] = known = self._begun(message, held)
             self._perform_all(known, known.machine.begin())
@@ -139,12 +145,15 @@ class Twins:
                 self._keep(part, values)
         if known is None:
             if self._stage.has_applied(message.step):
-                fence, stage = self._stage.fence, self._stage.stage
-                self._stage.member.to_driver(wire.ExchangeMissing(fence=fence, stage=stage, number=message.number))
+                self._miss(message.number)
             return
         known.twins = held
         wanting = frozenset(receiver for receiver, twin in held.items() if twin.wants)
         self._handle(known, machine.Located(wanting))
+
+    def _miss(self, number: int) -> None:
+        fence, stage = self._stage.fence, self._stage.stage
+        self._stage.member.to_driver(wire.ExchangeMissing(fence=fence, stage=stage, number=number))
 
     def _begun(self, message: wire.ExchangeRound, held: Mapping[Receiver, wire.TwinStage]) -> _Round:
         if message.place >= len(message.weights):

@@ -46,6 +46,20 @@ def test_a_replica_that_ended_is_not_waited_for() -> None:
     assert not made.is_lost("a", 4)
 
 
+def test_a_round_is_decided_again_without_a_replica_that_ends_in_it() -> None:
+    made = book()
+    all_wait(made, 4)
+    made.decide()
+    assert made.leave("b") == []
+    assert made.decide() == JointRound(number=2, step=4, members=BOTH[:1])
+    late = book()
+    all_wait(late, 4)
+    late.decide()
+    late.applied("a", 0, 5)
+    assert late.leave("b") == [1], "one stage has its update, so the others need the same one"
+    assert late.decide() is None
+
+
 def test_a_stage_that_runs_the_step_again_finds_the_same_round() -> None:
     made = book()
     all_wait(made, 4)
