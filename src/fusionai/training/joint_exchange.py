@@ -12,7 +12,6 @@ the owner's machine exchange, and what two machines have no link for, passes thr
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +29,6 @@ from fusionai.storage.atomic import storage_errors, write_atomic
 from fusionai.training.outer import LocalUpdates, RoundDone
 from fusionai.training.rounds import JobRound
 from fusionai.wire import messages as wire
-
-log = logging.getLogger(__name__)
 
 ROUNDS: Final = "rounds.json"
 """Name of the file with the decided rounds."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 
-class RoundMember(Struct, frozen=True, kw_only=True):
+class ExchangingReplica(Struct, frozen=True, kw_only=True):
     """A replica in a round: its job, and the relative size of the share that it sums."""
 
     job: str
@@ -29,7 +29,7 @@ class JointRound(Struct, frozen=True, kw_only=True):
 
     number: int
     step: int
-    members: tuple[RoundMember, ...]
+    members: tuple[ExchangingReplica, ...]
 
     def has(self, job: str) -> bool:
         """Return whether a job takes part."""
@@ -117,7 +117,7 @@ class RoundBook:
         step = next(iter(steps), None)
         if len(steps) != 1 or step is None:
             return None
-        members = tuple(RoundMember(job=job, weight=self._replicas[job].weight) for job in jobs)
+        members = tuple(ExchangingReplica(job=job, weight=self._replicas[job].weight) for job in jobs)
         self.last, self.last_step = self.last + 1, step
         self.rounds[self.last] = JointRound(number=self.last, step=step, members=members)
         return self.rounds[self.last]

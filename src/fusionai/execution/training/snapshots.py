@@ -220,13 +220,10 @@ class MemberSnapshots:
     ) -> None:
         self.store = SnapshotStore(make_room)
         self.stale_dropped = 0
-        self._placement = placement
+        self._placement, self._now_s = placement, now_s
         self._connections = StateConnections(transport, now_s=now_s)
-        self._now_s = now_s
-        self._on_kept = on_kept
-        self._on_refused = on_refused
-        self._on_evidence = on_evidence
-        self._on_twin = on_twin
+        self._on_kept, self._on_refused = on_kept, on_refused
+        self._on_evidence, self._on_twin = on_evidence, on_twin
         self.judged: set[int] = set()
         """Stages of other members that are being rechecked here; any member may send snapshots of them."""
         self._accepted: set[KeepaliveConnection] = set()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fusionai.coordination.training.joint_rounds import JointRound, RoundBook, RoundMember
+from fusionai.coordination.training.joint_rounds import ExchangingReplica, JointRound, RoundBook
 
-BOTH = (RoundMember(job="a", weight=1.0), RoundMember(job="b", weight=2.0))
+BOTH = (ExchangingReplica(job="a", weight=1.0), ExchangingReplica(job="b", weight=2.0))
 
 
 def book() -> RoundBook:
