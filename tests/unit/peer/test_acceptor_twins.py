@@ -47,6 +47,11 @@ async def named(stand: Stand, running: Running) -> None:
     assert isinstance((await receive(running.control)).message, wire.Pong)
 
 
+async def until_closed(channel: Channel) -> None:
+    while True:
+        await receive(channel)
+
+
 def test_a_machine_that_the_driver_did_not_name_is_refused():
     async def body(stand: Stand, running: Running) -> None:
         _, answer = await opened(stand)
@@ -67,8 +72,7 @@ def test_a_named_machine_is_let_in_for_an_exchange_only():
         assert isinstance(answer, wire.Done)
         await channel.send(wire.Snapshot(fence=FENCE, stage=0, step=0, part=0, watermark=0, last=True))
         with pytest.raises(TransportError):
-            while True:
-                await receive(channel)
+            await until_closed(channel)
         assert not stand.member.kept.store.held
 
     with_stand(body)
