@@ -7,9 +7,12 @@ eight of them share the cores without waiting for each other. Each holds the who
 For each number of machines, the model is served by as many pipelines, and 16 answers are given at once, then one alone.
 The numbers of machines take turns within a round. What counts are ratios within a round:
 
-- `tokens_per_s_M / (M x tokens_per_s_1)`: 1 if throughput grows with the machines. Batches of 16 on one machine cost
-  less per token than batches of 2 on each of eight, so a ratio below 1 is partly the batches'.
-- `single_M / single_1`: one stream beside one machine.
+- `M_machines_to_proportional`: 16 answers on M machines to M times those on one machine. A machine that computes 16
+  answers together reads its weights once for all of them, so this ratio falls with the batches, however well the
+  answers are spread.
+- `M_machines_to_same_batches`: 16 answers on M machines to M times 16 / M answers on one machine, whose batches are
+  equally large: what is lost by sharing, spreading and one owner.
+- `M_machines_single_stream`: one stream beside one machine.
 """
 
 from __future__ import annotations
@@ -43,9 +46,9 @@ MEMORY_BYTES: Final = 600_000_000
 SETTLED_S: Final = 0.2
 
 
-async def together_per_s(served: Served, tokens: int, salt: int) -> float:
+async def together_per_s(served: Served, streams: int, tokens: int, salt: int) -> float:
     """Tokens per second of all answers, from the first token of the first answer to the last token of the last one."""
-    asked = [prompt(1000 * salt + number, served.model.vocabulary) for number in range(STREAMS)]
+    asked = [prompt(1000 * salt + number, served.model.vocabulary) for number in range(streams)]
     found = await asyncio.gather(*(one_stream(served, one, tokens) for one in asked))
     begin, end = min(one.at_s[0] for one in found), max(one.at_s[-1] for one in found)
     return (sum(len(one.at_s) for one in found) - 1) / (end - begin)
@@ -64,6 +67,8 @@ async def measured(arguments: argparse.Namespace, folder: Path, say: Say) -> Non
     async with LocalPool(folder / "pool", peers, name="pipelines") as pool:
         for number in range(1, arguments.rounds + 1):
             found: dict[int, tuple[float, float]] = {}
+            same_batches: dict[int, float] = {}
+            first = arguments.machines[0]
             for machines in arguments.machines:
                 asked = request(
                     *(model, folder / "home"),
@@ -76,15 +81,19 @@ async def measured(arguments: argparse.Namespace, folder: Path, say: Say) -> Non
                 async with serving(asked, on_event=shown(say)) as served:
                     while len(served.engine.open) < machines:  # noqa: ASYNC110
                         await asyncio.sleep(SETTLED_S)
-                    await together_per_s(served, 8, 0)
-                    together = await together_per_s(served, arguments.tokens, number)
+                    await together_per_s(served, STREAMS, 8, 0)
+                    together = await together_per_s(served, STREAMS, arguments.tokens, number)
+                    if machines == first:
+                        for more in arguments.machines[1:]:
+                            streams = max(1, STREAMS * first // more)
+                            same_batches[more] = await together_per_s(served, streams, arguments.tokens, number + more)
                     single = await one_stream(served, prompt(number, served.model.vocabulary), arguments.tokens)
                     found[machines] = together, single.tokens_per_s
                 say(f"{machines} machines: {together:.1f} tokens/s together, {single.tokens_per_s:.1f} alone")
-            first = arguments.machines[0]
             for machines in arguments.machines[1:]:
-                grown = found[machines][0] / found[first][0] / (machines / first)
-                figures.note(f"{machines}_machines_to_proportional", grown)
+                grown = found[machines][0] / (machines / first)
+                figures.note(f"{machines}_machines_to_proportional", grown / found[first][0])
+                figures.note(f"{machines}_machines_to_same_batches", grown / same_batches[machines])
                 figures.note(f"{machines}_machines_single_stream", found[machines][1] / found[first][1])
             figures.end_round(number)
 

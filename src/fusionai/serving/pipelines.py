@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final, TypeVar
 
@@ -42,6 +43,12 @@ from fusionai.serving.interface import (
 MOVING_S: Final = 60.0
 """Time for which a generation whose pipeline has ended tries to get a place in another, in seconds (chosen)."""
 RETRY_S: Final = 0.5
+TRIED_TOKENS: Final = 25
+"""Length of the answer with which a pipeline is tried (chosen): one token, and two halves after it."""
+TRIED_S: Final = 10.0
+"""Longest time for that, in seconds (chosen)."""
+TRIED_SCOPE: Final = "trial of a pipeline"
+"""Scope of these texts, so that they share no cache with those of users."""
 T = TypeVar("T")
 
 
@@ -123,6 +130,28 @@ class PipelinedEngine:
         """Return the number and the plan of the pipeline in which a generation is."""
         number = stream.pipeline if isinstance(stream, RoutedStream) else 1
         return number, self._engines.get(number, self._newest).plan
+
+    async def try_out(self, number: int) -> bool:
+        """Measure how fast a pipeline answers a short text, and have the choice of pipelines depend on it. The faster
+        half of the answer counts, so that one stall does not. Returns whether it was measured: it must be open and
+        idle, and generate tokens."""
+        engine = self._engines.get(number)
+        if engine is None or self.purpose != "generate" or number not in self.ready or self.routing.texts[number]:
+            return False
+        prompt = tuple((17 * place + 3) % self.vocabulary for place in range(TRIED_TOKENS))
+        at_s: list[float] = []
+        with suppress(FusionError, TimeoutError):
+            stream = engine.submit(Generation(prompt=prompt, max_tokens=TRIED_TOKENS, scope=TRIED_SCOPE))
+            try:
+                async with asyncio.timeout(TRIED_S):
+                    at_s = [self.clock.now_s() async for event in stream if isinstance(event, Emitted)]
+            finally:
+                await stream.aclose()
+        if len(at_s) < TRIED_TOKENS or number not in self._engines:
+            return False
+        half = TRIED_TOKENS // 2
+        self.routing.tried(number, min(at_s[half] - at_s[0], at_s[-1] - at_s[half]) / half)
+        return True
 
     # -------------------------------------------------------------------------------------------------- adapters
 

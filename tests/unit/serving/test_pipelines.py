@@ -397,3 +397,67 @@ def test_the_status_is_of_all_pipelines_and_remembers_closed_ones():
         assert together.status.emitted_tokens == 10
 
     asyncio.run(story())
+
+
+@dataclass
+class Paced(Engine):
+    """Emits a token every `token_s`; the tenth comes late."""
+
+    token_s: float = 0.0
+    clock: Clock = field(default_factory=Clock)
+    fails: bool = False
+
+    def submit(self, generation: Generation) -> Stream:
+        engine, stream = self, super().submit(generation)
+
+        class Ticking(Stream):
+            async def _all(self) -> AsyncIterator[StreamEvent]:
+                for place in range(generation.max_tokens):
+                    engine.clock.at_s += 5.0 if place == 10 else engine.token_s
+                    yield Emitted(place, token(place))
+                    if engine.fails and place == 20:
+                        yield Finished("failed", "stopped")
+                        return
+                yield Finished("length")
+
+        stream.__class__ = Ticking
+        return stream
+
+
+def test_a_pipeline_is_tried_with_a_text_of_its_own():
+    async def story() -> None:
+        slow, fast = Paced(token_s=0.04), Paced(token_s=0.02)
+        together = engines(slow, fast)
+        slow.clock = fast.clock = together.clock  # type: ignore[assignment]
+        assert together.submit(ASK).pipeline == 1
+        assert not await together.try_out(1)  # it is busy
+        assert len(slow.streams) == 1
+        together.routing.ended(1)
+        assert await together.try_out(1)
+        assert await together.try_out(2)
+        assert together.routing.slower(1) == pytest.approx(4.0)
+        assert together.routing.slower(2) == pytest.approx(2.0)
+        assert all(stream.is_closed for stream in (*slow.streams[1:], *fast.streams))
+        assert slow.streams[1].generation.scope != ASK.scope
+        assert together.submit(ASK).pipeline == 2
+        together.routing.ended(2)
+
+        # What can't be measured changes nothing.
+        slow.fails = True
+        assert not await together.try_out(1)
+        slow.busy = EngineBusy("full", 1.0)
+        assert not await together.try_out(1)
+        slow.busy, slow.state = None, "waiting"
+        assert not await together.try_out(1)
+        assert not await together.try_out(7)
+        assert together.routing.slower(1) == pytest.approx(4.0)
+
+    asyncio.run(story())
+
+
+def test_a_model_that_reads_only_is_not_tried():
+    async def story() -> None:
+        together = engines(Engine(purpose="embed"), Engine(purpose="embed"))
+        assert not await together.try_out(1)
+
+    asyncio.run(story())

@@ -29,7 +29,7 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_count, format_seconds, format_speed
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Plan, Problem
-from fusionai.scheduling.serving.prediction import first_token_s, round_trip_s
+from fusionai.scheduling.serving.prediction import first_token_s, shared_round_s
 from fusionai.serving import job as progress
 from fusionai.serving.interface import (
     Emitted,
@@ -400,9 +400,8 @@ def _row(answers: Sequence[_Answer], costs: StageCosts, chunk_tokens: int) -> Se
 
 
 def _predicted_rate(plan: Plan, costs: StageCosts, sessions: int) -> float:
-    """Return the predicted tokens per second of one stream, with at most the plan's number of passes in flight."""
-    wanted = len(plan.stages) if plan.serving is None else max(plan.serving.passes_in_flight, len(plan.stages))
-    return 1.0 / round_trip_s(plan.stages, costs, sessions, min(wanted, sessions))
+    """Return the predicted tokens per second of one of `sessions` streams."""
+    return 1.0 / shared_round_s(plan.stages, costs, sessions)
 
 
 def show_serving(rows: Sequence[ServingRow], *, left_out: int, guessed: float, shared: str) -> None:

@@ -64,6 +64,8 @@ DISSOLVE_S: Final = 20.0
 the grace period before a new cut over the remaining machines."""
 RETRY_S: Final = 60.0
 """Pause after a further pipeline could not be opened, in seconds (chosen)."""
+TRY_OUT_S: Final = 600.0
+"""Time after which a pipeline that is idle while others have texts is measured again, in seconds (chosen)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,8 @@ class OpenPipeline:
     stack: AsyncExitStack
     version: int = 0
     """Version of the plan for which it is priced."""
+    try_at_s: float = 0.0
+    """Time from which its speed should be measured when it is idle."""
     trouble_since_s: float | None = None
     """Time since which it waits for a machine, or one of its machines wants to leave."""
 
@@ -250,6 +254,7 @@ class Pipelines:
                     log.info("can't list the pool: %s", error)
                     continue
                 await self._look_after(members)
+                await self._try_out()
                 if opening is None or opening.done():
                     if opening is not None:
                         opening.result()
@@ -266,6 +271,7 @@ class Pipelines:
             plan = pipeline.engine.deployment.plan
             if plan.version != pipeline.version:
                 pipeline.version = plan.version
+                pipeline.try_at_s = 0.0
                 self.engine.routing.open(pipeline.number, _pace(plan, self._problem(pipeline.replanner)))
             gone = sorted(leaving[stage.peer] for stage in plan.stages if stage.peer in leaving)
             why = ""
@@ -275,6 +281,16 @@ class Pipelines:
                 why = f"{', '.join(gone)} leaves"
             if self._lasts(pipeline, why) and self.engine.ready - {pipeline.number}:
                 await self._dissolve(pipeline, f"{why}, and its texts go on in other pipelines")
+
+    async def _try_out(self) -> None:
+        """Measure one of the pipelines whose speed is unknown or was measured long ago, if there is a choice at all."""
+        now_s, texts = self.process.clock.now_s(), self.engine.routing.texts
+        for pipeline in tuple(self._open.values()) if len(self._open) > 1 else ():
+            is_due = now_s >= pipeline.try_at_s and (not pipeline.try_at_s or any(texts.values()))
+            if is_due and not texts[pipeline.number]:
+                measured = await self.engine.try_out(pipeline.number)
+                pipeline.try_at_s = now_s + (TRY_OUT_S if measured else RETRY_S)
+                return
 
     def _lasts(self, pipeline: OpenPipeline, why: str) -> bool:
         """Return whether a pipeline's trouble has lasted for `DISSOLVE_S`."""

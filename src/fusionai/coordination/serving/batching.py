@@ -331,9 +331,11 @@ class Batcher(Admission):
         """Return as many decoding parts as make passes with decoding sessions about equally large, counting sessions
         under way."""
         parts: list[SessionShare] = []
-        if sum(sent.decodes for sent in self._passes.values()) >= self.limits.spread:
+        sessions = sum(one.decodes for one in self._sessions.values())
+        passes = self.limits.spread if self.times is None else self.times.best_passes(sessions, self.limits.spread)
+        if sum(sent.decodes for sent in self._passes.values()) >= passes:
             return parts
-        group = -(-sum(one.decodes for one in self._sessions.values()) // self.limits.spread)
+        group = -(-sessions // passes)
         for session in decoding:
             if len(parts) >= group or room < 1:
                 break

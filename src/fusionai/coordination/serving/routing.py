@@ -4,9 +4,16 @@ The pipeline that is expected to finish the text soonest gets it. The expected t
 
     waiting for a place + reading the tokens of the prompt that its cache lacks + the tokens of the answer
 
-at the pipeline's planned speed for its present number of sessions, times how much slower its tokens really came lately.
-A conversation therefore returns to the pipeline that has its beginning, unless another one is sooner without it, and a
-slow pipeline gets texts only when the fast ones are busy: an idle fast machine is never left for a slow one.
+at the pipeline's planned speed for its present number of sessions, times how much slower its tokens really came lately
+(`_Pipeline.slower`). A conversation therefore returns to the pipeline that has its beginning, unless another one is
+sooner without it, and a slow pipeline gets texts only when the fast ones are busy: an idle fast machine is never left
+for a slow one.
+
+Slowness is the ratio of measured to planned seconds. Each pipeline is tried with a short text before much depends on
+its plan (`Routing.tried`), and the answers after that are summed. `PRIOR_TOKENS` tokens at the ratio of all pipelines
+together are added to each pipeline's sums, so that a few answers, or short ones, do not part pipelines that are equal.
+All sums fade while answers are given anywhere in the model: a pipeline that was slow for a while and has had no texts
+since is expected to be like the others again, and gets texts again.
 
 A pipeline's cache is known from the texts that it got: `Routing` keeps hashes of their beginnings, `BLOCK_TOKENS`
 apart, for each scope and adapter. It does not know what a pipeline has dropped since, which costs a wrong choice and
@@ -22,6 +29,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import exp
 from typing import Final
 
 BLOCK_TOKENS: Final = 64
@@ -31,14 +39,19 @@ KEPT_BEGINNINGS: Final = 16_384
 FIRST_ANSWER_TOKENS: Final = 128.0
 """Expected length of an answer before any has ended (chosen)."""
 LEARNT: Final = 0.2
-"""Weight of the newest answer in running means (chosen)."""
+"""Weight of the newest answer in the mean length of answers (chosen)."""
+PRIOR_TOKENS: Final = 500.0
+"""Tokens of an imagined answer at the slowness of all pipelines together (chosen): some four answers, fewer than the
+texts that a busy pipeline answers in a minute."""
+KEPT_TOKENS: Final = 5_000.0
+"""Tokens, answered by any pipeline, after which 1 / e of what was measured before still counts (chosen)."""
 CROWDING: Final = 0.05
 """Fraction by which each text of a pipeline slows down a further one beyond the plan (chosen). Plans say that sessions
 in one pass cost next to nothing as long as reading the weights takes longest, so equal pipelines would fill up one
 after the other."""
 SLOWEST: Final = 20.0
-"""Largest ratio of measured to planned time that is believed (chosen), so that one stalled answer does not close a
-pipeline for long."""
+"""Largest ratio of measured to planned time of an answer that is believed (chosen), so that one stalled answer does not
+close a pipeline for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +86,27 @@ class _Pipeline:
     pace: Pace
     texts: int = 0
     """Texts that it has, running or waiting."""
-    slower: float = 1.0
-    """Measured over planned time of its tokens."""
+    to_plan: float = 1.0
+    """Measured over planned time of a token of a single session, when it was tried (`Routing.tried`)."""
+    planned_s: float = 0.0
+    measured_s: float = 0.0
+    """Time of the tokens that it answered lately: as planned, times `to_plan`, and as measured."""
     beginnings: OrderedDict[bytes, None] = field(default_factory=OrderedDict[bytes, None])
 
+    def slower(self, common: float) -> float:
+        """Ratio of measured to planned time of its tokens. `common`: ratio of the sums of all pipelines together."""
+        prior_s = PRIOR_TOKENS * self.pace.token_s[0] * self.to_plan
+        return self.to_plan * (self.measured_s + common * prior_s) / (self.planned_s + prior_s)
+
     def expected_s(self, missing_tokens: int, answer_tokens: float, usual_tokens: float) -> float:
-        """Seconds until a further text is finished. `usual_tokens`: length of the answers before it."""
+        """Seconds until a further text is finished, if its tokens came as planned. `usual_tokens`: length of the
+        answers before it."""
         sessions = min(self.texts + 1, self.pace.sessions)
         token_s = self.pace.token_s_with(sessions)
         # Places become free one after the other, on average after an answer's time divided by their number.
         answers_before = max(0, self.texts + 1 - self.pace.sessions) / self.pace.sessions
         tokens_s = (answers_before * usual_tokens + answer_tokens) * token_s
-        return self.slower * (1 + CROWDING * self.texts) * (missing_tokens * self.pace.prompt_token_s + tokens_s)
+        return (1 + CROWDING * self.texts) * (missing_tokens * self.pace.prompt_token_s + tokens_s)
 
     def remember(self, beginnings: Iterator[bytes]) -> None:
         for beginning in beginnings:
@@ -102,13 +124,16 @@ class Routing:
         self._answer_tokens = FIRST_ANSWER_TOKENS
 
     def open(self, number: int, pace: Pace) -> None:
-        """Add a pipeline, or give an open one another pace after a change of its plan. A new pipeline is expected to be
-        as much slower than its plan as the others are."""
-        if (known := self._pipelines.get(number)) is not None:
-            known.pace = pace
-            return
-        slower = [pipeline.slower for pipeline in self._pipelines.values()]
-        self._pipelines[number] = _Pipeline(pace, slower=sum(slower) / len(slower) if slower else 1.0)
+        """Add a pipeline, or give an open one the pace of another plan, of which nothing is measured yet."""
+        texts = known.texts if (known := self._pipelines.get(number)) is not None else 0
+        beginnings = known.beginnings if known is not None else OrderedDict[bytes, None]()
+        self._pipelines[number] = _Pipeline(pace, texts, beginnings=beginnings)
+
+    def tried(self, number: int, token_s: float) -> None:
+        """Learn how many seconds a pipeline takes between two tokens of a single session."""
+        if (pipeline := self._pipelines.get(number)) is not None and token_s > 0:
+            pipeline.to_plan = token_s / pipeline.pace.token_s[0]
+            pipeline.planned_s = pipeline.measured_s = 0.0
 
     def close(self, number: int) -> None:
         self._pipelines.pop(number, None)
@@ -121,13 +146,13 @@ class Routing:
     def ranked(self, text: TextToRoute, ready: Collection[int]) -> tuple[int, ...]:
         """Return the open pipelines in the order of their expected times, the `ready` ones first."""
         answer_tokens = max(1.0, min(float(text.most_tokens), self._answer_tokens))
-        hashes = list(_beginnings(text.tokens, text.cache))
+        hashes, common = list(_beginnings(text.tokens, text.cache)), self._common()
 
         def rank(number: int) -> tuple[bool, float, int]:
             pipeline = self._pipelines[number]
             missing_tokens = len(text.tokens) - _known(pipeline, hashes)
             expected_s = pipeline.expected_s(missing_tokens, answer_tokens, self._answer_tokens)
-            return number not in ready, expected_s, number
+            return number not in ready, pipeline.slower(common) * expected_s, number
 
         return tuple(sorted(self._pipelines, key=rank))
 
@@ -149,10 +174,25 @@ class Routing:
         """Learn from an answer. The seconds are those between its first and its last token; `planned_s`: sum of
         `token_s` at the time of each token."""
         self._answer_tokens += LEARNT * (tokens - self._answer_tokens)
-        pipeline = self._pipelines.get(number)
-        if pipeline is not None and planned_s > 0 and measured_s > 0:
-            ratio = min(SLOWEST, max(1 / SLOWEST, measured_s / planned_s))
-            pipeline.slower += LEARNT * (ratio - pipeline.slower)
+        kept = exp(-tokens / KEPT_TOKENS)
+        for pipeline in self._pipelines.values():
+            pipeline.planned_s *= kept
+            pipeline.measured_s *= kept
+        answered = self._pipelines.get(number)
+        if answered is not None and planned_s > 0 and measured_s > 0:
+            expected_s = planned_s * answered.to_plan
+            answered.planned_s += expected_s
+            answered.measured_s += min(SLOWEST * expected_s, max(expected_s / SLOWEST, measured_s))
+
+    def slower(self, number: int) -> float:
+        """How many times slower than planned this open pipeline is expected to give its tokens."""
+        return self._pipelines[number].slower(self._common())
+
+    def _common(self) -> float:
+        """Ratio of measured to expected time of all pipelines together; 1 before any answer."""
+        planned_s = sum(pipeline.planned_s for pipeline in self._pipelines.values())
+        measured_s = sum(pipeline.measured_s for pipeline in self._pipelines.values())
+        return measured_s / planned_s if planned_s else 1.0
 
     def token_s(self, number: int) -> float:
         """Planned seconds between two tokens of a session of this pipeline now; 0 if it is closed."""

@@ -1,4 +1,5 @@
-"""How long stages take for passes; from that, time limits (`Patience`) and the lengths of prompt pieces (`PieceSizes`).
+"""How long stages take for passes; from that, time limits (`Patience`), the lengths of prompt pieces (`PieceSizes`) and
+the number of passes that decoding sessions share (`StageTimes.best_passes`).
 
 The work of a pass is counted in positions; a position whose attention reads `balance_tokens` others counts twice.
 Passes of many positions take time in proportion to their work. Passes of few positions take the time of reading the
@@ -25,6 +26,8 @@ MEAN_GAIN: Final = 0.25
 DEVIATION_GAIN: Final = 0.25
 DEVIATIONS: Final = 4.0
 """Mean deviations above the mean for a value that is hardly ever exceeded."""
+EQUAL: Final = 1.05
+"""Ratio up to which two rounds count as equally long (chosen)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,29 @@ class StageTimes:
     @property
     def stages(self) -> tuple[int, ...]:
         return tuple(sorted(self._holders))
+
+    def best_passes(self, sessions: int, most: int) -> int:
+        """Return the number of passes, at most `most`, with which this many decoding sessions get their tokens soonest;
+        `most` before anything is measured.
+
+        Every session gets a token while all passes go round once, which takes the longer of one pass's way through all
+        stages and all passes' time at the busiest machine. Passes of few positions take the time of reading the
+        weights, so each further pass at one machine costs as much as the first. Among numbers that are equally good the
+        largest counts, because passes then have fewer positions."""
+        if most == 1 or sessions <= 1:
+            return 1
+        rounds_s: list[float] = []
+        for passes in range(1, min(most, sessions) + 1):
+            rows = -(-sessions // passes)
+            work = PassWork(rows, float(rows))
+            busy: dict[str, float] = {}
+            for stage, peer in self._holders.items():
+                if (stage, True) not in self._measured or (seconds := self.expected_s(stage, work)) is None:
+                    return most
+                busy[peer] = busy.get(peer, 0.0) + seconds
+            rounds_s.append(max(sum(busy.values()), passes * max(busy.values(), default=0.0)))
+        shortest_s = min(rounds_s)
+        return max(number for number, seconds in enumerate(rounds_s, 1) if seconds <= EQUAL * shortest_s)
 
     def _estimate(self, stage: int, work: PassWork) -> tuple[Estimate | None, float]:
         """Return the estimate and the amount of work that it applies to. Without a measurement of passes of this kind,

@@ -29,7 +29,7 @@ from fusionai.scheduling.serving.prediction import (
     LoadedPipeline,
     PipelineLoad,
     bound_tokens_per_s,
-    round_trip_s,
+    shared_round_s,
     stage_room,
 )
 
@@ -168,10 +168,7 @@ def pace_figures(found: Plan, problem: Problem) -> tuple[tuple[float, ...], floa
     sizes = found.serving
     assert sizes is not None, "the plan is of a serving job"
     costs = StageCosts(problem)
-    passes = max(sizes.passes_in_flight, len(found.stages))
-    token_s = tuple(
-        round_trip_s(found.stages, costs, sessions, min(passes, sessions)) for sessions in range(1, sizes.sessions + 1)
-    )
+    token_s = tuple(shared_round_s(found.stages, costs, sessions) for sessions in range(1, sizes.sessions + 1))
     return token_s, 1 / sizes.prompt_tokens_per_s if sizes.prompt_tokens_per_s else 0.0
 
 

@@ -62,6 +62,13 @@ def together(stages: Sequence[StagePlacement], costs: StageCosts, needs: Serving
     return best
 
 
+def shared_round_s(stages: Sequence[StagePlacement], costs: StageCosts, sessions: int) -> float:
+    """Return the seconds from one token of a session to its next, if `sessions` generate together in as many passes as
+    suit them, at most one for each machine."""
+    most = min(sessions, len({stage.peer for stage in stages}))
+    return min(round_trip_s(stages, costs, sessions, passes) for passes in range(1, most + 1))
+
+
 def round_trip_s(stages: Sequence[StagePlacement], costs: StageCosts, sessions: int, passes: int) -> float:
     """Return the seconds from one token of a session to its next, if `sessions` share `passes` in flight."""
     rows = -(-sessions // passes)

@@ -9,14 +9,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 
 from fusionai.client.pool.job_process import Noted
 from fusionai.client.pool.replanning import MachineHistory
 from fusionai.client.pool.session import PoolMember
 from fusionai.client.serving.job import Goal
-from fusionai.client.serving.pipelines import DISSOLVE_S, FREE_S, OpenPipeline, PipelineEvent, Pipelines
+from fusionai.client.serving.pipelines import (
+    DISSOLVE_S,
+    FREE_S,
+    RETRY_S,
+    TRY_OUT_S,
+    OpenPipeline,
+    PipelineEvent,
+    Pipelines,
+)
 from fusionai.client.serving.watch import ServingReplanner
-from fusionai.coordination.serving.routing import Pace
+from fusionai.coordination.serving.routing import Pace, TextToRoute
 from fusionai.execution.connections import Deployment
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import Plan, Problem
@@ -245,6 +254,42 @@ def test_a_changed_plan_is_priced_anew():
         bench.first.deployment = Deployment(plan=plan)
         await bench.looks(1)
         assert bench.pipelines.engine.routing.token_s(1) != PACE.token_s[0]
+
+    asyncio.run(story())
+
+
+def test_pipelines_are_tried_one_after_the_other_and_again_if_they_are_idle_while_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async def story() -> None:
+        bench, tried = Bench(), list[int]()
+        bench.clock.seconds = 5.0
+
+        async def try_out(number: int) -> bool:
+            tried.append(number)
+            return number != 2
+
+        monkeypatch.setattr(bench.pipelines.engine, "try_out", try_out)
+        await bench.pipelines._try_out()
+        assert tried == []  # there is no choice
+        bench.add(2, "two")
+        for _ in range(4):
+            await bench.pipelines._try_out()
+        assert tried == [1, 2]
+        # All are idle, so nothing depends on it.
+        bench.clock.seconds += TRY_OUT_S + RETRY_S
+        await bench.pipelines._try_out()
+        assert tried == [1, 2]
+        bench.pipelines.engine.routing.began(1, TextToRoute(tokens=(1,), cache=(), most_tokens=1))
+        await bench.pipelines._try_out()
+        await bench.pipelines._try_out()
+        assert tried == [1, 2, 2]
+        # A changed plan has yet to be measured.
+        bench.pipelines.engine.routing.ended(1)
+        bench.pipelines._open[1].version = 0
+        await bench.looks(1)
+        await bench.pipelines._try_out()
+        assert tried == [1, 2, 2, 1]
 
     asyncio.run(story())
 

@@ -212,3 +212,46 @@ def test_one_stage_has_no_pipeline_to_fill() -> None:
     found.begin(roles(places={0: "me"}))
     found.measured(0, plain(500), 0.05)
     assert cut(PieceSizes(TILE, 512, found), 1024) == [512, 512]
+
+
+def measured_few(seconds: dict[int, float], places: dict[int, str]) -> StageTimes:
+    """Stages that took so long for passes of few positions."""
+    found = StageTimes()
+    found.begin(roles(places=places))
+    for stage, one_s in seconds.items():
+        found.measured(stage, PassWork(4, 4.0), one_s)
+    return found
+
+
+def test_sessions_of_one_machine_go_in_one_pass_as_long_as_reading_the_weights_takes_longest():
+    """The owner's two ends take next to nothing, so a second pass would read the machine's weights once more."""
+    places = {0: "me", 1: "a", 2: "me"}
+    alone = measured_few({0: 0.0001, 1: 0.02, 2: 0.001}, places)
+    assert [alone.best_passes(sessions, 2) for sessions in (1, 2, 8, FEW)] == [1, 1, 1, 1]
+    # The head with the owner takes as long as the machine, so both should always be at work.
+    busy_owner = measured_few({0: 0.0001, 1: 0.02, 2: 0.02}, places)
+    assert [busy_owner.best_passes(sessions, 2) for sessions in (1, 2, 8)] == [1, 2, 2]
+
+
+def test_each_machine_of_a_pipeline_has_a_pass_and_slow_ones_decide():
+    places = {0: "a", 1: "b", 2: "c"}
+    equal = measured_few({0: 0.01, 1: 0.01, 2: 0.01}, places)
+    assert [equal.best_passes(sessions, 3) for sessions in (1, 2, 3, 12)] == [1, 2, 3, 3]
+    unequal = measured_few({0: 0.01, 1: 0.04, 2: 0.01}, places)
+    assert unequal.best_passes(12, 3) == 1
+
+
+def test_passes_of_many_positions_are_divided_where_their_time_grows():
+    found = measured_few({0: 0.01, 1: 0.03}, {0: "me", 1: "a"})
+    for stage, one_s in ((0, 0.01), (1, 0.03)):
+        found.measured(stage, PassWork(100, 100.0), 100 * one_s)
+    assert found.best_passes(2 * FEW, 2) == 2
+    assert found.best_passes(FEW, 2) == 1
+
+
+def test_before_anything_is_measured_all_passes_are_used():
+    found = times(token_s=0.01)
+    assert found.best_passes(4, 3) == 3
+    assert found.best_passes(1, 3) == 1
+    found.measured(0, PassWork(1, 1.0), 0.01)
+    assert found.best_passes(4, 3) == 3
