@@ -281,6 +281,12 @@ INT4_GROUP: Final = 32
 EMBEDDING: Final = "aten.embedding.default"
 BESIDE: Final = 2
 """Factor from the largest result of one operator to the memory of a pass, including values that are read later."""
+DECODING_BYTES: Final = 8 * 2**20
+"""Memory of programs for single tokens and of attention's scratch (measured on processors: 1 to 8 MB, the more the
+longer the lines and the more threads)."""
+STACKED_BYTES: Final = 64 * 2**20
+"""Bytes, as float32, up to which backends stack matrices that multiply the same value; chosen. Larger ones would gain
+nothing and be in memory twice while they are stacked."""
 LENGTH: Final = 256
 """Length of the text, in tokens, from which the costs that grow with length are determined."""
 
@@ -326,8 +332,10 @@ def serving_costs(
                 parameter_bytes=kept,
                 trainable_bytes=0,
                 activation_bytes=0,
-                workspace_bytes=BESIDE * record.workspace_bytes * pass_tokens
-                + _unpacked_bytes(graph, members, weights),
+                workspace_bytes=max(
+                    BESIDE * record.workspace_bytes * pass_tokens, _unpacked_bytes(graph, members, weights)
+                )
+                + DECODING_BYTES,
                 output_bytes=record.output_bytes,
                 gradient_bytes=0,
                 ops=record.ops,
@@ -457,13 +465,20 @@ def _kept_layout(spec: ParamSpec, weights: WeightFormat, *, transposed: bool) ->
 
 
 def _unpacked_bytes(graph: Graph, nodes: list[Node], weights: WeightFormat) -> int:
-    """Size of the largest parameter in float32, which is in memory while it is packed, unless it stays as its file
-    holds it."""
-    specs = [
-        (graph.params[value], _by_columns(node)) for node in nodes for value in reads(node) if value in graph.params
-    ]
-    unpacked = (spec for spec, turned in specs if _kept_layout(spec, weights, transposed=turned) is None)
-    return max((4 * prod(spec.shape) for spec in unpacked), default=0)
+    """Size of what is in memory in float32 while it is packed: the largest parameter, or matrices that are stacked
+    together with their stack. What stays as its file holds it is not counted."""
+    largest, stacks = 0, dict[str, list[int]]()
+    for node in nodes:
+        for value in reads(node):
+            spec = graph.params.get(value)
+            if spec is None or _kept_layout(spec, weights, transposed=_by_columns(node)) is not None:
+                continue
+            size_bytes = 4 * prod(spec.shape)
+            largest = max(largest, size_bytes)
+            if node.op == "aten.linear.default" and isinstance(node.args[0], Ref) and node.args[0].name != value:
+                stacks.setdefault(node.args[0].name, []).append(size_bytes)
+    stacked = (2 * sum(sizes) for sizes in stacks.values() if len(sizes) > 1 and sum(sizes) <= STACKED_BYTES)
+    return max(largest, *stacked, 0)
 
 
 def _by_columns(node: Node) -> bool:

@@ -17,13 +17,11 @@ from typing import Final
 import msgspec
 
 from fusionai.backends.torch.packed_graph import ProductWeight, products
+from fusionai.ir.cost import STACKED_BYTES
 from fusionai.ir.graph import consumers, prune, reads, references
 from fusionai.ir.levels import LevelLayout, level_layout
 from fusionai.ir.schema import Arg, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
 
-JOINED_BYTES: Final = 64 * 2**20
-"""Bytes, as float32, up to which matrices are merged; chosen. Larger ones would gain nothing and be in memory twice
-while they are stacked."""
 _ROWS: Final = 16
 """Results are cut at multiples of this many elements, because other cuts would change the memory alignment that a
 separate product has."""
@@ -42,7 +40,7 @@ class Joined:
     parts: Mapping[str, tuple[str, ...]]
 
 
-def join_siblings(graph: Graph, *, packed: bool = False, most_bytes: float = JOINED_BYTES) -> Joined:
+def join_siblings(graph: Graph, *, packed: bool = False, most_bytes: float = STACKED_BYTES) -> Joined:
     """Return a graph with the same outputs and fewer nodes; attention nodes keep their ids. The graph is not validated
     again. `packed`: matrices are kept as quantised files hold them, so only those with one layout are stacked.
     `most_bytes`: bytes up to which matrices are merged."""

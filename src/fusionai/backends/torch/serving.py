@@ -39,7 +39,7 @@ from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.operators import TorchContext
 from fusionai.backends.torch.packed_linear import by_parts
-from fusionai.backends.torch.packed_siblings import JOINED_BYTES, Joined, join_siblings
+from fusionai.backends.torch.packed_siblings import Joined, join_siblings
 from fusionai.backends.torch.paged_attention import (
     LayerCache,
     PassLayout,
@@ -48,6 +48,7 @@ from fusionai.backends.torch.paged_attention import (
     lay_out,
 )
 from fusionai.backends.torch.row_program import RowPlace, RowProgram, needed_bytes, planned
+from fusionai.ir.cost import STACKED_BYTES
 from fusionai.ir.schema import Graph, Node, ParamSpec
 from fusionai.ir.serving import row_dimension, split_behind_attention
 from fusionai.ir.states import StateShape
@@ -67,7 +68,7 @@ class TorchServingProgram(ServingProgram):
         super().__init__(graph, options)
         self._device = device
         in_blocks = device.type == "cpu" and row_kernels() is not None
-        most_bytes = inf if by_parts(device) else JOINED_BYTES
+        most_bytes = inf if by_parts(device) else STACKED_BYTES
         joined = join_siblings(graph, packed=in_blocks and options.weights == "packed", most_bytes=most_bytes)
         self._running = joined.graph
         self._plan = planned(self._running, tuple(graph.outputs), packed_graph.products(self._running), device)
@@ -139,17 +140,17 @@ class TorchServingProgram(ServingProgram):
 
     def _check_memory(self, joined: Joined, rows_bytes: int, limit_bytes: int | None, *, in_blocks: bool) -> None:
         """Raise `ExecutionError` if weights, caches, programs for single rows (`rows_bytes`) and the largest pass
-        exceed the limit, or if a value's size differs from the graph's declaration."""
+        exceed the limit, or the import of weights does, or if a value's size differs from the graph's declaration."""
         form = self._options.weights
         weights_bytes = weight_bytes(self._graph, form, in_blocks=in_blocks)
         cache_bytes = self._planned_bytes
         self.size = ProgramSize(weights_bytes, cache_bytes)
         importing = import_bytes(self._graph, joined, form, in_blocks=in_blocks, in_parts=by_parts(self._device))
-        held_bytes = weights_bytes + cache_bytes + rows_bytes + importing
-        if limit_bytes is not None and held_bytes > limit_bytes:
+        held_bytes = weights_bytes + cache_bytes + rows_bytes
+        if limit_bytes is not None and held_bytes + importing > limit_bytes:
             raise ExecutionError(
-                f"the stage takes {weights_bytes} bytes of weights as {form}, {cache_bytes} of caches and "
-                f"{rows_bytes} for decoding, {held_bytes} during the import of weights; the limit is {limit_bytes}.",
+                f"the stage takes {weights_bytes} bytes of weights as {form}, {cache_bytes} of caches and {rows_bytes} "
+                f"for decoding, {held_bytes + importing} during the import of weights; the limit is {limit_bytes}.",
                 hint="Use fewer pages or sessions, a smaller weight format or fewer blocks here, or lend more memory.",
             )
         symbols = largest_pass(self._graph, self._options)

@@ -38,7 +38,7 @@ PROMPTS: Final = (
 ANSWER_TOKENS: Final = 160
 CONTEXT: Final = 256
 BIG_BYTES: Final = 300_000_000
-SMALL_BYTES: Final = 21_300_000
+SMALL_BYTES: Final = 29_500_000
 """Memory of the small machines: each holds four of the eight layers with their caches, and not five."""
 CONFIG: Final[dict[str, Any]] = {
     "model_type": "llama",

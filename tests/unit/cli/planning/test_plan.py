@@ -233,7 +233,7 @@ def test_what_several_serving_lines_would_bring(
 ):
     monkeypatch.setenv("COLUMNS", "400")
     many = (
-        '[[peers]]\nname = "node"\nflops_per_s = 1e9\nmemory = "600kB"\ncount = 24\nuplink = "10Mbit"\n'
+        '[[peers]]\nname = "node"\nflops_per_s = 1e9\nmemory = "8.97MB"\ncount = 24\nuplink = "10Mbit"\n'
         'latency = "1ms"\nmemory_bandwidth_bytes_per_s = 1e8\n'
     )
     (files / "pool.toml").write_text(many)
