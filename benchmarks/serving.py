@@ -39,7 +39,7 @@ from typing import Any, Final
 import numpy as np
 
 from fusionai.client.serving.serve import Served, serving
-from fusionai.ir.cost import serving_costs
+from fusionai.ir.serving_cost import serving_costs
 from fusionai.primitives.units import format_seconds
 from fusionai.storage.atomic import write_atomic
 from serving_far import hops_part

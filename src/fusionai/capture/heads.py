@@ -26,10 +26,10 @@ from fusionai.capture.models.source import FactorySource
 from fusionai.capture.models.state import CapturedState, Checkpoint, index_checkpoint, tensor_shapes
 from fusionai.capture.served import LONGEST_PASS
 from fusionai.capture.tasks import ExampleInput
-from fusionai.ir.cost import EMBEDDING
 from fusionai.ir.features import with_features
 from fusionai.ir.schema import Graph, ParamSpec, Ref
 from fusionai.ir.serving import BATCH, FEATURES, SEQUENCE, STATES, head_graph, serving_graph, state_graph
+from fusionai.ir.serving_cost import EMBEDDING
 from fusionai.primitives.errors import GraphError, ModelError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.serving import StateOutput

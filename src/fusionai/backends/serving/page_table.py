@@ -16,8 +16,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.ir.cost import vector_bytes
 from fusionai.ir.schema import Graph, Node, Ref
+from fusionai.ir.serving_cost import vector_bytes
 from fusionai.ir.states import STATES_PER_SESSION
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES

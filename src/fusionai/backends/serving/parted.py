@@ -34,10 +34,10 @@ from fusionai.backends.serving.page_table import (
     one_by_one,
     stored_width,
 )
-from fusionai.ir.cost import INT8_SCALE_BYTES
 from fusionai.ir.graph import consumers, needed_nodes, reads
 from fusionai.ir.schema import Arg, Graph, Node, Ref
 from fusionai.ir.serving import SEQUENCE, row_dimension
+from fusionai.ir.serving_cost import INT8_SCALE_BYTES
 from fusionai.ir.shapes import symbols_of
 from fusionai.ir.states import CONVOLUTION, LINEAR_ATTENTION, may_carry
 from fusionai.primitives.errors import ExecutionError

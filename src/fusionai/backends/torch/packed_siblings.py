@@ -17,10 +17,10 @@ from typing import Final
 import msgspec
 
 from fusionai.backends.torch.packed_graph import ProductWeight, products
-from fusionai.ir.cost import STACKED_BYTES
 from fusionai.ir.graph import consumers, prune, reads, references
 from fusionai.ir.levels import LevelLayout, level_layout
 from fusionai.ir.schema import Arg, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
+from fusionai.ir.serving_cost import STACKED_BYTES
 
 _ROWS: Final = 16
 """Results are cut at multiples of this many elements, because other cuts would change the memory alignment that a

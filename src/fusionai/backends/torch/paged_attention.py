@@ -45,7 +45,7 @@ from fusionai.backends.serving.page_table import (
 from fusionai.backends.torch.blocked_linear import in_threads, kernel_module
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.row_code import Form
-from fusionai.ir.cost import INT8_SCALE_BYTES
+from fusionai.ir.serving_cost import INT8_SCALE_BYTES
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.serving import ServeOptions
 

@@ -21,7 +21,7 @@ from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 from fusionai.backends.torch.row_code import Form
-from fusionai.ir.cost import INT8_SCALE_BYTES
+from fusionai.ir.serving_cost import INT8_SCALE_BYTES
 
 
 class _BFloatType(ir.types._BaseFloatType):

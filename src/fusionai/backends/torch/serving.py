@@ -48,9 +48,9 @@ from fusionai.backends.torch.paged_attention import (
     lay_out,
 )
 from fusionai.backends.torch.row_program import RowPlace, RowProgram, needed_bytes, planned
-from fusionai.ir.cost import STACKED_BYTES
 from fusionai.ir.schema import Graph, Node, ParamSpec
 from fusionai.ir.serving import row_dimension, split_behind_attention
+from fusionai.ir.serving_cost import STACKED_BYTES
 from fusionai.ir.states import StateShape
 from fusionai.primitives.errors import ExecutionError, FusionError
 from fusionai.primitives.tensors import HostTensor, host_tensor

@@ -25,7 +25,7 @@ from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.build import Built, rebuild
 from fusionai.capture.models.conversion import Computed, loading, made_anew, saving
 from fusionai.capture.models.gguf import METHOD, gguf_matrices
-from fusionai.ir.cost import WeightFormat
+from fusionai.ir.serving_cost import WeightFormat
 from fusionai.primitives.errors import GraphError, ModelError, StorageError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.assembly import Assembly, Extent, Shape, whole

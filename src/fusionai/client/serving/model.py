@@ -34,10 +34,10 @@ from fusionai.capture.served import LONGEST_PASS, capture_served
 from fusionai.capture.tracing.attention import SEEN_WHOLE
 from fusionai.client.serving.encoders import with_source
 from fusionai.client.serving.names import CHECKPOINTS, model_name, source_of
-from fusionai.ir.cost import EMBEDDING, WeightFormat
 from fusionai.ir.packed import packed_bytes
 from fusionai.ir.schema import Graph, Ref
 from fusionai.ir.serving import LOGITS, SEQUENCE, Purpose, purpose_of, require_servable, serving_graph
+from fusionai.ir.serving_cost import EMBEDDING, WeightFormat
 from fusionai.ir.states import carries
 from fusionai.ir.weights import SMALLEST
 from fusionai.primitives.errors import GraphError, ModelError

@@ -41,7 +41,7 @@ from fusionai.client.serving.planning import checking_sentence
 from fusionai.client.serving.watch import Priced, ServingReplanner, ServingWatch
 from fusionai.coordination.serving.routing import Pace
 from fusionai.execution.connections import Deployment
-from fusionai.ir.cost import balance_tokens
+from fusionai.ir.serving_cost import balance_tokens
 from fusionai.primitives.errors import ExecutionError, FusionError
 from fusionai.primitives.ids import JobId
 from fusionai.primitives.process import in_background

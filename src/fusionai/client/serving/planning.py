@@ -1,6 +1,6 @@
 """Builds the planning problem for serving a graph, and words which stages of the plan are checked.
 
-`ir.cost` computes the costs, `scheduling.serving.planning` plans, `client.serving.serve` and `cli.planning.request`
+`ir.serving_cost` has the costs, `scheduling.serving.planning` plans, `client.serving.serve` and `cli.planning.request`
 call this."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Final, Literal
 import msgspec
 
 from fusionai.client.pool.faults import stages_in_words
-from fusionai.ir.cost import serving_costs, text_costs
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.serving import HIDDEN, LOGITS, SEQUENCE, purpose_of
+from fusionai.ir.serving_cost import serving_costs, text_costs
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 from fusionai.scheduling.problem.calibration import typical_serving

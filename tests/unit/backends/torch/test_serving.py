@@ -8,10 +8,10 @@ import torch
 from fusionai.backends.torch.serving import TorchServingProgram
 from fusionai.capture.models.source import ConfigSource
 from fusionai.capture.served import capture_served
-from fusionai.ir.cost import DECODING_BYTES, WeightFormat, serving_costs
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import serving_graph
+from fusionai.ir.serving_cost import DECODING_BYTES, WeightFormat, serving_costs
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ExecutionError
 from fusionai.scheduling.problem.types import ServingNeeds

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fusionai.ir.cost import DECODING_BYTES, matrix_bytes, serving_costs
 from fusionai.ir.packed import with_packed
 from fusionai.ir.schema import Graph, Node, PackedPart, Packing, ParamSpec, Ref, ValueSpec
+from fusionai.ir.serving_cost import DECODING_BYTES, matrix_bytes, serving_costs
 
 
 def graph(*, window: int | None = None) -> Graph:
