@@ -7,7 +7,8 @@ float32. Codes of small floats (FP8, FP4) and of a table (NF4) have a factor for
 once, as the form's library rounds it: they are those of `ir.unpacking.unpacked`, bit for bit. Other forms have no
 layout and are unpacked.
 
-Neighbours: `ir.packed` has the forms, `backends.torch.row_blocks` lays levels out for products, `ir.serving_cost` counts.
+Neighbours: `ir.packed` has the forms, `backends.torch.row_blocks` lays levels out for products, `ir.serving_cost`
+counts.
 """
 
 from __future__ import annotations
