@@ -72,7 +72,7 @@ async def listening(
             await served
 
 
-async def until(condition: Any, *, limit_s: float = 10.0) -> None:
+async def until(condition: Any, *, limit_s: float = LIMIT_S) -> None:
     """Waits for what another task brings about."""
     async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110 - the condition is no event

@@ -6,7 +6,16 @@ tells of the machine, not of the product. Limits that a test is *about* (what is
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Final
 
 CEILING_S: Final = 300.0
 """For an event in one process, or between processes that are there."""
+
+
+async def until(seen: Callable[[], object]) -> None:
+    """Wait for what other tasks bring about and no event tells."""
+    async with asyncio.timeout(CEILING_S):
+        while not seen():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)

@@ -19,6 +19,7 @@ from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured
 from fusionai.execution.connections import Deployment
 from fusionai.execution.host import Host
+from fusionai.ir.schema import Graph
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Certificate, Plan, StagePlacement, Standby
 from fusionai.serving import job as progress
@@ -201,6 +202,21 @@ async def served(
             await engine.close()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+
+def three_stages(graph: Graph) -> list[tuple[int, int]]:
+    """The owner's embedding; one layer, one layer, the others; the owner's norm and head."""
+    last = max(node.block for node in graph.nodes)
+    return [(0, 1), (1, 2), (2, 3), (3, last), (last, last + 1)]
+
+
+async def answered(engine: ServingEngine, generation: Generation) -> list[Emitted]:
+    """The tokens of a text that ends by itself or at its length."""
+    events = await collect(engine.submit(generation))
+    end = events[-1]
+    assert isinstance(end, Finished), events
+    assert end.reason in ("stop", "length"), end
+    return [event for event in events if isinstance(event, Emitted)]
 
 
 async def collect(stream: TokenStream) -> list[StreamEvent]:

@@ -104,7 +104,7 @@ class ShapedLink:
             holder = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.PIPE)
             self._holders[end] = holder
             theirs.close()
-            ours.settimeout(20.0)
+            ours.settimeout(CEILING_S)
             said, devices, _, _ = socket.recv_fds(ours, 4096, 1)
             if not devices:
                 raise OSError(f"no namespace can be made here: {said.decode() or 'the helper ended'}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ from fusionai.wire.messages import ServeOptions
 from harness.gateway_stand import listening
 from harness.patience import CEILING_S
 from harness.seq2seq_models import RATE_HZ, WINDOW_S, generated, sound, write_seq2seq_model
-from harness.serving_pool import served
+from harness.serving_pool import served, three_stages
 
 pytestmark = pytest.mark.slow
 openai = pytest.importorskip("openai")
@@ -36,11 +35,9 @@ TEXT = "The pool answers from many machines."
 @asynccontextmanager
 async def gateway(model: ServedModel, directory: Path) -> AsyncIterator[str]:
     """The address of a gateway over three machines."""
-    last = max(node.block for node in model.graph.nodes)
-    borders = [0, 1, 2, 3, last, last + 1]
     async with AsyncExitStack() as stack:
         pool = served(
-            model.captured, directory, list(itertools.pairwise(borders)), options=OPTIONS, vocabulary=model.vocabulary,
+            model.captured, directory, three_stages(model.graph), options=OPTIONS, vocabulary=model.vocabulary,
             chunk_tokens=32, context_tokens=200,
         )  # fmt: skip
         job = await stack.enter_async_context(pool)

@@ -17,7 +17,7 @@ from fusionai.gateway.config import GatewayConfig, RequestLimits
 from fusionai.gateway.server import open_listener, tls_context
 from fusionai.primitives.errors import UsageError
 from harness.certificates import self_signed
-from harness.gateway_stand import chat, gateway_stand
+from harness.gateway_stand import LIMIT_S, chat, gateway_stand
 from harness.scripted_engine import ScriptedEngine
 
 CHAT = "/v1/chat/completions"
@@ -57,7 +57,7 @@ def test_a_handshake_that_does_not_come_ends_the_connection(engine: ScriptedEngi
         config = GatewayConfig("tiny", limits=RequestLimits(head_timeout_s=0.2))
         async with gateway_stand(engine, config, tls_context(certificate, key)) as stand:
             reader, writer = await asyncio.open_connection("127.0.0.1", stand.port)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(LIMIT_S):
                 assert await reader.read() == b""
             writer.close()
 

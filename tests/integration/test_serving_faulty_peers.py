@@ -25,7 +25,7 @@ from fusionai.serving.interface import Generation, Sampling
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import ServeOptions
 from harness.backend_kinds import Kinds
-from harness.patience import CEILING_S
+from harness.patience import until
 from harness.pool import OWNER, peer_id
 from harness.serving_liars import SERVING_LIES, LyingServer, ServingLie
 from harness.serving_pool import Served, served, tokens_of
@@ -58,12 +58,6 @@ async def answers(job: Served, count: int = 10) -> list[list[int]]:
     """Of all prompts, one after the other."""
     asked = [Generation(prompt=one, max_tokens=count, sampling=Sampling(temperature=0)) for one in PROMPTS]
     return [await tokens_of(job.engine, one) for one in asked]
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(CEILING_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def checked(job: Served) -> list[progress.TextRechecked]:

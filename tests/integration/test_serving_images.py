@@ -4,8 +4,6 @@ transformers computes from the same pictures; also after a kill."""
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,13 @@ from fusionai.client.serving.model import ServedFiles, ServedModel, open_model
 from fusionai.scheduling.problem.types import Standby
 from fusionai.serving import job as progress
 from fusionai.serving.images import PlacedImage, is_image
-from fusionai.serving.interface import Emitted, Finished, Generation, Sampling
+from fusionai.serving.interface import Emitted, Generation, Sampling
 from fusionai.wire.messages import ServeOptions
 from harness.backend_kinds import Kinds
 from harness.image_models import FAMILIES, opened, picture, write_image_model
-from harness.patience import CEILING_S
+from harness.patience import until
 from harness.pool import peer_id
-from harness.serving_pool import Served, collect, served
+from harness.serving_pool import Served, answered, served, three_stages
 
 pytestmark = pytest.mark.slow
 
@@ -72,24 +70,7 @@ async def _answer(job: Served, model: ServedModel, prompt: tuple[int, ...], imag
     generation = Generation(
         prompt=prompt, max_tokens=ANSWER, sampling=Sampling(temperature=0), logprobs=0, images=tuple(images)
     )
-    events = await collect(job.engine.submit(generation))
-    end = events[-1]
-    assert isinstance(end, Finished), events
-    assert end.reason in ("stop", "length"), end
-    return [event for event in events if isinstance(event, Emitted)]
-
-
-async def _until(seen: Callable[[], bool]) -> None:
-    async with asyncio.timeout(CEILING_S):
-        while not seen():  # noqa: ASYNC110
-            await asyncio.sleep(0)
-
-
-def _ranges(model: ServedModel) -> list[tuple[int, int]]:
-    """Embedding; three stages; norm and head."""
-    last = max(node.block for node in model.graph.nodes)
-    borders = [0, 1, 2, 3, last, last + 1]
-    return list(itertools.pairwise(borders))
+    return await answered(job.engine, generation)
 
 
 @pytest.mark.parametrize(
@@ -111,16 +92,16 @@ def test_answers_about_pictures_are_transformers_also_after_a_kill(family: str, 
         images = await _placed(model)
         tokens = model.texts.chat_tokens(CHAT, images=images)
         async with served(
-            model.captured, tmp_path, _ranges(model), standbys=[Standby(stage=2, peer=peer_id(3))], spares=1,
+            model.captured, tmp_path, three_stages(model.graph), standbys=[Standby(stage=2, peer=peer_id(3))], spares=1,
             options=OPTIONS, vocabulary=model.vocabulary, chunk_tokens=32, context_tokens=400, speculate=2,
             backends=Kinds((kind,) * 4),
         ) as job:  # fmt: skip
-            await _until(lambda: any(isinstance(one, progress.WeightsLoaded) and one.standby for one in job.told))
+            await until(lambda: any(isinstance(one, progress.WeightsLoaded) and one.standby for one in job.told))
             first = await _answer(job, model, tokens, images)
             hits = job.engine.status.prefix_hit_tokens
             again = asyncio.create_task(_answer(job, model, tokens, images))
             before = job.engine.status.emitted_tokens
-            await _until(lambda: job.engine.status.emitted_tokens >= before + 4)
+            await until(lambda: job.engine.status.emitted_tokens >= before + 4)
             job.pool.kill(peer_id(1))
             return tokens, [first, await again], job.engine.status.prefix_hit_tokens - hits
 
@@ -146,7 +127,12 @@ def test_another_picture_gives_another_answer(tmp_path: Path):
     async def story() -> list[list[float]]:
         found: list[list[float]] = []
         async with served(
-            model.captured, tmp_path, _ranges(model), options=OPTIONS, vocabulary=model.vocabulary, context_tokens=400
+            model.captured,
+            tmp_path,
+            three_stages(model.graph),
+            options=OPTIONS,
+            vocabulary=model.vocabulary,
+            context_tokens=400,
         ) as job:
             for seed in (0, 7):
                 images = [await reader.read(picture(56, 40, seed), ""), await reader.read(PICTURES[1], "")]
@@ -169,15 +155,15 @@ def test_a_lost_first_stage_gets_the_rows_again(tmp_path: Path):
     async def story() -> list[Emitted]:
         images = await _placed(model)
         tokens = model.texts.chat_tokens(CHAT, images=images)
-        ranges = [(0, 2), (2, 4), (4, _ranges(model)[-1][1])]
+        ranges = [(0, 2), (2, 4), (4, three_stages(model.graph)[-1][1])]
         async with served(
             model.captured, tmp_path, ranges, peers=[peer_id(number) for number in range(3)],
             standbys=[Standby(stage=0, peer=peer_id(3))], spares=1, options=OPTIONS, vocabulary=model.vocabulary,
             chunk_tokens=32, context_tokens=400,
         ) as job:  # fmt: skip
-            await _until(lambda: any(isinstance(one, progress.WeightsLoaded) and one.standby for one in job.told))
+            await until(lambda: any(isinstance(one, progress.WeightsLoaded) and one.standby for one in job.told))
             answering = asyncio.create_task(_answer(job, model, tokens, images))
-            await _until(lambda: job.engine.status.emitted_tokens >= 4)
+            await until(lambda: job.engine.status.emitted_tokens >= 4)
             job.pool.kill(peer_id(0))
             return await answering
 
@@ -198,12 +184,12 @@ def test_a_spare_that_reads_a_text_with_pictures_again_agrees(tmp_path: Path):
         images = await _placed(model)
         tokens = model.texts.chat_tokens(CHAT, images=images)
         async with served(
-            model.captured, tmp_path, _ranges(model), standbys=[Standby(stage=2, peer=peer_id(3))], spares=1,
+            model.captured, tmp_path, three_stages(model.graph), standbys=[Standby(stage=2, peer=peer_id(3))], spares=1,
             options=OPTIONS, vocabulary=model.vocabulary, chunk_tokens=32, context_tokens=400, secret=bytes(range(32)),
         ) as job:  # fmt: skip
-            await _until(lambda: any(isinstance(one, progress.WeightsLoaded) and one.standby for one in job.told))
+            await until(lambda: any(isinstance(one, progress.WeightsLoaded) and one.standby for one in job.told))
             await _answer(job, model, tokens, images)
-            await _until(lambda: any(isinstance(one, progress.TextRechecked) for one in job.told))
+            await until(lambda: any(isinstance(one, progress.TextRechecked) for one in job.told))
             assert not job.engine.status.faults
             return [one for one in job.told if isinstance(one, progress.TextRechecked)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,7 +18,7 @@ from fusionai.serving import job as progress
 from fusionai.serving.interface import Emitted, FaultNote, Finished, Generation, GenerationPaused, Sampling
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import ServeOptions
-from harness.patience import CEILING_S
+from harness.patience import CEILING_S, until
 from harness.pool import OWNER, peer_id
 from harness.serving_pool import model_weights, served, tokens_of
 from harness.small_llama import SMALL_LLAMA as LLAMA
@@ -259,12 +258,6 @@ def test_whoever_takes_over_has_its_links_already(llama: Captured, tmp_path: Pat
     tokens = asyncio.run(story())
     assert tokens == expected(llama, tmp_path / "owner", prompts(1), 20)[0]
     assert opened == []
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(CEILING_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.long

@@ -4,8 +4,6 @@ transformers' `generate` gives for the same sound and texts; also after a kill."
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -17,13 +15,13 @@ from fusionai.ir.graph import reads
 from fusionai.scheduling.problem.types import Standby
 from fusionai.serving import job as progress
 from fusionai.serving.images import PlacedImage
-from fusionai.serving.interface import Emitted, Finished, Generation, Sampling
+from fusionai.serving.interface import Emitted, Generation, Sampling
 from fusionai.wire.messages import ServeOptions
 from harness.backend_kinds import Kinds
-from harness.patience import CEILING_S
+from harness.patience import until
 from harness.pool import peer_id
 from harness.seq2seq_models import FAMILIES, RATE_HZ, generated, sound, write_seq2seq_model
-from harness.serving_pool import Served, collect, served
+from harness.serving_pool import Served, answered, served, three_stages
 
 pytestmark = pytest.mark.slow
 
@@ -71,24 +69,7 @@ async def _answer(job: Served, model: ServedModel, rows: PlacedImage, start: tup
         images=(rows,),
         constraint=source.constraint(start, model.vocabulary, model.texts.stop_tokens),
     )
-    events = await collect(job.engine.submit(generation))
-    end = events[-1]
-    assert isinstance(end, Finished), events
-    assert end.reason in ("stop", "length"), end
-    return [event for event in events if isinstance(event, Emitted)]
-
-
-async def _until(seen: Callable[[], bool]) -> None:
-    async with asyncio.timeout(CEILING_S):
-        while not seen():  # noqa: ASYNC110
-            await asyncio.sleep(0)
-
-
-def _ranges(model: ServedModel) -> list[tuple[int, int]]:
-    """Embedding; three stages; norm and head."""
-    last = max(node.block for node in model.graph.nodes)
-    borders = [0, 1, 2, 3, last, last + 1]
-    return list(itertools.pairwise(borders))
+    return await answered(job.engine, generation)
 
 
 @pytest.mark.parametrize(
@@ -114,16 +95,16 @@ def test_answers_are_transformers_also_after_a_kill(family: str, kind: str, tmp_
     async def story() -> tuple[list[list[Emitted]], int]:
         rows, start = await _read(model)
         async with served(
-            model.captured, tmp_path, _ranges(model), standbys=[Standby(stage=2, peer=peer_id(3))], spares=1,
+            model.captured, tmp_path, three_stages(model.graph), standbys=[Standby(stage=2, peer=peer_id(3))], spares=1,
             options=msgspec.structs.replace(OPTIONS, whole=model.whole), vocabulary=model.vocabulary, chunk_tokens=32,
             context_tokens=200, speculate=2, backends=Kinds((kind,) * 4),
         ) as job:  # fmt: skip
-            await _until(lambda: any(isinstance(one, progress.WeightsLoaded) and one.standby for one in job.told))
+            await until(lambda: any(isinstance(one, progress.WeightsLoaded) and one.standby for one in job.told))
             first = await _answer(job, model, rows, start)
             hits = job.engine.status.prefix_hit_tokens
             again = asyncio.create_task(_answer(job, model, rows, start))
             before = job.engine.status.emitted_tokens
-            await _until(lambda: job.engine.status.emitted_tokens >= before + 3)
+            await until(lambda: job.engine.status.emitted_tokens >= before + 3)
             job.pool.kill(peer_id(1))
             return [first, await again], job.engine.status.prefix_hit_tokens - hits
 

@@ -16,7 +16,7 @@ from fusionai.serving.engine import ServingEngine
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import ServeOptions
-from harness.patience import CEILING_S
+from harness.patience import until
 from harness.pool import peer_id
 from harness.serving_pool import served, tokens_of
 from harness.small_llama import captured_model, greedy, own_model
@@ -58,12 +58,6 @@ async def _answers(engine: ServingEngine) -> list[list[int]]:
     return list(await asyncio.gather(*(tokens_of(engine, one) for one in generations)))
 
 
-async def _until(seen: Any) -> None:
-    async with asyncio.timeout(CEILING_S):
-        while not seen():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
-
-
 @pytest.mark.parametrize("killed", ["answering", "reading"])
 @pytest.mark.parametrize("kind", ["mamba2", "lfm2", pytest.param("mamba", marks=LONG),
                                   pytest.param("qwen3_5_text", marks=LONG)])  # fmt: skip
@@ -85,11 +79,11 @@ def test_tokens_are_transformers_also_after_a_kill(kind: str, killed: str, tmp_p
             vocabulary=VOCABULARY, chunk_tokens=16, tile_tokens=16, speculate=3, on_message=seen,
         ) as job:  # fmt: skip
             warm = lambda: any(isinstance(one, progress.WeightsLoaded) and one.standby for one in job.told)  # noqa: E731
-            await _until(warm)
+            await until(warm)
             pieces.clear()
             answering = asyncio.create_task(_answers(job.engine))
             at = 10 if killed == "answering" else 1
-            await _until(lambda: job.engine.status.emitted_tokens >= at)
+            await until(lambda: job.engine.status.emitted_tokens >= at)
             job.pool.kill(peer_id(1))
             return await answering
 

@@ -23,6 +23,7 @@ from harness.fault_proxy import (
     Traffic,
     free_port,
 )
+from harness.patience import CEILING_S
 
 
 @dataclass
@@ -46,9 +47,9 @@ class Stand:
 
     def connect(self) -> Line:
         known = self.proxy.accepted
-        client = socket.create_connection((LOOPBACK, self.proxy.port), timeout=10)
+        client = socket.create_connection((LOOPBACK, self.proxy.port), timeout=CEILING_S)
         target, _ = self.listener.accept()
-        target.settimeout(10)
+        target.settimeout(CEILING_S)
         self.proxy.wait_until(lambda: self.proxy.accepted > known)
         line = Line(self.proxy.links[-1], client, target)
         self.lines.append(line)
@@ -58,7 +59,7 @@ class Stand:
 @pytest.fixture
 def stand() -> Iterator[Stand]:
     with socket.create_server((LOOPBACK, 0)) as listener:
-        listener.settimeout(10)
+        listener.settimeout(CEILING_S)
         with FaultProxy(listener.getsockname()[1]) as proxy:
             stand = Stand(proxy, listener)
             try:
@@ -85,7 +86,7 @@ def nothing_came(to: socket.socket) -> bool:
     except BlockingIOError:
         return True
     finally:
-        to.settimeout(10)
+        to.settimeout(CEILING_S)
     return False
 
 
@@ -102,7 +103,7 @@ def fill(sender: socket.socket) -> int:
 def is_refused(port: int) -> bool:
     """The reset may come while the connection is being opened, or right after."""
     try:
-        with socket.create_connection((LOOPBACK, port), timeout=10) as client:
+        with socket.create_connection((LOOPBACK, port), timeout=CEILING_S) as client:
             client.recv(1)
     except ConnectionResetError:
         return True
@@ -253,7 +254,7 @@ def test_a_held_sender_is_held_up(stand: Stand):
     line.client.settimeout(0.05)
     sent = fill(line.client)
     assert arrived(line, TO_TARGET) <= UNDER_WAY_BYTES + CHUNK_BYTES
-    line.client.settimeout(10)
+    line.client.settimeout(CEILING_S)
     stand.proxy.heal()
     receive(line.target, sent)
 
@@ -380,7 +381,7 @@ def test_a_proxy_without_a_target_or_with_a_dead_one_refuses():
         assert proxy.refused == 2
         with socket.create_server((LOOPBACK, 0)) as listener:
             proxy.aim(listener.getsockname()[1])
-            with socket.create_connection((LOOPBACK, proxy.port), timeout=10) as client:
+            with socket.create_connection((LOOPBACK, proxy.port), timeout=CEILING_S) as client:
                 target, _ = listener.accept()
                 with target:
                     client.sendall(b"x")
