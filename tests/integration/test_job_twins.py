@@ -22,6 +22,7 @@ from fusionai.capture.models.source import ConfigSource
 from fusionai.coordination.training.division import spans
 from fusionai.execution.tensors import as_array
 from fusionai.execution.training.codecs import pack, unpack
+from fusionai.primitives.errors import TransportError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.primitives.tensors import HostTensor
 from fusionai.training.joint_exchange import JointExchange, JointFiles, JointSeat
@@ -270,6 +271,18 @@ POINTS: dict[str, tuple[int, Seen]] = {
     "a step later": (1, lambda sender, receiver, m: isinstance(m, wire.Commit) and m.record.step == 6),
 }
 """When a machine of replica b dies -> (which stage's, the message that it dies at)."""
+
+
+def test_machines_without_a_link_exchange_through_the_owner(undisturbed: Story, tmp_path: Path) -> None:
+    def cut_off(jobs: dict[str, Job], sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
+        if isinstance(message, wire.OpenJob) and message.twin_of and peer_id(0) in (sender, receiver):
+            raise TransportError("no way through")
+
+    relayed = run(tmp_path / "relayed", watch=cut_off, steps=EVERY)
+    assert_same(relayed, undisturbed, EVERY)
+    (done,) = relayed.rounds
+    assert relayed.line_bytes["ExchangePart"] > 0
+    assert done.nbytes > 10 * undisturbed.rounds[0].nbytes, "and the round states it"
 
 
 def is_part(message: wire.Message, kind: str) -> bool:
