@@ -102,11 +102,10 @@ def _keep(key: str, content: bytes) -> None:
 def _key(run: Any, whole: bool) -> str | None:
     """A digest of everything that the trace depends on; None where that can't be known."""
     module = run.built.module
-    if run.built.huggingface is None or not all(_from_library(one) for one in module.modules()):
+    if not all(_is_known(one) for one in module.modules()):
         return None
-    config = json.loads(run.built.huggingface.config.to_json_string(use_diff=False))
     described = {
-        "config": {name: value for name, value in config.items() if name not in NOT_TRACED},
+        "configs": sorted(_configs(module)),
         "run": [run.task, run.train, run.names, sorted(run.symbols.items()), whole, torch.is_grad_enabled()],
         "inputs": [[spec.name, spec.dims, str(spec.dtype)] for spec in run.specs],
         "modules": [[name, *_described(one)] for name, one in module.named_modules()],
@@ -115,8 +114,22 @@ def _key(run: Any, whole: bool) -> str | None:
     return hashlib.sha256(json.dumps(described, sort_keys=True, default=repr).encode()).hexdigest()
 
 
-def _from_library(module: nn.Module) -> bool:
-    return type(module).__module__.startswith(LIBRARIES)
+def _configs(module: nn.Module) -> set[str]:
+    """The configurations that modules of transformers hold, without what no forward reads."""
+    from transformers import PreTrainedConfig
+
+    held = {id(value): value for one in module.modules() for value in vars(one).values()}.values()
+    configs = [json.loads(one.to_json_string(use_diff=False)) for one in held if isinstance(one, PreTrainedConfig)]
+    for config in configs:
+        for name in NOT_TRACED:
+            config.pop(name, None)
+    return {json.dumps(config, sort_keys=True) for config in configs}
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether the class says what the module computes: no hook, no `forward` of this object alone."""
+    own = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+    return type(module).__module__.startswith(LIBRARIES) and not own
 
 
 def _described(module: nn.Module) -> Iterator[Any]:
