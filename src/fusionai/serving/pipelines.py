@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from fusionai.coordination.serving.routing import Pace, Routing, TextToRoute
+from fusionai.coordination.serving.routing import Answered, Pace, Routing, TextToRoute
 from fusionai.execution.connections import Deployment
 from fusionai.ir.serving import Purpose
 from fusionai.primitives.clock import Clock
@@ -281,7 +281,8 @@ class RoutedStream:
         self._is_placed = True
         self._is_disturbed = False
         self._planned_s = 0.0
-        """Planned time of the tokens after the first."""
+        self._crowded_s = 0.0
+        """Planned time of the tokens after the first, and the same times the number of other texts."""
         self._first_s = 0.0
 
     def __aiter__(self) -> AsyncIterator[StreamEvent]:
@@ -359,13 +360,17 @@ class RoutedStream:
                 if len(self._tokens) == len(self._generation.answered):
                     self._first_s = now_s
                 else:
-                    self._planned_s += routing.token_s(self.pipeline)
+                    planned_s, others = routing.token_s(self.pipeline)
+                    self._planned_s += planned_s
+                    self._crowded_s += planned_s * others
                 self._tokens.append(token)
             case GenerationPaused():
                 self._is_disturbed = True
             case Finished(reason=reason):
                 if reason in ("stop", "length") and not self._is_disturbed:
-                    routing.answered(self.pipeline, len(self._tokens), self._planned_s, now_s - self._first_s)
+                    measured_s = now_s - self._first_s
+                    answer = Answered(len(self._tokens), self._planned_s, self._crowded_s, measured_s)
+                    routing.answered(self.pipeline, answer)
                 self._leave()
             case _:
                 pass

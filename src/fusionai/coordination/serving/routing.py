@@ -4,16 +4,19 @@ The pipeline that is expected to finish the text soonest gets it. The expected t
 
     waiting for a place + reading the tokens of the prompt that its cache lacks + the tokens of the answer
 
-at the pipeline's planned speed for its present number of sessions, times how much slower its tokens really came lately
-(`_Pipeline.slower`). A conversation therefore returns to the pipeline that has its beginning, unless another one is
-sooner without it, and a slow pipeline gets texts only when the fast ones are busy: an idle fast machine is never left
-for a slow one.
+where a token takes, with n texts in the pipeline,
 
-Slowness is the ratio of measured to planned seconds. Each pipeline is tried with a short text before much depends on
-its plan (`Routing.tried`), and the answers after that are summed. `PRIOR_TOKENS` tokens at the ratio of all pipelines
-together are added to each pipeline's sums, so that a few answers, or short ones, do not part pipelines that are equal.
-All sums fade while answers are given anywhere in the model: a pipeline that was slow for a while and has had no texts
-since is expected to be like the others again, and gets texts again.
+    planned seconds for n sessions * base * (1 + crowding * (n - 1)) * drift
+
+`base` is the ratio of measured to planned time of a single text with which the pipeline was tried while it was idle
+(`Routing.tried`); until then, the mean of the others. `crowding`, the same for all pipelines, is learnt from answers:
+how much slower tokens come per further text than the plan says, at least `CROWDING`. `drift` is how much slower than
+that the pipeline's own answers came lately. It is a ratio of sums, to which `PRIOR_TOKENS` tokens as expected are
+added, so that a few answers, or short ones, do not part pipelines that are equal. All sums fade while answers are given
+anywhere in the model, so a pipeline that was slow for a while and has had no texts since gets texts again.
+
+So a conversation returns to the pipeline that has its beginning, unless another one is sooner without it, and a slow
+pipeline gets texts only when the fast ones are busy: an idle fast machine is never left for a slow one.
 
 A pipeline's cache is known from the texts that it got: `Routing` keeps hashes of their beginnings, `BLOCK_TOKENS`
 apart, for each scope and adapter. It does not know what a pipeline has dropped since, which costs a wrong choice and
@@ -46,12 +49,14 @@ texts that a busy pipeline answers in a minute."""
 KEPT_TOKENS: Final = 5_000.0
 """Tokens, answered by any pipeline, after which 1 / e of what was measured before still counts (chosen)."""
 CROWDING: Final = 0.05
-"""Fraction by which each text of a pipeline slows down a further one beyond the plan (chosen). Plans say that sessions
-in one pass cost next to nothing as long as reading the weights takes longest, so equal pipelines would fill up one
-after the other."""
+"""Least fraction by which each text of a pipeline slows down the others beyond the plan (chosen). Plans say that
+sessions in one pass cost next to nothing as long as reading the weights takes longest, so equal pipelines would fill up
+one after the other."""
+MOST_CROWDING: Final = 2.0
+"""Largest fraction that is learnt (chosen): texts of a pipeline take turns at 1."""
 SLOWEST: Final = 20.0
-"""Largest ratio of measured to planned time of an answer that is believed (chosen), so that one stalled answer does not
-close a pipeline for long."""
+"""Largest ratio of measured to expected time of an answer that is believed (chosen), so that one stalled answer closes
+no pipeline for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,32 +86,45 @@ class TextToRoute:
     most_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The tokens of an answer after its first. `planned_s`: sum of their planned seconds; `crowded_s`: the same, each
+    times the number of other texts in the pipeline; `measured_s`: seconds that they took."""
+
+    tokens: int
+    planned_s: float
+    crowded_s: float
+    measured_s: float
+
+
 @dataclass(slots=True)
 class _Pipeline:
     pace: Pace
     texts: int = 0
     """Texts that it has, running or waiting."""
-    to_plan: float = 1.0
-    """Measured over planned time of a token of a single session, when it was tried (`Routing.tried`)."""
-    planned_s: float = 0.0
+    base: float | None = None
+    """Measured over planned time of a token of a single session; None until it is tried."""
+    expected_s: float = 0.0
     measured_s: float = 0.0
-    """Time of the tokens that it answered lately: as planned, times `to_plan`, and as measured."""
+    """Time of the tokens that it answered lately."""
     beginnings: OrderedDict[bytes, None] = field(default_factory=OrderedDict[bytes, None])
 
-    def slower(self, common: float) -> float:
-        """Ratio of measured to planned time of its tokens. `common`: ratio of the sums of all pipelines together."""
-        prior_s = PRIOR_TOKENS * self.pace.token_s[0] * self.to_plan
-        return self.to_plan * (self.measured_s + common * prior_s) / (self.planned_s + prior_s)
+    def drift(self, base: float) -> float:
+        """How much slower than expected its tokens came lately."""
+        prior_s = PRIOR_TOKENS * self.pace.token_s[0] * base
+        return (self.measured_s + prior_s) / (self.expected_s + prior_s)
 
-    def expected_s(self, missing_tokens: int, answer_tokens: float, usual_tokens: float) -> float:
-        """Seconds until a further text is finished, if its tokens came as planned. `usual_tokens`: length of the
-        answers before it."""
+    def finished_s(
+        self, missing_tokens: int, answer_tokens: float, usual_tokens: float, base: float, crowding: float
+    ) -> float:
+        """Seconds until a further text is finished. `usual_tokens`: length of the answers before it."""
         sessions = min(self.texts + 1, self.pace.sessions)
         token_s = self.pace.token_s_with(sessions)
         # Places become free one after the other, on average after an answer's time divided by their number.
         answers_before = max(0, self.texts + 1 - self.pace.sessions) / self.pace.sessions
         tokens_s = (answers_before * usual_tokens + answer_tokens) * token_s
-        return (1 + CROWDING * self.texts) * (missing_tokens * self.pace.prompt_token_s + tokens_s)
+        slower = base * (1 + crowding * (sessions - 1)) * self.drift(base)
+        return slower * (missing_tokens * self.pace.prompt_token_s + tokens_s)
 
     def remember(self, beginnings: Iterator[bytes]) -> None:
         for beginning in beginnings:
@@ -122,6 +140,10 @@ class Routing:
     def __init__(self) -> None:
         self._pipelines: dict[int, _Pipeline] = {}
         self._answer_tokens = FIRST_ANSWER_TOKENS
+        self._squares_s = 0.0
+        self._products_s = 0.0
+        """Sums of the squared number of other texts, and of that number times the slowness beyond the plan, of answers
+        weighted by their time: their ratio is the crowding (least squares through the origin)."""
 
     def open(self, number: int, pace: Pace) -> None:
         """Add a pipeline, or give an open one the pace of another plan, of which nothing is measured yet."""
@@ -132,8 +154,8 @@ class Routing:
     def tried(self, number: int, token_s: float) -> None:
         """Learn how many seconds a pipeline takes between two tokens of a single session."""
         if (pipeline := self._pipelines.get(number)) is not None and token_s > 0:
-            pipeline.to_plan = token_s / pipeline.pace.token_s[0]
-            pipeline.planned_s = pipeline.measured_s = 0.0
+            pipeline.base = token_s / pipeline.pace.token_s[0]
+            pipeline.expected_s = pipeline.measured_s = 0.0
 
     def close(self, number: int) -> None:
         self._pipelines.pop(number, None)
@@ -146,13 +168,15 @@ class Routing:
     def ranked(self, text: TextToRoute, ready: Collection[int]) -> tuple[int, ...]:
         """Return the open pipelines in the order of their expected times, the `ready` ones first."""
         answer_tokens = max(1.0, min(float(text.most_tokens), self._answer_tokens))
-        hashes, common = list(_beginnings(text.tokens, text.cache)), self._common()
+        hashes, crowding = list(_beginnings(text.tokens, text.cache)), self.crowding
 
         def rank(number: int) -> tuple[bool, float, int]:
             pipeline = self._pipelines[number]
             missing_tokens = len(text.tokens) - _known(pipeline, hashes)
-            expected_s = pipeline.expected_s(missing_tokens, answer_tokens, self._answer_tokens)
-            return number not in ready, pipeline.slower(common) * expected_s, number
+            expected_s = pipeline.finished_s(
+                missing_tokens, answer_tokens, self._answer_tokens, self._base(pipeline), crowding
+            )
+            return number not in ready, expected_s, number
 
         return tuple(sorted(self._pipelines, key=rank))
 
@@ -170,34 +194,50 @@ class Routing:
             if whole is not None:
                 pipeline.remember(_beginnings(whole.tokens, whole.cache))
 
-    def answered(self, number: int, tokens: int, planned_s: float, measured_s: float) -> None:
-        """Learn from an answer. The seconds are those between its first and its last token; `planned_s`: sum of
-        `token_s` at the time of each token."""
-        self._answer_tokens += LEARNT * (tokens - self._answer_tokens)
-        kept = exp(-tokens / KEPT_TOKENS)
-        for pipeline in self._pipelines.values():
-            pipeline.planned_s *= kept
-            pipeline.measured_s *= kept
-        answered = self._pipelines.get(number)
-        if answered is not None and planned_s > 0 and measured_s > 0:
-            expected_s = planned_s * answered.to_plan
-            answered.planned_s += expected_s
-            answered.measured_s += min(SLOWEST * expected_s, max(expected_s / SLOWEST, measured_s))
+    def answered(self, number: int, answer: Answered) -> None:
+        """Learn from an answer."""
+        self._answer_tokens += LEARNT * (answer.tokens - self._answer_tokens)
+        kept = exp(-answer.tokens / KEPT_TOKENS)
+        self._squares_s, self._products_s = self._squares_s * kept, self._products_s * kept
+        for one in self._pipelines.values():
+            one.expected_s, one.measured_s = one.expected_s * kept, one.measured_s * kept
+        pipeline = self._pipelines.get(number)
+        if pipeline is None or not (answer.planned_s > 0 and answer.measured_s > 0):
+            return
+        alone_s, others = answer.planned_s * self._base(pipeline), answer.crowded_s / answer.planned_s
+        beyond = min(SLOWEST, max(1 / SLOWEST, answer.measured_s / alone_s)) - 1
+        self._squares_s += alone_s * others**2
+        self._products_s += alone_s * others * beyond
+        expected_s = alone_s * (1 + self.crowding * others)
+        pipeline.expected_s += expected_s
+        pipeline.measured_s += min(SLOWEST * expected_s, max(expected_s / SLOWEST, answer.measured_s))
+
+    @property
+    def crowding(self) -> float:
+        """Fraction by which each text of a pipeline slows down the others beyond the plan."""
+        found = self._products_s / self._squares_s if self._squares_s else 0.0
+        return min(MOST_CROWDING, max(CROWDING, found))
 
     def slower(self, number: int) -> float:
-        """How many times slower than planned this open pipeline is expected to give its tokens."""
-        return self._pipelines[number].slower(self._common())
+        """How many times slower than planned this open pipeline is expected to answer a single text."""
+        pipeline = self._pipelines[number]
+        base = self._base(pipeline)
+        return base * pipeline.drift(base)
 
-    def _common(self) -> float:
-        """Ratio of measured to expected time of all pipelines together; 1 before any answer."""
-        planned_s = sum(pipeline.planned_s for pipeline in self._pipelines.values())
-        measured_s = sum(pipeline.measured_s for pipeline in self._pipelines.values())
-        return measured_s / planned_s if planned_s else 1.0
-
-    def token_s(self, number: int) -> float:
-        """Planned seconds between two tokens of a session of this pipeline now; 0 if it is closed."""
+    def token_s(self, number: int) -> tuple[float, int]:
+        """Planned seconds between two tokens of a session of this pipeline now, and the number of other sessions; 0 and
+        0 if it is closed."""
         pipeline = self._pipelines.get(number)
-        return 0.0 if pipeline is None else pipeline.pace.token_s_with(min(pipeline.texts, pipeline.pace.sessions))
+        if pipeline is None:
+            return 0.0, 0
+        sessions = max(1, min(pipeline.texts, pipeline.pace.sessions))
+        return pipeline.pace.token_s_with(sessions), sessions - 1
+
+    def _base(self, pipeline: _Pipeline) -> float:
+        if pipeline.base is not None:
+            return pipeline.base
+        tried = [one.base for one in self._pipelines.values() if one.base is not None]
+        return sum(tried) / len(tried) if tried else 1.0
 
 
 def _known(pipeline: _Pipeline, hashes: Sequence[bytes]) -> int:

@@ -249,11 +249,11 @@ def test_a_changed_plan_is_priced_anew():
     async def story() -> None:
         bench = Bench()
         await bench.looks(1)
-        assert bench.pipelines.engine.routing.token_s(1) == PACE.token_s[0]
+        assert bench.pipelines.engine.routing.token_s(1) == (PACE.token_s[0], 0)
         plan = msgspec.structs.replace(bench.first.plan, version=2)
         bench.first.deployment = Deployment(plan=plan)
         await bench.looks(1)
-        assert bench.pipelines.engine.routing.token_s(1) != PACE.token_s[0]
+        assert bench.pipelines.engine.routing.token_s(1) != (PACE.token_s[0], 0)
 
     asyncio.run(story())
 
