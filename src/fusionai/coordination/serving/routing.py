@@ -115,16 +115,16 @@ class _Pipeline:
         return (self.measured_s + prior_s) / (self.expected_s + prior_s)
 
     def finished_s(
-        self, missing_tokens: int, answer_tokens: float, usual_tokens: float, base: float, crowding: float
+        self, missing_tokens: int, answer_tokens: float, usual_tokens: float, slower: float, crowding: float
     ) -> float:
-        """Seconds until a further text is finished. `usual_tokens`: length of the answers before it."""
+        """Seconds until a further text is finished. `usual_tokens`: length of the answers before it. `slower`: times
+        the plan, for a single text."""
         sessions = min(self.texts + 1, self.pace.sessions)
         token_s = self.pace.token_s_with(sessions)
         # Places become free one after the other, on average after an answer's time divided by their number.
         answers_before = max(0, self.texts + 1 - self.pace.sessions) / self.pace.sessions
         tokens_s = (answers_before * usual_tokens + answer_tokens) * token_s
-        slower = base * (1 + crowding * (sessions - 1)) * self.drift(base)
-        return slower * (missing_tokens * self.pace.prompt_token_s + tokens_s)
+        return slower * (1 + crowding * (sessions - 1)) * (missing_tokens * self.pace.prompt_token_s + tokens_s)
 
     def remember(self, beginnings: Iterator[bytes]) -> None:
         for beginning in beginnings:
@@ -174,7 +174,7 @@ class Routing:
             pipeline = self._pipelines[number]
             missing_tokens = len(text.tokens) - _known(pipeline, hashes)
             expected_s = pipeline.finished_s(
-                missing_tokens, answer_tokens, self._answer_tokens, self._base(pipeline), crowding
+                missing_tokens, answer_tokens, self._answer_tokens, self.slower(number), crowding
             )
             return number not in ready, expected_s, number
 
