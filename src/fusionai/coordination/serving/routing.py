@@ -2,9 +2,9 @@
 
 The pipeline that is expected to finish the text soonest gets it. The expected time is that of
 
-    waiting for a place + reading the tokens of the prompt that its cache lacks + the tokens of the answer
+    waiting for a place + READING * reading the tokens of the prompt that its cache lacks + the tokens of the answer
 
-where a token takes, with n texts in the pipeline,
+With n texts in the pipeline a token takes
 
     planned seconds for n sessions * base * (1 + crowding * (n - 1)) * drift
 
@@ -48,6 +48,9 @@ PRIOR_TOKENS: Final = 500.0
 texts that a busy pipeline answers in a minute."""
 KEPT_TOKENS: Final = 5_000.0
 """Tokens, answered by any pipeline, after which 1 / e of what was measured before still counts (chosen)."""
+READING: Final = 4.0
+"""Weight of the seconds of reading a prompt, compared to those of its answer (chosen): others wait meanwhile, the reader
+sees nothing yet, and a text that is read in a second pipeline takes room in two caches."""
 CROWDING: Final = 0.05
 """Least fraction by which each text of a pipeline slows down the others beyond the plan (chosen). Plans say that
 sessions in one pass cost next to nothing as long as reading the weights takes longest, so equal pipelines would fill up
@@ -124,7 +127,9 @@ class _Pipeline:
         # Places become free one after the other, on average after an answer's time divided by their number.
         answers_before = max(0, self.texts + 1 - self.pace.sessions) / self.pace.sessions
         tokens_s = (answers_before * usual_tokens + answer_tokens) * token_s
-        return slower * (1 + crowding * (sessions - 1)) * (missing_tokens * self.pace.prompt_token_s + tokens_s)
+        # The texts that are there wait while tokens are read, so reading costs as often as there are texts.
+        reading_s = READING * missing_tokens * self.pace.prompt_token_s
+        return slower * (1 + crowding * (sessions - 1)) * (reading_s + tokens_s)
 
     def remember(self, beginnings: Iterator[bytes]) -> None:
         for beginning in beginnings:

@@ -10,6 +10,7 @@ from fusionai.coordination.serving.routing import (
     BLOCK_TOKENS,
     CROWDING,
     MOST_CROWDING,
+    READING,
     SLOWEST,
     Answered,
     Pace,
@@ -76,7 +77,7 @@ def test_a_conversation_returns_to_its_pipeline_and_leaves_it_when_that_is_soone
     assert routing.ranked(text(*history, *range(40), scope="other", most=10), READY)[0] == 1
     # A text with another beginning does not return.
     assert routing.ranked(text(5, *history, most=10), READY)[0] == 1
-    for _ in range(40):
+    for _ in range(120):
         routing.began(2, text(0, most=10))
     assert routing.ranked(following, READY)[0] == 1
 
@@ -233,8 +234,8 @@ def test_expected_answers_are_as_long_as_answers_are_but_no_longer_than_asked():
     """Pipeline 1 reads prompts fast, pipeline 2 answers fast."""
     routing = Routing()
     routing.open(1, pace(0.02, prompt_token_s=0.0))
-    routing.open(2, pace(0.01, prompt_token_s=0.02))
-    long = tuple(range(63))  # 1.26 s of reading, which 126 tokens of an answer make up for
+    routing.open(2, pace(0.01, prompt_token_s=0.02 / READING))
+    long = tuple(range(63))  # reading counts 1.26 s, which 126 tokens of an answer make up for
     assert routing.ranked(text(*long, most=1000), READY)[0] == 2
     assert routing.ranked(text(*long, most=20), READY)[0] == 1
     for _ in range(30):
