@@ -49,7 +49,7 @@ texts that a busy pipeline answers in a minute."""
 KEPT_TOKENS: Final = 5_000.0
 """Tokens, answered by any pipeline, after which 1 / e of what was measured before still counts (chosen)."""
 READING: Final = 4.0
-"""Weight of the seconds of reading a prompt, compared to those of its answer (chosen): others wait meanwhile, the reader
+"""Weight of the seconds of reading a prompt, compared to those of its answer (chosen): others wait meanwhile, the user
 sees nothing yet, and a text that is read in a second pipeline takes room in two caches."""
 CROWDING: Final = 0.05
 """Least fraction by which each text of a pipeline slows down the others beyond the plan (chosen). Plans say that
