@@ -1,7 +1,8 @@
 """What a machine brings to every job it takes part in: backend, compute thread, transport and limits.
 
 The compute thread runs one piece of work at a time, within the share of the machine that the provider lends: with a
-share of 50 % it rests as long as the last piece used the machine. Results are delivered before the rest.
+share of 50 % it rests as long as the last piece used the machine. Measuring and loading, which happen once, are not
+followed by rests. Results are delivered before the rest.
 
 `peer.daemon` and `client` build hosts; `execution.training.member` and `execution.serving.member` use them.
 """
@@ -122,10 +123,11 @@ class ComputeThread:
         if used_s is not None and where != "device" and sys.platform != "win32":
             self._used_s = used_s
 
-    def run(self, work: Callable[[], T]) -> asyncio.Future[tuple[T, Timed]]:
-        """Run `work` in the compute thread after everything submitted earlier. It is submitted now, not when
-        awaited."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, self._timed, work)
+    def run(self, work: Callable[[], T], *, rests: bool = True) -> asyncio.Future[tuple[T, Timed]]:
+        """Run `work` in the compute thread after everything submitted earlier. It is submitted now, not when awaited.
+        `rests`: False for what prepares and happens once, such as loading a stage. Rests after it would last minutes,
+        and the job would wait for them."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, self._timed, work, rests)
 
     def submit(self, work: Callable[[], T], done: Callable[[Outcome[T]], None]) -> None:
         """Like `run`, with less overhead for callers that submit hundreds of times a second. `done` is called on the
@@ -142,7 +144,7 @@ class ComputeThread:
 
         self._executor.submit(piece)
 
-    def _timed(self, work: Callable[[], T]) -> tuple[T, Timed]:
+    def _timed(self, work: Callable[[], T], rests: bool = True) -> tuple[T, Timed]:
         rest_s = self._free_at_s - time.monotonic()
         if rest_s > 0:
             time.sleep(rest_s)
@@ -153,7 +155,7 @@ class ComputeThread:
             ran_until_s = time.monotonic()
             self.busy_s += ran_until_s - start_s
             used_s = min(ran_until_s - start_s, self._used_s() - used_s)
-            self._free_at_s = ran_until_s + used_s * (1 / self.share - 1)
+            self._free_at_s = ran_until_s + (used_s * (1 / self.share - 1) if rests else 0.0)
         return result, Timed(start_s, self._free_at_s, ran_until_s - start_s)
 
     def close(self) -> None:

@@ -120,7 +120,7 @@ async def ready_worker(options: PeerOptions, clock: Clock) -> OpenWorker:
         backend.warm_up()
         return backend, claim, measured_at_s
 
-    (backend, claim, measured_at_s), _ = await compute.run(measured)
+    (backend, claim, measured_at_s), _ = await compute.run(measured, rests=False)
     compute.works_in(backend.works_in, backend.used_s)
     return_freed_memory()
     return_code_pages()

@@ -66,6 +66,12 @@ def test_a_provider_that_lends_a_part_rests_for_the_rest(share: float, rest_s: f
         clock.now_s += 2 * rest_s  # nothing to do: that was a rest
         _, timed = await thread.run(work)
         assert timed.start_s == pytest.approx(106.0 + 3 * rest_s)
+        # Loading a stage happens once, and a job waits for it.
+        before_s = clock.now_s = clock.now_s + rest_s
+        _, timed = await thread.run(work, rests=False)
+        assert (timed.start_s, timed.end_s) == (pytest.approx(before_s), pytest.approx(before_s + 3.0))
+        _, timed = await thread.run(work)
+        assert timed.start_s == pytest.approx(before_s + 3.0)
         thread.close()
 
     asyncio.run(run())

@@ -93,7 +93,13 @@ _REMEMBERED: Final = frozenset(
     name="memory_limit_bytes",
 )
 @flags.threads_option("Compute with this many threads")
-@flags.quantity_option("--share", parse_share, "PERCENT", "Compute only this share of the time.", "100%")
+@flags.quantity_option(
+    "--share",
+    parse_share,
+    "PERCENT",
+    "Compute only this share of the time; measuring and loading are not slowed down.",
+    "100%",
+)
 @flags.quantity_option(
     "--upload-limit",
     parse_rate_limit_bytes_per_s,

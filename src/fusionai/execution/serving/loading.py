@@ -93,7 +93,7 @@ async def prepare_stage(
 
     whole_texts = EncoderServing if load.options.at_once else WholeServing if load.options.whole else None
     # Two pieces of work, so that passes of other stages get their turns in between.
-    graph, _ = await host.compute.run(read)
+    graph, _ = await host.compute.run(read, rests=False)
     async with host.memory.loading() as left_bytes:
         limit_bytes = most_bytes if left_bytes is None else left_bytes - retained_bytes(boundary, identity)
         program, _ = await host.compute.run(
@@ -101,7 +101,8 @@ async def prepare_stage(
                 backend.serve(graph, options=load.options, memory_limit_bytes=limit_bytes)
                 if whole_texts is None
                 else whole_texts(graph, options=load.options, backend=host.backend, memory_limit_bytes=limit_bytes)
-            )
+            ),
+            rests=False,
         )
         host.memory.add(program)
     stage = ServingStage(

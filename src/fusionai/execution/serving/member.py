@@ -328,7 +328,7 @@ class ServingMember(RoundMember):
             for spec in load.weights:
                 # One weight at a time, so that passes of other stages get their turns in between.
                 await self._host.compute.run(
-                    lambda spec=spec: program.import_weights([(spec.key, self._weights.read(spec))])
+                    lambda spec=spec: program.import_weights([(spec.key, self._weights.read(spec))]), rests=False
                 )
         return fetched_bytes
 

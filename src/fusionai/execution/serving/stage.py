@@ -168,7 +168,7 @@ class ServingStage:
             self._program.allocate()
             return dict(self._program.cached)
 
-        found, _ = await self._compute.run(ready)
+        found, _ = await self._compute.run(ready, rests=False)
         self.allocated = True
         return tuple(sorted(found.items()))
 

@@ -105,7 +105,7 @@ class Stages:
             # Loading made sure that one state and a pass fit; arriving snapshots need room as well.
             if (ARRIVING + 2) * sum(entry.nbytes for entry in entries.values()) > left_bytes + here_bytes:
                 return
-        await self._host.compute.run(lambda: rehearse(loaded, request.options))
+        await self._host.compute.run(lambda: rehearse(loaded, request.options), rests=False)
         if request.stage in self._standby_of:  # a later round may have begun meanwhile
             self.ahead[request.stage] = (identity, loaded)
 
@@ -270,7 +270,7 @@ async def load_stage(
     async with host.memory.loading() as left_bytes:
         if left_bytes is not None and kept is not None and host.memory.is_one:
             left_bytes += kept.store.nbytes - kept.store.nbytes_of(request.stage)
-        loaded, _ = await host.compute.run(lambda: load(left_bytes))
+        loaded, _ = await host.compute.run(lambda: load(left_bytes), rests=False)
         if kept is not None:
             kept.give_way(request.stage, host.memory.lacking_bytes(loaded.program))
         host.memory.add(loaded.program)
