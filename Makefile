@@ -16,8 +16,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
-# Of all tests: those of whole pools wait for other processes' timers, in which two workers left a quarter of two cores.
-WHOLE_WORKERS ?= 3
 
 # One thread per process: tests and peers are many processes, and results depend on the number of threads.
 # Compiled modules are kept, whatever the environment says: else each of these processes compiles the whole source again.
@@ -55,7 +53,7 @@ quick: setup
 	$(TEST_ENV) $(PYTEST) -m "not slow and not long" $(ARGS)
 
 whole: setup
-	$(TEST_ENV) $(PYTEST) -n $(WHOLE_WORKERS) -m "not long" $(ARGS)
+	$(TEST_ENV) $(PYTEST) -m "not long" $(ARGS)
 
 # Types of what changed: all of them take the type checker a minute and a half of one core, the first time and in `test`.
 check: setup

@@ -104,17 +104,18 @@ def _experts(d: Draw) -> Iterator[Case]:
 def _scans(d: Draw) -> Iterator[Case]:
     for shape in ((2, 7, 3), (1, 1, 2, 3), (2, 5)):
         yield Case("fusion.linear_scan", (d.positive(*shape) / 3, d.f(*shape)))
-    # One position, part of a chunk, a whole one, one with a rest; every form of a decay where there is a rest.
-    for positions, forms in ((1, "b c"), (5, "a d"), (64, "b c"), (70, "a b c d")):
+    for positions in (1, 5, 64, 70):
         shape = (2, positions, 3)
         keys = d.f(*shape, 4)
         # A key longer than one would make a state grow that is corrected by it.
         keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
         given = (d.f(*shape, 4), keys, d.f(*shape, 2))
-        for form in forms.split():
-            decay = -d.positive(*shape) if form in "ab" else -d.positive(*shape, 4)
-            beta = {"beta": d.positive(*shape) / 3} if form in "bd" else {}
-            yield Case("fusion.linear_attention", given, {"decay": decay, **beta})
+        decay = -d.positive(*shape)
+        yield Case("fusion.linear_attention", given, {"decay": decay})
+        yield Case("fusion.linear_attention", given, {"decay": decay, "beta": d.positive(*shape) / 3})
+        by_channel = -d.positive(*shape, 4)
+        yield Case("fusion.linear_attention", given, {"decay": by_channel})
+        yield Case("fusion.linear_attention", given, {"decay": by_channel, "beta": d.positive(*shape) / 3})
 
 
 def _shaping(d: Draw) -> Iterator[Case]:
