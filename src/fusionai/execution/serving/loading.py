@@ -96,14 +96,13 @@ async def prepare_stage(
     graph, _ = await host.compute.run(read, rests=False)
     async with host.memory.loading() as left_bytes:
         limit_bytes = most_bytes if left_bytes is None else left_bytes - retained_bytes(boundary, identity)
-        program, _ = await host.compute.run(
-            lambda: (
-                backend.serve(graph, options=load.options, memory_limit_bytes=limit_bytes)
-                if whole_texts is None
-                else whole_texts(graph, options=load.options, backend=host.backend, memory_limit_bytes=limit_bytes)
-            ),
-            rests=False,
-        )
+
+        def build() -> ServingProgram:
+            if whole_texts is None:
+                return backend.serve(graph, options=load.options, memory_limit_bytes=limit_bytes)
+            return whole_texts(graph, options=load.options, backend=host.backend, memory_limit_bytes=limit_bytes)
+
+        program, _ = await host.compute.run(build, rests=False)
         host.memory.add(program)
     stage = ServingStage(
         identity=identity,
