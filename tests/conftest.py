@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from harness import traced_once
 from harness.examples import set_examples
 
 QUICK: Final = "not slow and not long"
 """What `make quick` selects by."""
 COLLECTED_EVERY: Final = (20_000, 5, 5)
 """Objects until the collector looks at the youngest, and so on. With Python's 700 a tenth of the tests' time is its."""
-TRACE_ANEW: Final = re.compile(r"/capture/(tracing|graph)/|/test_(capture\w*|tasks\w*|traced_once)\.py")
-"""Tests of tracing itself, which patch it."""
 ALL_SLOW: Final = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(slow|long)\b", re.MULTILINE)
 """A whole file's mark; first in its list if it has more than one."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     set_examples(quick=config.option.markexpr == QUICK)
-    if traced_once.STORE not in os.environ:  # the first process of the run; its workers inherit it
-        os.environ[traced_once.STORE] = traces = tempfile.mkdtemp(prefix="fusionai-traces-")
-        config.add_cleanup(lambda: shutil.rmtree(traces, ignore_errors=True))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before the fixtures of this test."""
-    traced_once.use(TRACE_ANEW.search(item.nodeid) is None)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -121,17 +119,6 @@ def numbers(tensor: HostTensor) -> np.ndarray[Any, Any]:
         bits = np.frombuffer(tensor.data, np.uint16).astype(np.uint32) << 16
         return bits.view(np.float32).reshape(tensor.shape)
     return np.frombuffer(tensor.data, tensor.dtype).reshape(tensor.shape)
-
-
-@pytest.fixture(autouse=True)
-def _quickly_compiled() -> Iterator[None]:
-    """XLA compiles each case once and runs it twice: its optimisations are tried by the tests of whole stages."""
-    config = getattr(sys.modules.get("jax"), "config", None)
-    if config is not None:
-        config.update("jax_disable_most_optimizations", True)
-    yield
-    if config is not None:
-        config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

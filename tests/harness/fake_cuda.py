@@ -34,8 +34,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness import traced_once
-
 ROOT: Final = Path(__file__).parents[2]
 CUDA: Final = torch.device("cuda")
 _SOURCE: Final = Path(__file__).with_name("fake_cuda.cpp")
@@ -436,7 +434,6 @@ def main() -> None:
     parser.add_argument("--thorough", action="store_true")
     parser.add_argument("names", nargs="+")
     given = parser.parse_args()
-    traced_once.install()
     found = [examine(name, thorough=given.thorough) for name in given.names]
     sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
 

@@ -2,8 +2,7 @@
 
 What runs in such a process is the shipped command, with its own arguments, environment and pipes; only the seconds that
 Python takes to import torch are saved, some hundred times in a run of the tests. Where a process must not have been
-there before (what it has loaded is looked at), start an interpreter instead. Models that this run of the tests has
-traced are not traced again (`harness.traced_once`).
+there before (what it has loaded is looked at), start an interpreter instead.
 
 The child side of this file is run by path. Neighbour: `harness.live_pool`.
 """
@@ -234,15 +233,10 @@ class ForkedWorker:
 
 def main() -> None:
     import gc
-    import importlib.util
+    import importlib
 
     for module in _MODULES:
         importlib.import_module(module)
-    spec = importlib.util.spec_from_file_location("traced_once", Path(__file__).with_name("traced_once.py"))
-    assert spec is not None and spec.loader is not None  # noqa: PT018 - no test
-    traced_once = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(traced_once)
-    traced_once.install()
     gc.freeze()
     work = _serve(socket.socket(fileno=int(sys.argv[1])))
     if work is None:

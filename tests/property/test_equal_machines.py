@@ -24,9 +24,9 @@ pytestmark = pytest.mark.slow
 
 
 @st.composite
-def alike_problems(draw: st.DrawFn, *, most_peers: int = 5, spread: float = 0.0) -> Problem:
+def alike_problems(draw: st.DrawFn, *, spread: float = 0.0) -> Problem:
     """Of one or two kinds; machines of a kind differ by at most `spread` of speed, memory and uplink."""
-    base = draw(problems(most_peers=most_peers, most_blocks=6))
+    base = draw(problems(most_peers=5, most_blocks=6))
     kinds = draw(st.integers(1, 2))
     only_memory = draw(st.booleans())
     peers: list[PeerProfile] = []
@@ -90,7 +90,7 @@ def test_nothing_is_lost_without_surplus_machines(problem: Problem) -> None:
 
 
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
-@given(alike_problems(most_peers=4))
+@given(alike_problems())
 def test_plans_of_equal_machines_are_the_best_there_are(problem: Problem) -> None:
     """As in large pools: what small ones are searched with for certain is out of the way."""
     with pytest.MonkeyPatch.context() as large:
