@@ -1,28 +1,30 @@
 """A stage's part in one exchange between replicas: what it sends to which stages, and when it sums and adopts.
 
-Every stage makes its differences, sends each share of them to the replica that sums it, waits for the others'
-differences of its own share, sums, sends the mean to all, and waits for the means of the other shares (reduce-scatter,
-then all-gather). What was sent stays available: a stage that runs the round again after a fault is served from it.
+Every stage makes its differences, sends each share of them to the replica that sums it, sums the shares that it has
+got from all others, sends their means to all, and waits for the means of the other shares (reduce-scatter and
+all-gather). Each parameter goes this way by itself, so that means of the first ones travel beside differences of the
+last. What was sent stays available: a stage that runs the round again after a fault is served from it.
 
 The machine holds no tensor. `execution.training.twins` performs its commands, `joint_rounds` decides which replicas
 take part."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
 from msgspec import Struct
 
-from fusionai.coordination.machine import StatefulMachine, Table, Transition, in_each
+from fusionai.coordination.machine import StatefulMachine, Table, Transition
 from fusionai.wire.messages import Fence, PartKind
 
 
 class TwinPhase(StrEnum):
-    """`MAKING`: the differences are being computed. `COLLECTING`: it waits for differences of its share. `SUMMING`:
-    these are being summed. `GATHERING`: it waits for the means of other shares. `AGREED`: everything is there."""
+    """Of one parameter. `MAKING`: its difference is being computed. `COLLECTING`: differences of the stage's share are
+    outstanding. `SUMMING`: these are being summed. `GATHERING`: means of other shares are outstanding. `AGREED`: it has
+    all means."""
 
     MAKING = "making"
     COLLECTING = "collecting"
@@ -41,14 +43,10 @@ class Receiver(Struct, frozen=True):
     attempt: int = 0
 
 
-class Located(Struct, frozen=True):
-    """These stages wait for this round now."""
-
-    receivers: frozenset[Receiver]
-
-
 class PartsMade(Struct, frozen=True):
-    """The differences are computed."""
+    """The differences of these parameters are computed."""
+
+    keys: frozenset[str]
 
 
 class PartsArrived(Struct, frozen=True):
@@ -59,113 +57,161 @@ class PartsArrived(Struct, frozen=True):
     keys: frozenset[str]
 
 
-class ShareSummed(Struct, frozen=True):
-    """The mean of the stage's own share is computed."""
+class SharesSummed(Struct, frozen=True):
+    """The means of the stage's own shares of these parameters are computed."""
+
+    keys: frozenset[str]
 
 
 class MakeParts(Struct, frozen=True):
-    """Compute and pack the differences. Answer with `PartsMade`."""
+    """Compute and pack all differences. Answer with `PartsMade`, as often as some are ready."""
 
 
 class SendParts(Struct, frozen=True):
-    """Send the parts of this kind to a stage, with the parameters that both hold."""
+    """Send the parts of this kind to a stage, of those of these parameters that both hold."""
 
     kind: PartKind
     to: Receiver
+    keys: frozenset[str]
 
 
-class SumShare(Struct, frozen=True):
-    """Sum the differences of the own share in the order of the members. Answer with `ShareSummed`."""
+class SumShares(Struct, frozen=True):
+    """Sum the differences of the own shares of these parameters in the order of the members. Answer with
+    `SharesSummed`."""
+
+    keys: frozenset[str]
 
 
 class Agree(Struct, frozen=True):
     """The update can be adopted."""
 
 
-TwinCommand = MakeParts | SendParts | SumShare | Agree
-TwinEvent = Located | PartsMade | PartsArrived | ShareSummed
+TwinCommand = MakeParts | SendParts | SumShares | Agree
+TwinEvent = PartsMade | PartsArrived | SharesSummed
 
 
 @dataclass
-class TwinRound(StatefulMachine[TwinPhase, TwinCommand]):
-    """`place`: the stage's replica among the members. `shares`: parameter -> members that sum a part of it."""
+class _Parameter(StatefulMachine[TwinPhase, SumShares]):
+    """One parameter's way through a round. `having`: members that sum a part of it."""
 
+    key: str
     place: int
-    shares: Mapping[str, frozenset[int]]
+    having: frozenset[int]
     members: int
     phase: TwinPhase = field(default=TwinPhase.MAKING, kw_only=True)
-    receivers: frozenset[Receiver] = frozenset()
-    due: dict[PartKind, set[tuple[int, str]]] = field(init=False)
-    """(member, parameter) of the pieces that have not arrived."""
-    _served: set[SendParts] = field(default_factory=set[SendParts])
+    due: dict[PartKind, set[int]] = field(init=False)
+    """Members whose piece has not arrived."""
 
     def __post_init__(self) -> None:
-        others = [member for member in range(self.members) if member != self.place]
-        own = [key for key, having in self.shares.items() if self.place in having]
-        self.due = {
-            "difference": {(member, key) for member in others for key in own},
-            "mean": {(member, key) for key, having in self.shares.items() for member in having if member != self.place},
-        }
+        others = set(range(self.members)) - {self.place}
+        is_summing = self.place in self.having
+        self.due = {"difference": others if is_summing else set(), "mean": others & self.having}
 
-    def handle(self, event: TwinEvent) -> list[TwinCommand]:
-        """Apply one event and return the commands. An event that the phase does not expect changes nothing."""
+    @property
+    def ready(self) -> frozenset[PartKind]:
+        """Kinds that can be sent."""
+        if self.phase in (TwinPhase.GATHERING, TwinPhase.AGREED):
+            return frozenset[PartKind](("difference", "mean"))
+        return frozenset[PartKind](() if self.phase is TwinPhase.MAKING else ("difference",))
+
+    def handle(self, event: TwinEvent) -> list[SumShares]:
         return self.react(TABLE, event) or []
+
+    def brief(self, event: object) -> str:
+        return type(event).__name__
+
+    def on_made(self, _: PartsMade) -> list[SumShares]:
+        self.phase = TwinPhase.COLLECTING
+        return self._next()
+
+    def on_arrived(self, event: PartsArrived) -> list[SumShares]:
+        self.due[event.kind].discard(event.member)
+        return self._next()
+
+    def on_summed(self, _: SharesSummed) -> list[SumShares]:
+        self.phase = TwinPhase.GATHERING
+        return self._next()
+
+    def _next(self) -> list[SumShares]:
+        if self.phase is TwinPhase.COLLECTING and not self.due["difference"]:
+            self.phase = TwinPhase.SUMMING
+            return [SumShares(frozenset({self.key}))]
+        if self.phase is TwinPhase.GATHERING and not self.due["mean"]:
+            self.phase = TwinPhase.AGREED
+        return []
+
+
+class TwinRound:
+    """`place`: the stage's replica among the members. `shares`: parameter -> members that sum a part of it."""
+
+    def __init__(self, place: int, shares: Mapping[str, frozenset[int]], members: int) -> None:
+        self.place, self.members = place, members
+        self.receivers: frozenset[Receiver] = frozenset()
+        self._parameters = {key: _Parameter(key, place, having, members) for key, having in shares.items()}
+        self._served = dict[tuple[PartKind, Receiver], frozenset[str]]()
+        self._left = set(self._parameters)
+        """Parameters that are not agreed."""
+
+    @property
+    def is_agreed(self) -> bool:
+        """Return whether the update can be adopted."""
+        return not self._left
 
     def lacks(self, event: PartsArrived) -> bool:
         """Return whether some of these pieces are still needed."""
-        return any((event.member, key) in self.due[event.kind] for key in event.keys)
+        return any(
+            event.member in one.due[event.kind] for key in event.keys if (one := self._parameters.get(key)) is not None
+        )
 
     def begin(self) -> list[TwinCommand]:
         return [MakeParts()]
 
-    def on_located(self, event: Located) -> list[TwinCommand]:
-        self.receivers = event.receivers
-        return self._sending()
+    def locate(self, receivers: frozenset[Receiver]) -> list[TwinCommand]:
+        """These stages, and no others, wait for this round now."""
+        self.receivers = receivers
+        return self._sending(self._parameters)
 
-    def on_made(self, _: PartsMade) -> list[TwinCommand]:
-        self.phase = TwinPhase.COLLECTING
-        return [*self._sending(), *self._next()]
+    def handle(self, event: TwinEvent) -> list[TwinCommand]:
+        """Apply one event to the parameters that it names and return the commands. An event that a parameter's phase
+        does not expect changes nothing."""
+        named = [one for key in sorted(event.keys) if (one := self._parameters.get(key)) is not None]
+        was_agreed = self.is_agreed
+        summing = [key for one in named for command in one.handle(event) for key in command.keys]
+        self._left -= {one.key for one in named if one.phase is TwinPhase.AGREED}
+        commands = self._sending(event.keys)
+        if summing:
+            commands.append(SumShares(frozenset(summing)))
+        return [*commands, Agree()] if self.is_agreed and not was_agreed else commands
 
-    def on_arrived(self, event: PartsArrived) -> list[TwinCommand]:
-        self.due[event.kind] -= {(event.member, key) for key in event.keys}
-        return self._next()
-
-    def on_summed(self, _: ShareSummed) -> list[TwinCommand]:
-        self.phase = TwinPhase.GATHERING
-        return [*self._sending(), *self._next()]
-
-    def _next(self) -> list[TwinCommand]:
-        if self.phase is TwinPhase.COLLECTING and not self.due["difference"]:
-            self.phase = TwinPhase.SUMMING
-            return [SumShare()]
-        if self.phase is TwinPhase.GATHERING and not self.due["mean"]:
-            self.phase = TwinPhase.AGREED
-            return [Agree()]
-        return []
-
-    def _sending(self) -> list[TwinCommand]:
-        """Return what can be sent now and was not sent to these receivers under their present fences."""
-        kinds: tuple[PartKind, ...] = ()
-        if self.phase is not TwinPhase.MAKING:
-            kinds = ("difference", "mean") if self.phase in (TwinPhase.GATHERING, TwinPhase.AGREED) else ("difference",)
+    def _sending(self, keys: Iterable[str]) -> list[TwinCommand]:
+        """Return what of these parameters can be sent now and was not sent to these receivers under their present
+        fences."""
+        ready: dict[PartKind, set[str]] = {"difference": set(), "mean": set()}
+        for key in keys:
+            for kind in self._parameters[key].ready if key in self._parameters else ():
+                ready[kind].add(key)
         receivers = sorted(self.receivers, key=lambda one: ((one.member - self.place) % self.members, one.stage))
-        sending = [send for kind in kinds for to in receivers if (send := SendParts(kind, to)) not in self._served]
-        self._served.update(sending)
-        return [*sending]
+        sending: list[TwinCommand] = []
+        for kind, some in ready.items():
+            for to in receivers:
+                served = self._served.get((kind, to), frozenset[str]())
+                if left := some - served:
+                    self._served[kind, to] = served | left
+                    sending.append(SendParts(kind, to, frozenset(left)))
+        return sending
 
 
 MAKING, COLLECTING, SUMMING, GATHERING, AGREED = TwinPhase
 
-TABLE: Final = Table[TwinRound, list[TwinCommand]](
-    "exchange between replicas",
+TABLE: Final = Table[_Parameter, list[SumShares]](
+    "one parameter in an exchange between replicas",
     [
-        *in_each(TwinPhase, Located, (), TwinRound.on_located),
-        Transition((MAKING,), PartsMade, (COLLECTING, SUMMING), TwinRound.on_made),
-        Transition((MAKING,), PartsArrived, (MAKING,), TwinRound.on_arrived),
-        Transition((COLLECTING,), PartsArrived, (COLLECTING, SUMMING), TwinRound.on_arrived),
-        Transition((SUMMING,), PartsArrived, (SUMMING,), TwinRound.on_arrived),
-        Transition((GATHERING,), PartsArrived, (GATHERING, AGREED), TwinRound.on_arrived),
-        Transition((SUMMING,), ShareSummed, (GATHERING, AGREED), TwinRound.on_summed),
+        Transition((MAKING,), PartsMade, (COLLECTING, SUMMING), _Parameter.on_made),
+        Transition((MAKING,), PartsArrived, (MAKING,), _Parameter.on_arrived),
+        Transition((COLLECTING,), PartsArrived, (COLLECTING, SUMMING), _Parameter.on_arrived),
+        Transition((SUMMING,), PartsArrived, (SUMMING,), _Parameter.on_arrived),
+        Transition((GATHERING,), PartsArrived, (GATHERING, AGREED), _Parameter.on_arrived),
+        Transition((SUMMING,), SharesSummed, (GATHERING, AGREED), _Parameter.on_summed),
     ],
     initial=(MAKING,),
 )
