@@ -391,6 +391,7 @@ class Job:
     sync_rate: float = 1.0
     sync_momentum: float = 0.0
     sync_between: Literal["owner", "peers"] = "owner"
+    sync_begun: int = 0
     secret: bytes = b""
     """Of spot checks; empty: there are none."""
     recut: Sequence[tuple[int, int]] = ()
@@ -459,6 +460,7 @@ class Job:
                 sync_rate=self.sync_rate,
                 sync_momentum=self.sync_momentum,
                 sync_between=self.sync_between,
+                sync_begun=self.sync_begun,
                 base_stays=self.base_stays,
             ),
             steps=self.steps,

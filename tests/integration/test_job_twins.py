@@ -7,7 +7,7 @@ Neighbours: `test_job_local_updates`, where the owner sums; `harness.pool`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import cache
@@ -103,6 +103,7 @@ def run(
     codec: Exchanged = "int4",
     spared: Sequence[str] = (),
     owned: frozenset[int] = frozenset({2}),
+    begun: Mapping[str, int] = {},
     **changes: object,
 ) -> Story:
     story, started = Story(), dict[str, Job]()
@@ -123,8 +124,10 @@ def run(
             "sync_between": between,
             "seed": SEED,
             "standbys": {0: 2, 1: 3} if name in spared else {},
+            "sync_begun": begun.get(name, 0),
             **changes,
         }
+        fields["steps"] = int(str(fields["steps"])) - begun.get(name, 0)
         (directory / name).mkdir(exist_ok=True)
         job = started[name] = Job(
             pool=pool, directory=directory / name, graph=llama().graph, state=llama().state, exchange=seat,
@@ -158,10 +161,13 @@ def run(
                 pool.on_message = seen
                 parts.append(await stack.enter_async_context(pool))
                 before = pool
-            seats = {name: exchange.seat(name) for name in jobs}
-            for name, seat in seats.items():
-                if isinstance(seat, JointSeat):
-                    seat.weight = WEIGHTS[name]
+            seats: dict[str, Seat | JointSeat] = {}
+            for name in jobs:
+                if isinstance(exchange, JointExchange):
+                    seats[name] = JointSeat(exchange, name, WEIGHTS[name])
+                    exchange.seat(name, begun.get(name, 0))
+                else:
+                    seats[name] = exchange.seat(name)
             await asyncio.gather(*(one(pool, seats[name], name) for pool, name in zip(parts, jobs, strict=True)))
 
     directory.mkdir(exist_ok=True)
@@ -302,4 +308,86 @@ def test_no_bit_changes_when_a_machine_dies(point: str, undisturbed: Story, tmp_
             job.pool.kill(peer_id(job.pool.first + stage))
 
     assert_same(run(tmp_path / "struck", watch=strike, spared=("b",)), undisturbed)
+    assert struck
+
+
+AGREED = ("anchor", "outer_momentum")
+
+
+@pytest.fixture(scope="module")
+def with_newcomer(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """Replica c, which is cut elsewhere, begins after the first exchange."""
+    return run(tmp_path_factory.mktemp("newcomer") / "run", begun={"c": EVERY})
+
+
+def test_a_replica_that_begins_later_has_the_others_bits(
+    with_newcomer: Story, undisturbed: Story, tmp_path: Path
+) -> None:
+    assert [one.jobs for one in with_newcomer.rounds] == [("a", "b"), ("a", "b", "c"), ("a", "b", "c")]
+    assert [one.steps for one in with_newcomer.rounds][1] == {"a": 5, "b": 5, "c": 2}
+    two = run(tmp_path / "two", jobs="ab", steps=EVERY)
+    assert_agreed(with_newcomer.runs["a"].weights(EVERY), two.runs["a"].weights(EVERY))
+    for own, theirs in ((EVERY, 2 * EVERY), (2 * EVERY, STEPS)):
+        assert_agreed(with_newcomer.runs["c"].weights(own), with_newcomer.runs["a"].weights(theirs))
+    sent = with_newcomer.line_bytes
+    assert sent.keys() == {"DifferenceReady", "ExchangeRound"}, "the state did not take the owner's line"
+    assert with_newcomer.linked_bytes > undisturbed.linked_bytes / 2
+
+
+def assert_agreed(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> None:
+    for key in first_values():
+        for slot in AGREED:
+            entry = f"optimizer/{key}/{slot}"
+            np.testing.assert_array_equal(one[entry].reshape(-1), other[entry].reshape(-1), err_msg=entry)
+
+
+def test_the_newcomer_trains_from_the_agreed_state(tmp_path: Path) -> None:
+    """With a learning rate of 0 its first step changes nothing, so its parameters are still those it began with."""
+    still = lambda step: 0.0  # noqa: E731
+    found = run(tmp_path / "still", begun={"c": EVERY}, steps=2 * EVERY, learning_rate=still, spared=("c",))
+    trained = run(tmp_path / "trained", begun={"c": EVERY}, steps=2 * EVERY, checkpoint_every=1)
+    for story, at_most in ((found, 0.0), (trained, 1.3e-3)):  # AdamW's first step: the rate of 1e-3, and the decay
+        state = story.runs["c"].weights(1 if story is trained else EVERY)
+        agreed = story.runs["a"].weights(EVERY)
+        for key in first_values():
+            begun = agreed[f"optimizer/{key}/anchor"].reshape(-1)
+            moved = np.abs(state[f"model/{key}"].reshape(-1) - begun).max()
+            assert moved <= at_most, key
+            if story is trained and key.endswith("proj.weight"):
+                assert np.abs(begun - as_array(first_values()[key])).max() > 2 * at_most, "the others had trained"
+
+
+NEWCOMER_POINTS: dict[str, tuple[str, int, Seen]] = {
+    "the newcomer asks": ("c", 0, lambda sender, receiver, m: isinstance(m, wire.StateWanted)),
+    "the newcomer is welcomed": (
+        "c",
+        0,
+        lambda sender, receiver, m: isinstance(m, wire.ExchangeRound) and m.is_welcome,
+    ),
+    "the newcomer gets a piece": ("c", 0, lambda sender, receiver, m: is_state(m)),
+    "a sender hears of it": ("b", 1, lambda sender, receiver, m: isinstance(m, wire.ExchangeRound) and m.is_welcome),
+    "a sender sends": ("b", 0, lambda sender, receiver, m: is_state(m)),
+    "the newcomer has begun": ("c", 0, lambda sender, receiver, m: isinstance(m, wire.Ready)),
+}
+
+
+def is_state(message: wire.Message) -> bool:
+    return isinstance(message, wire.ExchangePart) and message.kind == "state"
+
+
+@pytest.mark.parametrize("point", NEWCOMER_POINTS)
+def test_a_newcomer_begins_with_the_same_bits_when_a_machine_dies(
+    point: str, with_newcomer: Story, tmp_path: Path
+) -> None:
+    replica, stage, seen = NEWCOMER_POINTS[point]
+    struck: list[wire.Message] = []
+
+    def strike(jobs: dict[str, Job], sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
+        job = jobs[replica]
+        machines = {host.peer for host in job.pool.hosts} | {OWNER}
+        if not struck and {sender, receiver} & machines and seen(sender, receiver, message):
+            struck.append(message)
+            job.pool.kill(peer_id(job.pool.first + stage))
+
+    assert_same(run(tmp_path / "struck", watch=strike, spared=(replica,), begun={"c": EVERY}), with_newcomer, EVERY)
     assert struck

@@ -64,7 +64,12 @@ class Checkpoints:
             case "keep" | "snapshot":
                 return
             case "initialise":
-                owed = [spec.key for spec in graph.params.values() if spec.init is None]
+                twins_send = job.options.sync_between == "peers" and job.options.sync_begun > 0
+                owed = [
+                    spec.key
+                    for spec in graph.params.values()
+                    if spec.init is None and not (spec.trainable and twins_send)
+                ]
                 entries = _model_entries(graph, job.state(owed)) if owed else iter(())
             case "import":
                 entries = self._saved(job, graph, base)

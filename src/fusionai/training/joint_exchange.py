@@ -5,6 +5,8 @@ it waits; the book (`coordination.training.joint_rounds`) decides; the round is 
 to the stages, with where the other replicas' stages are. Differences and means go from stage to stage. What stages of
 the owner's machine exchange, and what two machines have no link for, passes through the drivers.
 
+A replica that begins later is welcomed: all others send its stages the state that they have agreed on, each a share.
+
     outer/rounds.json    the decided rounds that may be needed again; replaced atomically
 
 `execution.training.twins` is the stages' side; `training.outer` is the exchange that the owner sums itself."""
@@ -12,7 +14,7 @@ the owner's machine exchange, and what two machines have no link for, passes thr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
@@ -21,7 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from fusionai.coordination.round.interface import CommandFailed
-from fusionai.coordination.training.joint_rounds import JointRound, RoundBook
+from fusionai.coordination.training.joint_rounds import ExchangingReplica, JointRound, RoundBook
 from fusionai.primitives.errors import ExecutionError, FusionError, StorageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
@@ -80,6 +82,9 @@ class JointExchange:
         self._journalled = self._book.last
         self._on_round = on_round
         self._parts: dict[str, StageExchange] = {}
+        self._welcomed: dict[tuple[str, int], tuple[object, Order]] = {}
+        """(replica that begins later, stage) -> what its welcome followed from, the welcome."""
+        self._welcomes = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self.line_bytes = 0
         """Bytes of exchanges over the owner's line since the last round was reported."""
@@ -92,14 +97,20 @@ class JointExchange:
         """Number of decided rounds."""
         return self._book.last
 
-    def seat(self, job: str) -> JointSeat:
-        """Return the seat of a replica. From now on no round is decided without it."""
-        self._book.expected.add(job)
+    def seat(self, job: str, begun: int = 0) -> JointSeat:
+        """Return the seat of a replica that begins at step `begun` of the whole run. From now on no round that ends
+        later is decided without it."""
+        self._book.expected[job] = begun
         return JointSeat(self, job)
+
+    def is_joining(self, job: str) -> bool:
+        """Return whether this replica waits for the state to begin with."""
+        return self._book.is_joining(job)
 
     def leave(self, job: str) -> None:
         """Stop expecting this replica."""
         self._parts.pop(job, None)
+        self._welcomed = {key: known for key, known in self._welcomed.items() if key[0] != job}
         for number in self._book.leave(job):
             self._fail(number, f"{job} ended in round {number}, which others of its replicas have completed")
         self._follow(())
@@ -138,18 +149,26 @@ class JointExchange:
             return
         self._follow(self._book.waits(job, stage, step))
 
+    def wants_state(self, job: str, stage: int) -> None:
+        """A stage of a replica that begins later needs the agreed state."""
+        self._book.joins(job, stage)
+        self._follow(())
+
     def applied(self, job: str, stage: int, below: int, *, restored: bool = False) -> None:
         """A stage has applied the first `below` steps. `restored`: its state came from elsewhere or was kept over a
         fault, so it must hear which of its rounds others wait for."""
         past = self._book.applied(job, stage, below)
         self._follow(())
+        if restored:
+            self._remind(job, stage)
         for number in past if restored else ():
             self._send(number, only=job)
         last = self._book.rounds.get(self._book.last)
         if last is not None and last.number > self._reported and not self._book.is_awaited(last.number):
             self._reported, nbytes, self.line_bytes = last.number, self.line_bytes, 0
             jobs = tuple(member.job for member in last.members)
-            self._on_round(RoundDone(last.number, jobs, (), nbytes, dict.fromkeys(jobs, last.step)))
+            own_steps = {job: last.step - self._book.expected.get(job, 0) for job in jobs}
+            self._on_round(RoundDone(last.number, jobs, (), nbytes, own_steps))
 
     def lacks(self, job: str, number: int) -> None:
         """A stage has lost what it sent in a round: replicas that run the round again can't continue."""
@@ -183,6 +202,7 @@ class JointExchange:
         self._changed = asyncio.Event()
         for number in numbers:
             self._send(number)
+        self._welcome()
         if (decided := self._book.decide()) is not None:
             book = self._book
             work = self._journal(decided.number, book.last, book.last_step, tuple(book.rounds.values()))
@@ -199,17 +219,61 @@ class JointExchange:
             return
         self._journalled = number
         self._send(number)
+        self._welcome()
 
     def _send(self, number: int, *, only: str = "") -> None:
         """Send a journalled round to the stages of all its members, or of one."""
         if number > self._journalled or (one := self._book.rounds.get(number)) is None:
             return
-        waiting = self._book.waiting(number)
+        order = Order(one.number, one.step, one.members, self._book.kept_from, self._book.waiting(number))
         places = {member.job: place for place, member in enumerate(one.members)}
         for job, place in places.items():
             if (part := self._parts.get(job)) is not None and only in ("", job):
                 others = [self._parts[other] for other in places if other != job and other in self._parts]
-                part.send(one, place, self._book.kept_from, [(places[other.job], other) for other in others], waiting)
+                part.send(order, place, [(places[other.job], other) for other in others])
+
+    def _welcome(self) -> None:
+        """Have the agreed state sent to stages of replicas that begin later: once, and again if they or the senders
+        are others."""
+        for one in self._book.newcomers():
+            newcomer, place = self._parts[one.job], len(one.senders)
+            for stage in sorted(one.stages) if one.round <= self._journalled else ():
+                cause = (one.begun, newcomer.reached(stage), one.senders)
+                if (known := self._welcomed.get((one.job, stage))) is not None and known[0] == cause:
+                    continue
+                self._welcomes += 1
+                waiting = frozenset({(one.job, stage)})
+                order = Order(self._welcomes, one.begun - 1, one.senders, 0, waiting, is_welcome=True)
+                self._welcomed[one.job, stage] = cause, order
+                if not one.senders:
+                    newcomer.fail(f"the others have trained beyond step {one.begun}, at which this replica begins")
+                    break
+                senders = [self._parts[sender.job] for sender in one.senders]
+                newcomer.send(order, place, list(enumerate(senders)))
+                for at, sender in enumerate(senders):
+                    sender.send(order, at, [(place, newcomer)])
+
+    def _remind(self, job: str, stage: int) -> None:
+        """Repeat the present welcomes to a stage that began again, and has lost what it was to send."""
+        joining = {(one.job, other) for one in self._book.newcomers() for other in one.stages}
+        for (newcomer, other), (_, order) in self._welcomed.items():
+            places = {member.job: at for at, member in enumerate(order.members)}
+            if (newcomer, other) in joining and job in places:
+                to = [(len(order.members), self._parts[newcomer])]
+                self._parts[job].send(order, places[job], to, only=stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the stages of several replicas do together: a round, or a welcome. `waiting`: (job, stage) of the stages
+    that wait for it. The other fields are those of `wire.ExchangeRound`; `step` is one of the whole run."""
+
+    number: int
+    step: int
+    members: tuple[ExchangingReplica, ...]
+    kept_from: int
+    waiting: frozenset[tuple[str, int]]
+    is_welcome: bool = False
 
 
 @dataclass(slots=True)
@@ -251,24 +315,36 @@ class StageExchange(LocalUpdates):
         """The machine that this driver runs on."""
         return self._present.job.owner
 
+    @property
+    def begun(self) -> int:
+        """Steps of the whole run that were over when the replica began."""
+        return self._present.job.options.sync_begun
+
+    def reached(self, stage: int) -> object:
+        """Return what changes when a stage has to be sent everything again."""
+        return self._present.fence, self._attempts.get(stage, 0)
+
     def begin_round(self) -> None:
         self._attempts.clear()
         stages = [stage for stage, one in enumerate(self._present.cut.stages) if one.trainable]
         self._seat.exchange.place(self, stages, self._seat.weight)
 
     def forget(self, below: int) -> None:
-        self._seat.exchange.needed_from(self.job, below)
+        self._seat.exchange.needed_from(self.job, self.begun + below)
 
     def heard(self, message: wire.Message) -> None:
         exchange = self._seat.exchange
         match message:
             case wire.DifferenceReady(stage=stage, step=step, attempt=attempt):
                 self._attempts[stage] = attempt
-                exchange.waits(self.job, stage, step)
+                exchange.waits(self.job, stage, self.begun + step)
+            case wire.StateWanted(stage=stage, attempt=attempt):
+                self._attempts[stage] = attempt
+                exchange.wants_state(self.job, stage)
             case wire.Applied(stage=stage, step=step):
-                exchange.applied(self.job, stage, step + 1)
+                exchange.applied(self.job, stage, self.begun + step + 1)
             case wire.Ready(stage=stage, applied=applied):
-                exchange.applied(self.job, stage, applied, restored=True)
+                exchange.applied(self.job, stage, self.begun + applied, restored=True)
             case wire.ExchangeMissing(number=number):
                 exchange.lacks(self.job, number)
             case _:
@@ -287,30 +363,26 @@ class StageExchange(LocalUpdates):
         return self._present.peer_of(message.stage) != self.owner
 
     def send(
-        self,
-        one: JointRound,
-        place: int,
-        kept_from: int,
-        others: Iterable[tuple[int, StageExchange]],
-        waiting: frozenset[tuple[str, int]],
+        self, order: Order, place: int, others: Sequence[tuple[int, StageExchange]], *, only: int | None = None
     ) -> None:
-        """Send a round to the stages of this replica. `others`: (place, part) of the other members; `waiting`: (job,
-        stage) of all stages that wait for the round."""
-        others = list(others)
+        """Send an order to the stages of this replica, or to one. `others`: (place, part) of the others that it
+        concerns."""
         for stage in self._present.machine.roles.stages:
             own = sorted(self._present.cut.stages[stage].trainable)
-            if not own:
+            is_meant = only in (None, stage) and (place < len(order.members) or (self.job, stage) in order.waiting)
+            if not own or not is_meant:
                 continue
-            twins = [twin for at, other in others for twin in other.twins_of(own, at, waiting)]
+            twins = [twin for at, other in others for twin in other.twins_of(own, at, order.waiting)]
             message = wire.ExchangeRound(
                 fence=self._present.fence,
                 stage=stage,
-                step=one.step,
-                number=one.number,
+                step=max(0, order.step - self.begun),
+                number=order.number,
                 place=place,
-                weights=tuple(member.weight for member in one.members),
+                weights=tuple(member.weight for member in order.members),
                 twins=tuple(twins),
-                kept_from=kept_from,
+                kept_from=order.kept_from,
+                is_welcome=order.is_welcome,
             )
             self._present.to(stage, message)
             if self._present.peer_of(stage) != self.owner:

@@ -1,8 +1,9 @@
 """Messages of an exchange between replicas in which the machines that hold the same parameters send to each other.
 
 The job owner's driver sends `ExchangeRound` to its stages: who takes part, and where the others' stages are. Stages
-send `ExchangePart` to each other. `coordination.training.joint_rounds` decides the rounds,
-`coordination.training.twin_round` is a stage's part in one, `execution.training.twins` performs it.
+send `ExchangePart` to each other. The state with which a replica begins later takes the same way.
+`coordination.training.joint_rounds` decides the rounds, `coordination.training.twin_round` is a stage's part in one,
+`execution.training.twins` performs it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from msgspec import Meta
 from fusionai.wire.base import Blob, Count, Fence, Job, Peer, TensorHeader, WireMessage
 from fusionai.wire.codecs import PackedTensor
 
-PartKind = Literal["difference", "mean"]
+RoundPart = Literal["difference", "mean"]
 """`difference`: a replica's pseudo-gradient of a share, to the replica that sums the share. `mean`: the sum divided by
 the number of replicas, to all replicas."""
+PartKind = Literal[RoundPart, "state"]
+"""`state`: agreed parameters and outer momentum of a share, to a replica that begins later."""
 
 
 class TwinStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -51,9 +54,20 @@ class DifferenceReady(WireMessage, frozen=True, kw_only=True, tag="difference_re
     """How often the stage has asked again under this fence, because a connection of a twin ended."""
 
 
+class StateWanted(WireMessage, frozen=True, kw_only=True, tag="state_wanted"):
+    """Stage -> driver: the stage belongs to a replica that begins later, and needs the state that the others have
+    agreed on before its first step."""
+
+    fence: Fence
+    stage: Count
+    attempt: Count = 0
+    """How often the stage has asked again under this fence, because a connection of a twin ended."""
+
+
 class ExchangeRound(WireMessage, frozen=True, kw_only=True, tag="exchange_round"):
     """Driver -> stage: a round that the owner has journalled. It is sent again when a stage of another replica begins
-    to wait for the round, or no longer does."""
+    to wait for the round, or no longer does. Or a welcome: each member sends its share of the agreed state to a replica
+    that begins later."""
 
     fence: Fence
     stage: Count
@@ -67,6 +81,10 @@ class ExchangeRound(WireMessage, frozen=True, kw_only=True, tag="exchange_round"
     twins: Annotated[tuple[TwinStage, ...], Meta(max_length=100_000)]
     kept_from: Count
     """What was sent in earlier rounds may be dropped."""
+    is_welcome: bool = False
+    """Whether this is a welcome. Then `step` ended the round whose result the state is, `number` counts welcomes,
+    `weights` divide the state among its senders, `place` is their number at the stage that receives it, and `twins` are
+    at the senders its stages, and at it the senders' ones."""
 
 
 class ExchangePart(WireMessage, frozen=True, kw_only=True, tag="exchange_part"):
@@ -80,9 +98,9 @@ class ExchangePart(WireMessage, frozen=True, kw_only=True, tag="exchange_part"):
     stage: Count
     """The receiver."""
     number: Count
-    """Number of the round."""
+    """Number of the round or welcome."""
     member: Count
-    """Place of the sender's replica among the members of the round."""
+    """Place of the sender's replica among the members of the round or welcome."""
     kind: PartKind
     packed: Annotated[tuple[PackedTensor, ...], Meta(max_length=100_000)] = ()
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()

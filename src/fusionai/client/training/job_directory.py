@@ -271,6 +271,12 @@ class ReplicaDirectories:
         place = Path(self.recipe_of(number, 0).directory)
         write_atomic(place / "replica.json", msgspec.json.encode(_Begun(first_step)))
 
+    def forget(self, number: int) -> None:
+        """Remove a replica's directory: it begins anew."""
+        place = Path(self.recipe_of(number, 0).directory)
+        with storage_errors(place, "removed"):
+            shutil.rmtree(place)
+
     def _begun(self, place: Path) -> _Begun | None:
         path = place / "replica.json"
         with storage_errors(path, "read"):

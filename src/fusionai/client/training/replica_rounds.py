@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 
-from fusionai.client.training.job_directory import ReplicaDirectories
+from fusionai.client.training.job_directory import Past, ReplicaDirectories
 from fusionai.client.training.preparation import PreparedJob
 from fusionai.coordination.training.exchanges import Early, Exchanges
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.schedule import early_rounds
 from fusionai.corpus.tables import Replicas
 from fusionai.ir.schema import Graph
-from fusionai.training.joint_exchange import JointExchange, JointFiles
-from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone, beginning
+from fusionai.training.joint_exchange import JointExchange, JointFiles, JointSeat
+from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone, Seat, beginning
 from fusionai.training.outer_disk import OuterFiles
 
 
@@ -65,6 +65,17 @@ class ReplicaRounds:
         early = Early(*early_rounds(table, self.recipe.train, steps))
         self.exchanges = Exchanges(every=table.every, lag=table.overlap, steps=steps, early=early)
         self.trained_bytes = sum(4 * prod(spec.shape) for spec in self.graph.params.values() if spec.trainable)
+
+    def seat(self, number: int, first_step: int) -> Seat | JointSeat:
+        """Return the seat of a replica that starts with the others, or has started before."""
+        if isinstance(self.outer, JointExchange):
+            return self.outer.seat(seat_name(number), first_step)
+        return self.outer.seat(seat_name(number))
+
+    def is_lost(self, past: Past) -> bool:
+        """Return whether a replica must begin anew, at a later step. One that began later than the others, with a state
+        from their machines, and has no checkpoint can't go back to that state."""
+        return isinstance(self.outer, JointExchange) and past.first_step > 0 and not past.has_checkpoint
 
     def round_done(self, event: RoundDone) -> None:
         self.rounds += 1

@@ -47,14 +47,11 @@ from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem
 from fusionai.scheduling.training.replicated import Exchanging, Group, divide, fastest
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
-from fusionai.training.joint_exchange import JointExchange
-from fusionai.training.outer import Outer, RoundDone, Seat
+from fusionai.training.joint_exchange import JointExchange, JointSeat
+from fusionai.training.outer import RoundDone, Seat
 
 LOOK_S: Final = 2.0
 """Interval at which the pool is checked for machines for a waiting replica, in seconds (chosen)."""
-
-
-TOO_LATE: Final = "replicas that exchange between their machines begin together, and the others have begun"
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +225,10 @@ class _Replicas:
 
     async def _begin(self, pasts: list[Past | None]) -> None:
         """Start the first replicas. Raises `PlanError` if a new job does not fit even as one replica."""
+        for number, past in enumerate(pasts):
+            if past is not None and self.rounds.is_lost(past):
+                await in_background(partial(self.places.forget, number))
+                pasts[number] = None
         finished = [n for n, past in enumerate(pasts) if past is not None and self._is_finished(past)]
         if finished:  # these only return their results and need no peers
             for number in finished:
@@ -290,7 +291,9 @@ class _Replicas:
     def _is_finished(self, past: Past) -> bool:
         return past.has_checkpoint and past.first_step + past.steps >= self.recipe.job.steps
 
-    async def _start(self, number: int, past: Past | None, first_step: int = 0, exchange: Seat | None = None) -> None:
+    async def _start(
+        self, number: int, past: Past | None, first_step: int = 0, exchange: Seat | JointSeat | None = None
+    ) -> None:
         """Start a replica. `first_step` applies only to one without a past."""
         first_step = first_step if past is None else past.first_step
         recipe = self.places.recipe_of(number, first_step)
@@ -301,7 +304,7 @@ class _Replicas:
         part = ReplicaPart(
             number=number,
             prepared=dataclasses.replace(self.prepared, source=self.prepared.source.dealt(deal)),
-            exchange=exchange or self.rounds.outer.seat(seat_name(number)),
+            exchange=exchange or self.rounds.seat(number, first_step),
             kept_out=lambda members, in_need: self._crews.kept_out(number, members, in_need=in_need),
             first_step=first_step,
             total_steps=self.recipe.job.steps,
@@ -332,10 +335,13 @@ class _Replicas:
             return
         self._tried = there
         made = await in_background(lambda: self._plan_among(idle))
-        if made is None or not self._pays(made) or self._is_too_late(number, first_step):
+        if made is None or not self._pays(made):
             self._crews.share_out(members)
             return
         past = await in_background(partial(self.places.past, number))
+        if past is not None and self.rounds.is_lost(past):
+            await in_background(partial(self.places.forget, number))
+            past = None
         exchange = None
         if past is None:
             exchange = await self._welcome(number, first_step) if first_step else None
@@ -346,13 +352,6 @@ class _Replicas:
         self._crews.give(number, [one.peer for one in (*made.stages, *made.standbys) if one.peer != made.feed])
         await self._start(number, past, first_step, exchange)
         self._wait_for_more()
-
-    def _is_too_late(self, number: int, first_step: int) -> bool:
-        """Return whether a replica can't begin any more: the agreed parameters are at the others' machines only."""
-        late = isinstance(self.rounds.outer, JointExchange) and first_step > 0 and self.places.past(number) is None
-        if late and self._waiting[number] != TOO_LATE:
-            self._wait(number, TOO_LATE)
-        return late
 
     def _pays(self, made: Plan) -> bool:
         """Return whether another replica would make the job faster. With `auto`, one that is much slower than the
@@ -368,9 +367,10 @@ class _Replicas:
         except PlanError:
             return None
 
-    async def _welcome(self, number: int, first_step: int) -> Seat:
+    async def _welcome(self, number: int, first_step: int) -> Seat | JointSeat:
         """Prepare a late replica to start from the parameters that the others agreed on."""
-        assert isinstance(self.rounds.outer, Outer), "replicas that exchange between their machines begin together"
+        if isinstance(self.rounds.outer, JointExchange):
+            return self.rounds.outer.seat(seat_name(number), first_step)  # its stages get them from the others' stages
         seat, agreed = await self.rounds.outer.newcomer(seat_name(number))
         recipe = self.places.recipe_of(number, first_step)
         await in_background(lambda: begin_with(agreed, recipe, self.prepared, open_directory(recipe)))
@@ -378,8 +378,10 @@ class _Replicas:
 
     def _steps_over(self) -> int:
         """Return the steps of the job that a new replica can't take part in: the complete rounds of the replica that is
-        farthest."""
+        farthest, and with an exchange between machines the present one, in which the replica gets its state."""
         farthest = max((one.part.first_step + one.steps for one in self._running.values()), default=0)
+        if isinstance(self.rounds.outer, JointExchange) and farthest:
+            return self.rounds.exchanges.next_end(farthest)
         return self.rounds.exchanges.over(farthest)
 
     # ------------------------------------------------------------------------------------------------------ events
@@ -435,12 +437,17 @@ class _Replicas:
             self._stop(running, reason)
 
     def _drop_those_in_vain(self) -> None:
-        """After a stop, cancel replicas that wait for a round with others that have already stopped."""
-        if self._stopped is None or not self.rounds.outer.waits_in_vain(seat_name(number) for number in self._running):
+        """After a stop, cancel replicas that wait for a round with others that have already stopped, or that have not
+        begun."""
+        if self._stopped is None:
             return
-        for running in self._running.values():
-            running.part.dropped = self._stopped
-            running.task.cancel()
+        outer = self.rounds.outer
+        in_vain = outer.waits_in_vain(seat_name(number) for number in self._running)
+        for number, running in self._running.items():
+            joins = isinstance(outer, JointExchange) and outer.is_joining(seat_name(number))
+            if in_vain or joins:
+                running.part.dropped = self._stopped
+                running.task.cancel()
 
     def _stop(self, running: _Running, reason: str) -> None:
         if running.part.driver is not None:

@@ -57,6 +57,13 @@ class Exchanges:
         shorter = min(steps, early.until)
         return max(usual, shorter - shorter % early.every)
 
+    def next_end(self, steps: int) -> int:
+        """Return the number of steps of the whole run, above `steps`, after which the next round ends."""
+        end = steps + 1
+        while self.over(end) != end:
+            end += 1
+        return end
+
     def round_steps(self, step: int) -> int:
         """Return the number of steps in the round that ends with this step."""
         whole = self.begun + step + 1

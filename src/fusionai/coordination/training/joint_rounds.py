@@ -5,6 +5,9 @@ it, so a driver that starts again, and a stage that runs its steps again, find t
 the same shares. A replica that ends or fails is not waited for. A round that was decided stays until no member can
 need it again (`needed_from`).
 
+A replica may begin later: it takes part in the rounds from its first step on, and until its stages have the state after
+the last earlier round (`newcomers`) none of those is decided.
+
 The book holds no tensor and no connection. `training.joint_exchange` journals, and sends the rounds to the stages;
 `twin_round` is a stage's part in one."""
 
@@ -24,8 +27,8 @@ class ExchangingReplica(Struct, frozen=True, kw_only=True):
 
 
 class JointRound(Struct, frozen=True, kw_only=True):
-    """A decided round. `number` counts from 1. `step`: the step that ended it, the same for all replicas because they
-    begin together. `members`: in the order in which differences are summed."""
+    """A decided round. `number` counts from 1. `step`: the step of the whole run that ended it. `members`: in the order
+    in which differences are summed."""
 
     number: int
     step: int
@@ -36,13 +39,26 @@ class JointRound(Struct, frozen=True, kw_only=True):
         return any(member.job == job for member in self.members)
 
 
+class Newcomer(Struct, frozen=True, kw_only=True):
+    """A replica that begins at step `begun` of the whole run and has stages without a state. `round`: number of the
+    round that ended just before. `senders`: members of that round that still run; none if they have gone on."""
+
+    job: str
+    stages: frozenset[int]
+    begun: int
+    round: int
+    senders: tuple[ExchangingReplica, ...]
+
+
 @dataclass(slots=True)
 class _Replica:
-    """A replica that runs. `waiting`: stage -> step whose update it waits for."""
+    """A replica that runs. `waiting`: stage -> step whose update it waits for. `joining`: stages that need the agreed
+    state before their first step."""
 
     stages: frozenset[int]
     weight: float
     waiting: dict[int, int] = field(default_factory=dict[int, int])
+    joining: set[int] = field(default_factory=set[int])
 
     @property
     def step(self) -> int | None:
@@ -59,8 +75,8 @@ class RoundBook:
     last: int = 0
     last_step: int = -1
     """Step that ended the last decided round."""
-    expected: set[str] = field(default_factory=set[str])
-    """Replicas without which no round is decided."""
+    expected: dict[str, int] = field(default_factory=dict[str, int])
+    """Replica -> step of the whole run from which no round is decided without it."""
     _replicas: dict[str, _Replica] = field(default_factory=dict[str, _Replica])
     _adopted: set[int] = field(default_factory=set[int])
     """Rounds whose update some stage has applied."""
@@ -77,7 +93,7 @@ class RoundBook:
     def leave(self, job: str) -> list[int]:
         """A replica has ended. A round that it can't complete any more, and that no stage has applied, is taken back:
         the others decide it again without the replica. Return the numbers of rounds that others wait for in vain."""
-        self.expected.discard(job)
+        self.expected.pop(job, None)
         self._replicas.pop(job, None)
         open_rounds = [one for one in self.rounds.values() if one.has(job) and self.is_awaited(one.number)]
         for one in open_rounds:
@@ -106,16 +122,19 @@ class RoundBook:
             return []
         if replica.waiting.get(stage, below) < below:
             del replica.waiting[stage]
+        replica.joining.discard(stage)
         past = [one for one in self.rounds.values() if one.step < below and one.has(job)]
         self._adopted.update(one.number for one in past)
         return [one.number for one in past if self.is_awaited(one.number)]
 
     def decide(self) -> JointRound | None:
-        """Return a new round if every replica waits for one, and count it as decided."""
-        jobs = sorted(self.expected)
-        steps = {self._open_step(job) for job in jobs}
-        step = next(iter(steps), None)
-        if len(steps) != 1 or step is None:
+        """Return a new round if every replica that has begun waits for one, and count it as decided."""
+        waiting = {job: step for job in self.expected if (step := self._open_step(job)) is not None}
+        step = min(waiting.values(), default=None)
+        if step is None:
+            return None
+        jobs = sorted(job for job, begun in self.expected.items() if begun <= step)
+        if any(waiting.get(job) != step for job in jobs):
             return None
         members = tuple(ExchangingReplica(job=job, weight=self._replicas[job].weight) for job in jobs)
         self.last, self.last_step = self.last + 1, step
@@ -125,8 +144,34 @@ class RoundBook:
     def waits_in_vain(self, jobs: Iterable[str]) -> bool:
         """Return whether all of these replicas wait for a round that another one is missing from."""
         named = set(jobs)
-        waiting = all(self._open_step(job) is not None for job in named)
-        return bool(named) and waiting and not named >= self.expected
+        steps = [step for job in named if (step := self._open_step(job)) is not None]
+        if not steps or len(steps) < len(named):
+            return False
+        return any(begun <= min(steps) for job, begun in self.expected.items() if job not in named)
+
+    def joins(self, job: str, stage: int) -> None:
+        """A stage of a replica that begins later needs the agreed state."""
+        if (replica := self._replicas.get(job)) is not None and stage in replica.stages:
+            replica.joining.add(stage)
+
+    def is_joining(self, job: str) -> bool:
+        """Return whether a replica has not begun to train, because it needs the agreed state."""
+        return (replica := self._replicas.get(job)) is not None and bool(replica.joining)
+
+    def newcomers(self) -> list[Newcomer]:
+        """Return the replicas whose stages need the agreed state, and who can send it to them."""
+        found: list[Newcomer] = []
+        for job, replica in sorted(self._replicas.items()):
+            begun = self.expected.get(job)
+            if begun is None or not replica.joining or begun - 1 > self.last_step:
+                continue
+            last = self.rounds.get(self.last) if begun - 1 == self.last_step else None
+            members = () if last is None else last.members
+            senders = tuple(one for one in members if one.job in self._replicas and one.job != job)
+            found.append(
+                Newcomer(job=job, stages=frozenset(replica.joining), begun=begun, round=self.last, senders=senders)
+            )
+        return found
 
     def waiting(self, number: int) -> frozenset[tuple[str, int]]:
         """Return (job, stage) of the stages that wait for a decided round."""
@@ -160,7 +205,7 @@ class RoundBook:
         return min(self.rounds, default=self.last + 1)
 
     def _is_needed(self, one: JointRound, needed: Mapping[str, int]) -> bool:
-        jobs = {member.job for member in one.members} & self.expected
+        jobs = {member.job for member in one.members} & self.expected.keys()
         return one.number == self.last or any(one.step >= needed.get(job, 0) for job in jobs)
 
     def _open_step(self, job: str) -> int | None:

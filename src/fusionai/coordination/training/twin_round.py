@@ -18,7 +18,7 @@ from typing import Final
 from msgspec import Struct
 
 from fusionai.coordination.machine import StatefulMachine, Table, Transition
-from fusionai.wire.messages import Fence, PartKind
+from fusionai.wire.messages import Fence, RoundPart
 
 
 class TwinPhase(StrEnum):
@@ -52,7 +52,7 @@ class PartsMade(Struct, frozen=True):
 class PartsArrived(Struct, frozen=True):
     """Pieces of these parameters came from a member."""
 
-    kind: PartKind
+    kind: RoundPart
     member: int
     keys: frozenset[str]
 
@@ -70,7 +70,7 @@ class MakeParts(Struct, frozen=True):
 class SendParts(Struct, frozen=True):
     """Send the parts of this kind to a stage, of those of these parameters that both hold."""
 
-    kind: PartKind
+    kind: RoundPart
     to: Receiver
     keys: frozenset[str]
 
@@ -99,7 +99,7 @@ class _Parameter(StatefulMachine[TwinPhase, SumShares]):
     having: frozenset[int]
     members: int
     phase: TwinPhase = field(default=TwinPhase.MAKING, kw_only=True)
-    due: dict[PartKind, set[int]] = field(init=False)
+    due: dict[RoundPart, set[int]] = field(init=False)
     """Members whose piece has not arrived."""
 
     def __post_init__(self) -> None:
@@ -108,11 +108,11 @@ class _Parameter(StatefulMachine[TwinPhase, SumShares]):
         self.due = {"difference": others if is_summing else set(), "mean": others & self.having}
 
     @property
-    def ready(self) -> frozenset[PartKind]:
+    def ready(self) -> frozenset[RoundPart]:
         """Kinds that can be sent."""
         if self.phase in (TwinPhase.GATHERING, TwinPhase.AGREED):
-            return frozenset[PartKind](("difference", "mean"))
-        return frozenset[PartKind](() if self.phase is TwinPhase.MAKING else ("difference",))
+            return frozenset[RoundPart](("difference", "mean"))
+        return frozenset[RoundPart](() if self.phase is TwinPhase.MAKING else ("difference",))
 
     def handle(self, event: TwinEvent) -> list[SumShares]:
         return self.react(TABLE, event) or []
@@ -148,7 +148,7 @@ class TwinRound:
         self.place, self.members = place, members
         self.receivers: frozenset[Receiver] = frozenset()
         self._parameters = {key: _Parameter(key, place, having, members) for key, having in shares.items()}
-        self._served = dict[tuple[PartKind, Receiver], frozenset[str]]()
+        self._served = dict[tuple[RoundPart, Receiver], frozenset[str]]()
         self._left = set(self._parameters)
         """Parameters that are not agreed."""
 
@@ -186,7 +186,7 @@ class TwinRound:
     def _sending(self, keys: Iterable[str]) -> list[TwinCommand]:
         """Return what of these parameters can be sent now and was not sent to these receivers under their present
         fences."""
-        ready: dict[PartKind, set[str]] = {"difference": set(), "mean": set()}
+        ready: dict[RoundPart, set[str]] = {"difference": set(), "mean": set()}
         for key in keys:
             for kind in self._parameters[key].ready if key in self._parameters else ():
                 ready[kind].add(key)

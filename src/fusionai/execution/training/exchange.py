@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,9 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.codecs import Exchanged, ParameterForm, packs
 
 Floats = npt.NDArray[np.float32]
+
+AGREED_SLOTS: Final = (ANCHOR, OUTER_MOMENTUM)
+"""What all replicas have the same bits of after an exchange."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +169,31 @@ def adopt_divided(
             (f"optimizer/{key}/{ANCHOR}", new),
             (f"optimizer/{key}/{OUTER_MOMENTUM}", _float32(held, anchor.shape)),
             (f"optimizer/{key}/{RESIDUAL}", _float32(lost, anchor.shape)),
+        ]
+    )
+
+
+def agreed_piece(program: StageProgram, key: str, span: Span) -> dict[str, HostTensor]:
+    """Return part of what the replicas have agreed on for one parameter, float32 and flat: slot -> values."""
+    first, below = span
+    entries = program.export_entries([f"optimizer/{key}/{slot}" for slot in AGREED_SLOTS])
+    return {
+        slot: _float32(as_array(tensor)[first:below], (below - first,))
+        for slot, (_, tensor) in zip(AGREED_SLOTS, entries, strict=True)
+    }
+
+
+def begin_from(program: StageProgram, key: str, agreed: Mapping[str, Sequence[HostTensor]]) -> None:
+    """Begin with a parameter as other replicas have agreed on it. `agreed`: slot -> pieces, in order."""
+    ((_, initial),) = program.export_entries([f"model/{key}"])
+    anchor, momentum = (np.concatenate([as_array(piece) for piece in agreed[slot]]) for slot in AGREED_SLOTS)
+    new = host_tensor(initial.dtype, initial.shape, as_bytes(anchor, initial.dtype))
+    program.import_state(
+        [
+            (f"model/{key}", new),
+            (f"optimizer/{key}/{ANCHOR}", new),
+            (f"optimizer/{key}/{OUTER_MOMENTUM}", _float32(momentum, initial.shape)),
+            (f"optimizer/{key}/{RESIDUAL}", _float32(np.zeros_like(momentum), initial.shape)),
         ]
     )
 

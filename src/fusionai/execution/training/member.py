@@ -75,7 +75,7 @@ class JobMember(RoundMember):
         self._verifiers: dict[int, StepVerifier] = {}
         """Stage that is rechecked here -> its verifier."""
         self._twins: dict[int, frozenset[PeerId]] = {}
-        """Stage here -> peers of other replicas that its driver named in the last round of an exchange."""
+        """Stage here -> peers of other replicas that its driver named in the last round and since."""
         self._state_channel: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
 
     @property
@@ -103,7 +103,8 @@ class JobMember(RoundMember):
                 self._start(self._answer_evidence(asked))
             case wire.ExchangeRound() as message:
                 if message.fence == self._placement.fence:
-                    self._twins[message.stage] = frozenset(PeerId(twin.peer) for twin in message.twins)
+                    former = self._twins.get(message.stage, frozenset[PeerId]()) if message.is_welcome else frozenset()
+                    self._twins[message.stage] = former | {PeerId(twin.peer) for twin in message.twins}
                 self._deliver(message.stage, message, envelope.tensors)
             case wire.Resume() | wire.Commit() | wire.Export() as message:
                 if isinstance(message, wire.Commit) and message.fence == self._placement.fence:
@@ -336,7 +337,7 @@ class JobMember(RoundMember):
         if message is None:
             for stage, peers in self._twins.items():
                 if peer in peers and (runtime := self._runtime(stage, self._placement.fence)) is not None:
-                    runtime.twins.ask_again()
+                    runtime.ask_again()
             return
         if message.job != self.job or message.fence != self._placement.fence:
             self.stale_dropped += 1

@@ -27,6 +27,7 @@ from fusionai.execution.training.arrivals import Arrivals, WaitingTensors
 from fusionai.execution.training.boundary import Boundary, RetainedMessages, Sent
 from fusionai.execution.training.codecs import joined
 from fusionai.execution.training.exchange import carried_shapes, check_values
+from fusionai.execution.training.newcomers import Newcomers
 from fusionai.execution.training.snapshots import Chunk, Entries, SnapshotCopier, StateCopy
 from fusionai.execution.training.twins import Twins
 from fusionai.execution.training.work import StageExecutor
@@ -95,6 +96,10 @@ class StageRuntime:
             saved=tuple(saved_entries(graph, options)),
         )
         self.twins = Twins(self, host, self._trainable)
+        self._newcomers = Newcomers(self, host, self._trainable)
+        begins_later = options.sync_between == "peers" and options.sync_begun > 0
+        self._agreed = frozenset(f"model/{key}" for key in self._trainable if begins_later)
+        """Entries of the first state that come from stages of other replicas."""
         self._awaited: frozenset[str] = frozenset()
         """Entries that the driver still has to send."""
         self._happened = asyncio.Event()
@@ -159,7 +164,7 @@ class StageRuntime:
             case wire.Commit():
                 self._handle(machine.Committed(message.record, message.watermark, message.save))
             case wire.Resume():
-                # Entries that an import must bring. After `initialise` the program says which are missing.
+                # Entries that an import must bring. `_work` says which are missing after `initialise`.
                 self._awaited = self._entries if message.source == "import" else frozenset()
                 self._handle(
                     machine.Resumed(
@@ -175,9 +180,9 @@ class StageRuntime:
             case wire.Export():
                 self._handle(machine.ExportAsked(message.step))
             case wire.ExchangeRound():
-                self.twins.order(message)
+                (self._newcomers if message.is_welcome else self.twins).order(message)
             case wire.ExchangePart():
-                self.twins.take(message, tensors)
+                (self._newcomers if message.kind == "state" else self.twins).take(message, tensors)
             case _:
                 raise ExecutionError(f"stage {self.stage} of {self.job} can't take a {type(message).__name__}.")
 
@@ -197,11 +202,20 @@ class StageRuntime:
             return
         self._awaited -= tensors.keys()
         if message.last:
-            if missing := sorted(self._awaited):
+            if missing := sorted(self._awaited - self._agreed):
                 raise ExecutionError(
                     f"stage {self.stage} received a state without {', '.join(missing[:3])} ({len(missing)} missing)."
                 )
-            self._handle(machine.StateArrived(message.step))
+            self._begin_when_whole(message.step)
+
+    def begins(self) -> None:
+        """The state that other replicas agreed on is in place."""
+        self._awaited -= self._agreed
+        self._begin_when_whole(0)
+
+    def _begin_when_whole(self, step: int) -> None:
+        if not self._awaited:
+            self._handle(machine.StateArrived(step))
 
     async def receive_outer_update(self, message: wire.OuterUpdateChunk, tensors: Mapping[str, HostTensor]) -> None:
         """Take part of an outer update of the jobs that train this model. It may arrive on another connection before
@@ -228,6 +242,7 @@ class StageRuntime:
             self._bench.superseded.clear()
             self._copies.abandon()
             self.twins.begin_fence()
+            self._newcomers.begin_fence()
             self._awaited = frozenset()
         for command in commands:
             self._perform(command)
@@ -268,6 +283,7 @@ class StageRuntime:
                 self._bench.spans.clear()
             case machine.ReportApplied(step):
                 post(wire.Applied(fence=self.fence, stage=self.stage, step=step))
+                self._newcomers.serve()
             case machine.DropSums():
                 dropped = self._host.compute.run(self._bench.discard)
                 self.start(partial(_finish, dropped))
@@ -305,6 +321,16 @@ class StageRuntime:
     def has_applied(self, step: int) -> bool:
         """Return whether the step is part of the state."""
         return self._machine.applied > step
+
+    def has_agreed(self, step: int) -> bool:
+        """Return whether the update of this step is the last one that the state includes."""
+        exchanges = self._machine.shape.exchanges
+        return exchanges.over(exchanges.begun + self._machine.applied) == exchanges.begun + step + 1
+
+    def ask_again(self) -> None:
+        """The connection of another replica's machine ended, and with it perhaps something on its way."""
+        self.twins.ask_again()
+        self._newcomers.ask_again()
 
     def agreed(self, step: int) -> None:
         """The outer update of a step, summed with other replicas' stages, can be adopted."""
@@ -372,7 +398,9 @@ class StageRuntime:
     async def _work(self, work: StageWork) -> None:
         if await self._reported(partial(self._bench.do, work)):
             if initialised := work.kind == "initialise":
-                self._awaited = self._bench.missing
+                self._awaited = self._bench.missing | self._agreed
+                if self._agreed:
+                    self._newcomers.ask()
             self._handle(machine.WorkDone(work, missing=initialised and bool(self._awaited)))
         else:
             self._handle(machine.WorkFailed(work))

@@ -38,7 +38,7 @@ from fusionai.primitives.errors import ExecutionError, TransportError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
 from fusionai.wire.frame import headers
-from fusionai.wire.messages import PartKind
+from fusionai.wire.messages import RoundPart
 
 if TYPE_CHECKING:
     from fusionai.execution.training.runtime import StageRuntime
@@ -67,8 +67,8 @@ class _Round:
     twins: Mapping[Receiver, wire.TwinStage]
     parts: dict[int, dict[str, Carried]] = field(default_factory=dict[int, dict[str, Carried]])
     """Member -> this stage's pieces of that member's share."""
-    arrived: dict[tuple[PartKind, int], dict[str, Carried]] = field(
-        default_factory=dict[tuple[PartKind, int], dict[str, Carried]]
+    arrived: dict[tuple[RoundPart, int], dict[str, Carried]] = field(
+        default_factory=dict[tuple[RoundPart, int], dict[str, Carried]]
     )
     lines: dict[Receiver, asyncio.Lock] = field(default_factory=dict[Receiver, asyncio.Lock])
     """Held while something is sent to this receiver, so that what was ready first arrives first."""
@@ -134,7 +134,7 @@ class Twins:
         for number in [number for number in self._rounds if number < message.kept_from]:
             del self._rounds[number]
         keys = list(self._sizes)
-        held = {_receiver(twin): _with_keys(twin, keys) for twin in message.twins}
+        held = {_receiver(twin): with_keys(twin, keys) for twin in message.twins}
         known = self._rounds.get(message.number)
         former = next((one for one in self._rounds.values() if one.step == message.step and one is not known), None)
         if former is not None and former.machine.is_agreed:
@@ -206,8 +206,10 @@ class Twins:
 
     def _keep(self, message: wire.ExchangePart, values: Mapping[str, Carried]) -> None:
         one = self._rounds.get(message.number)
+        if one is None or message.kind == "state":
+            return
         event = machine.PartsArrived(message.kind, message.member, frozenset(values))
-        if one is None or not one.machine.lacks(event):
+        if not one.machine.lacks(event):
             return
         piece_of = one.own if message.kind == "difference" else message.member
         shapes = {key: (pieces[piece_of][1] - pieces[piece_of][0],) for key, pieces in one.divided.items()}
@@ -279,10 +281,14 @@ class Twins:
 
     # ------------------------------------------------------------------------------------------------------ sending
 
-    async def _send(self, one: _Round, kind: PartKind, to: Receiver, keys: frozenset[str]) -> None:
+    async def _send(self, one: _Round, kind: RoundPart, to: Receiver, keys: frozenset[str]) -> None:
         """Send a stage the pieces that both hold, as long as it waits for them."""
         values = one.means if kind == "mean" else one.parts.get(to.member, {})
         held = self._held(one, to) & keys
+
+        def is_wanted() -> bool:
+            return to in one.machine.receivers and self._rounds.get(one.number) is one
+
         async with one.lines.setdefault(to, asyncio.Lock()):
             for chunk in chunks([(key, value) for key, value in values.items() if key in held]):
                 twin = one.twins.get(to)
@@ -299,42 +305,43 @@ class Twins:
                     packed=packed,
                     tensors=headers(body),
                 )
-                await self._deliver(one, to, twin, message, tuple(body.values()))
+                await deliver(self._stage, twin, message, tuple(body.values()), is_wanted)
 
     def _held(self, one: _Round, to: Receiver) -> frozenset[str]:
         keys, twin = list(self._sizes), one.twins.get(to)
         ranges = () if twin is None else twin.keys
         return frozenset(key for first, below in ranges for key in keys[first:below])
 
-    async def _deliver(
-        self,
-        one: _Round,
-        to: Receiver,
-        twin: wire.TwinStage,
-        message: wire.ExchangePart,
-        tensors: Sequence[HostTensor],
-    ) -> None:
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(RETRY_S)
-            if to not in one.machine.receivers or self._rounds.get(one.number) is not one:
-                return
-            try:
-                await self._stage.member.to_twin(twin, message, tensors)
-            except TransportError as error:
-                log.info("stage %d of %s: %s", to.stage, to.job, error)
-            else:
-                return
-        log.warning("stage %d of %s can't be reached; its parts go through the job's owner", to.stage, to.job)
-        with suppress(TransportError):  # the loss of the driver ends the round
-            await self._stage.member.state(message, tensors)
+
+async def deliver(
+    stage: StageRuntime,
+    twin: wire.TwinStage,
+    message: wire.ExchangePart,
+    tensors: Sequence[HostTensor],
+    is_wanted: Callable[[], bool],
+) -> None:
+    """Send a part to a stage of another replica as long as it is wanted; through the driver if it can't be reached."""
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            await asyncio.sleep(RETRY_S)
+        if not is_wanted():
+            return
+        try:
+            await stage.member.to_twin(twin, message, tensors)
+        except TransportError as error:
+            log.info("stage %d of %s: %s", twin.stage, twin.job, error)
+        else:
+            return
+    log.warning("stage %d of %s can't be reached; its parts go through the job's owner", twin.stage, twin.job)
+    with suppress(TransportError):  # the loss of the driver ends the round
+        await stage.member.state(message, tensors)
 
 
 def _receiver(twin: wire.TwinStage) -> Receiver:
     return Receiver(twin.member, twin.job, twin.stage, twin.fence, twin.attempt)
 
 
-def _with_keys(twin: wire.TwinStage, keys: Sequence[str]) -> wire.TwinStage:
+def with_keys(twin: wire.TwinStage, keys: Sequence[str]) -> wire.TwinStage:
     """Return the twin. Raises `ExecutionError` if it names parameters that the stage does not have."""
     if any(not first < below <= len(keys) for first, below in twin.keys):
         raise ExecutionError(
