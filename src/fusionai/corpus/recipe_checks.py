@@ -339,22 +339,10 @@ class RecipeChecks:
         return replicas
 
     def _between_peers(self, table: spec.ReplicasTable) -> None:
-        """Refuse what replicas that exchange between their machines can't do: they begin together and take every round
-        together."""
-        if table.count == "auto":
-            problem = 'count = "auto": expected a number, because replicas that exchange between peers begin together.'
-            hint = "Set count to a number of replicas."
-        elif table.overlap:
+        """Refuse what replicas that exchange between their machines can't do."""
+        if table.overlap:
             problem = f"overlap = {table.overlap} has no effect, because steps wait for an exchange between peers."
-            hint = "Remove overlap."
-        elif table.deadline_s is not None:
-            problem = (
-                f"deadline_s = {table.deadline_s:g} has no effect, because a round waits for every replica that runs."
-            )
-            hint = "Remove deadline_s."
-        else:
-            return
-        raise self.fail("replicas", problem, hint=hint + ' Or set exchange = "owner".')
+            raise self.fail("replicas", problem, hint='Remove overlap, or set exchange = "owner".')
 
     def _early(self, replicas: spec.Replicas) -> None:
         if replicas.early_steps == 0:

@@ -14,6 +14,7 @@ A replica that begins later is welcomed: all others send its stages the state th
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ from fusionai.storage.atomic import storage_errors, write_atomic
 from fusionai.training.outer import LocalUpdates, RoundDone
 from fusionai.training.rounds import JobRound
 from fusionai.wire import messages as wire
+
+log = logging.getLogger(__name__)
 
 ROUNDS: Final = "rounds.json"
 """Name of the file with the decided rounds."""
@@ -76,8 +79,21 @@ class JointFiles:
 class JointExchange:
     """Exchanges of all replicas. Call `seat` for each and `close` at the end."""
 
-    def __init__(self, files: JointFiles, *, on_round: Callable[[RoundDone], None] = lambda _round: None) -> None:
+    def __init__(
+        self,
+        files: JointFiles,
+        *,
+        deadline_s: float = 60.0,
+        on_round: Callable[[RoundDone], None] = lambda _round: None,
+    ) -> None:
+        """`deadline_s`: how long the first replica that waits for a round waits for others, in seconds."""
         self._files = files
+        self._deadline_s = deadline_s
+        self._timer: tuple[int, asyncio.TimerHandle] | None = None
+        """Step of the round that is waited for, and when it goes on without those that are missing."""
+        self._held = False
+        self.behind: dict[str, str] = {}
+        """Replica -> why the others went on without it. It can begin again as one that begins later."""
         self._book = files.load()
         self._journalled = self._book.last
         self._on_round = on_round
@@ -101,6 +117,7 @@ class JointExchange:
         """Return the seat of a replica that begins at step `begun` of the whole run. From now on no round that ends
         later is decided without it."""
         self._book.expected[job] = begun
+        self.behind.pop(job, None)
         return JointSeat(self, job)
 
     def is_joining(self, job: str) -> bool:
@@ -115,14 +132,22 @@ class JointExchange:
             self._fail(number, f"{job} ended in round {number}, which others of its replicas have completed")
         self._follow(())
 
+    def leave_behind(self, job: str, reason: str) -> None:
+        """Go on without a replica, which can begin again as one that begins later."""
+        self.behind[job] = reason
+        self.leave(job)
+
     def hold(self) -> None:
-        """Do nothing: rounds are never decided without a replica that runs."""
+        """Decide only complete rounds from now on, because all replicas are being stopped."""
+        self._held = True
+        self._wait_no_longer()
 
     def waits_in_vain(self, jobs: Iterable[str]) -> bool:
         """Return whether all of these replicas wait for a round that another one is missing from."""
         return self._book.waits_in_vain(jobs)
 
     async def close(self) -> None:
+        self._wait_no_longer()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -142,10 +167,7 @@ class JointExchange:
     def waits(self, job: str, stage: int, step: int) -> None:
         """A stage waits for the update of a step."""
         if self._book.is_lost(job, step):
-            self._parts[job].fail(
-                f"the exchange after step {step} took place without this replica, or is no longer kept. "
-                "The other replicas continue without it"
-            )
+            self.leave_behind(job, f"the exchange after step {step + 1} took place without it, or is no longer kept")
             return
         self._follow(self._book.waits(job, stage, step))
 
@@ -178,10 +200,9 @@ class JointExchange:
             )
 
     def _fail(self, number: int, reason: str, but: str = "") -> None:
-        """End the replicas that wait for a round which can't be completed."""
-        for job in {job for job, _ in self._book.waiting(number)} - {but}:
-            if (part := self._parts.get(job)) is not None:
-                part.fail(reason)
+        """Leave the replicas behind that wait for a round which can't be completed."""
+        for job in sorted({job for job, _ in self._book.waiting(number)} - {but}):
+            self.leave_behind(job, reason)
 
     def needed_from(self, job: str, step: int) -> None:
         """No stage of this replica runs steps before `step` again."""
@@ -203,12 +224,34 @@ class JointExchange:
         for number in numbers:
             self._send(number)
         self._welcome()
+        self._watch()
         if (decided := self._book.decide()) is not None:
             book = self._book
             work = self._journal(decided.number, book.last, book.last_step, tuple(book.rounds.values()))
             task = asyncio.create_task(work)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _watch(self) -> None:
+        """Start to wait for the replicas that are missing from the next round."""
+        step = self._book.next_step()
+        if self._timer is not None and self._timer[0] != step:
+            self._wait_no_longer()
+        if step is None or self._held or self._timer is not None or not self._book.missing(step):
+            return
+        self._timer = step, asyncio.get_running_loop().call_later(self._deadline_s, self._go_on_without, step)
+
+    def _wait_no_longer(self) -> None:
+        if self._timer is not None:
+            self._timer[1].cancel()
+        self._timer = None
+
+    def _go_on_without(self, step: int) -> None:
+        self._timer = None
+        for job in sorted(self._book.missing(step)) if self._book.next_step() == step else ():
+            reason = f"the others waited {self._deadline_s:g} s for it after step {step + 1} and went on"
+            log.info("%s is left behind: %s", job, reason)
+            self.leave_behind(job, reason)
 
     async def _journal(self, number: int, last: int, last_step: int, rounds: tuple[JointRound, ...]) -> None:
         try:
@@ -246,8 +289,8 @@ class JointExchange:
                 order = Order(self._welcomes, one.begun - 1, one.senders, 0, waiting, is_welcome=True)
                 self._welcomed[one.job, stage] = cause, order
                 if not one.senders:
-                    newcomer.fail(f"the others have trained beyond step {one.begun}, at which this replica begins")
-                    break
+                    self.leave_behind(one.job, f"the others have trained beyond step {one.begun}, at which it begins")
+                    return
                 senders = [self._parts[sender.job] for sender in one.senders]
                 newcomer.send(order, place, list(enumerate(senders)))
                 for at, sender in enumerate(senders):

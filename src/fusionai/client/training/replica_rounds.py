@@ -30,7 +30,7 @@ def open_exchange(
 ) -> Outer | JointExchange:
     """Open the exchange as it was saved last. Blocking."""
     if replicas.exchange == "peers":
-        return JointExchange(JointFiles(places.outer), on_round=on_round)
+        return JointExchange(JointFiles(places.outer), deadline_s=replicas.deadline_s, on_round=on_round)
     files = OuterFiles(places.outer)
     loaded = files.load()
     if loaded is None:

@@ -40,7 +40,7 @@ from fusionai.client.training.train import Planned, RunEvent, TrainingResult, Tr
 from fusionai.corpus.order import Deal
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.tables import Replicas
-from fusionai.primitives.errors import FusionError, PlanError, TransportError
+from fusionai.primitives.errors import ExecutionError, FusionError, PlanError, TransportError
 from fusionai.primitives.process import in_background
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem
@@ -50,6 +50,8 @@ from fusionai.training import progress
 from fusionai.training.joint_exchange import JointExchange, JointSeat
 from fusionai.training.outer import RoundDone, Seat
 
+MOST_BEHIND: Final = 3
+"""How often a replica may be left behind by the others, after which it is not started again (chosen)."""
 LOOK_S: Final = 2.0
 """Interval at which the pool is checked for machines for a waiting replica, in seconds (chosen)."""
 
@@ -170,6 +172,8 @@ class _Replicas:
     """Reason why each waiting replica has not started."""
     _results: dict[int, TrainingResult] = field(default_factory=dict[int, TrainingResult])
     _failed: dict[int, FusionError] = field(default_factory=dict[int, FusionError])
+    _behind: dict[int, int] = field(default_factory=dict[int, int])
+    """How often each replica was left behind by the others."""
     _stopped: str | None = None
     _over: bool = False
     """Whether no further replica may start."""
@@ -191,6 +195,7 @@ class _Replicas:
                 for number in [number for number, one in self._running.items() if one.task.done()]:
                     self._note_end(number, self._running.pop(number))
                 self._drop_those_in_vain()
+                self._drop_those_behind()
                 if not self._over:
                     await self._begin_waiting()
         finally:
@@ -339,7 +344,7 @@ class _Replicas:
             self._crews.share_out(members)
             return
         past = await in_background(partial(self.places.past, number))
-        if past is not None and self.rounds.is_lost(past):
+        if past is not None and (number in self._behind or self.rounds.is_lost(past)):
             await in_background(partial(self.places.forget, number))
             past = None
         exchange = None
@@ -414,11 +419,23 @@ class _Replicas:
             self._tried = frozenset()
             self._note(f"warning: replica {number} failed, the others continue: {error.message}")
         else:
+            if self._stopped is None and (reason := running.part.dropped) is not None:
+                self._begin_anew(number, reason)
+                return
             self._results[number] = result
             if result.stopped is None:
                 self._end_those_behind()
             elif not self._over:
                 self._stop_all(result.stopped)
+
+    def _begin_anew(self, number: int, reason: str) -> None:
+        """Let a replica that was left behind wait for its next beginning."""
+        self._tried = frozenset()
+        if self._behind[number] < MOST_BEHIND:
+            self._wait(number, reason)
+            return
+        self._failed[number] = ExecutionError(f"it was left behind {MOST_BEHIND} times; the last time {reason}.")
+        self._note(f"warning: replica {number} ends, the others continue: it was left behind {MOST_BEHIND} times")
 
     def _end_those_behind(self) -> None:
         """End the job after one replica has taken all its steps. Replicas of its last round are done too and only
@@ -447,6 +464,17 @@ class _Replicas:
             joins = isinstance(outer, JointExchange) and outer.is_joining(seat_name(number))
             if in_vain or joins:
                 running.part.dropped = self._stopped
+                running.task.cancel()
+
+    def _drop_those_behind(self) -> None:
+        """Cut off replicas that the others went on without. They begin again, from the others' state."""
+        outer = self.rounds.outer
+        for number, running in self._running.items():
+            reason = outer.behind.get(seat_name(number)) if isinstance(outer, JointExchange) else None
+            if reason is not None and running.part.dropped is None:
+                self._behind[number] = self._behind.get(number, 0) + 1
+                self._note(f"warning: replica {number} is left behind: {reason}")
+                running.part.dropped = reason
                 running.task.cancel()
 
     def _stop(self, running: _Running, reason: str) -> None:

@@ -129,17 +129,22 @@ class RoundBook:
 
     def decide(self) -> JointRound | None:
         """Return a new round if every replica that has begun waits for one, and count it as decided."""
-        waiting = {job: step for job in self.expected if (step := self._open_step(job)) is not None}
-        step = min(waiting.values(), default=None)
-        if step is None:
+        step = self.next_step()
+        if step is None or self.missing(step):
             return None
         jobs = sorted(job for job, begun in self.expected.items() if begun <= step)
-        if any(waiting.get(job) != step for job in jobs):
-            return None
         members = tuple(ExchangingReplica(job=job, weight=self._replicas[job].weight) for job in jobs)
         self.last, self.last_step = self.last + 1, step
         self.rounds[self.last] = JointRound(number=self.last, step=step, members=members)
         return self.rounds[self.last]
+
+    def next_step(self) -> int | None:
+        """Return the step of the whole run for whose update the first replica waits, None if none waits."""
+        return min((step for job in self.expected if (step := self._open_step(job)) is not None), default=None)
+
+    def missing(self, step: int) -> frozenset[str]:
+        """Return the replicas that a round after this step waits for."""
+        return frozenset(job for job, begun in self.expected.items() if begun <= step and self._open_step(job) != step)
 
     def waits_in_vain(self, jobs: Iterable[str]) -> bool:
         """Return whether all of these replicas wait for a round that another one is missing from."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fusionai.coordination.training.joint_rounds import ExchangingReplica, JointRound, RoundBook
+from fusionai.coordination.training.joint_rounds import ExchangingReplica, JointRound, Newcomer, RoundBook
 
 BOTH = (ExchangingReplica(job="a", weight=1.0), ExchangingReplica(job="b", weight=2.0))
 
 
 def book() -> RoundBook:
-    made = RoundBook(expected={"a", "b"})
+    made = RoundBook(expected={"a": 0, "b": 0})
     made.place("a", [0, 1], 1.0)
     made.place("b", [0, 1], 2.0)
     return made
@@ -40,7 +40,7 @@ def test_a_replica_that_ended_is_not_waited_for() -> None:
     decided = made.decide()
     assert decided is not None
     assert decided.members == BOTH[:1]
-    made.expected.add("b")
+    made.expected["b"] = 0
     made.place("b", [0], 1.0)
     assert made.is_lost("b", 4), "it can't take part any more"
     assert not made.is_lost("a", 4)
@@ -92,3 +92,78 @@ def test_rounds_are_kept_while_a_member_may_run_them_again() -> None:
     made.needed_from("b", 20)
     made.needed_from("a", 20)
     assert sorted(made.rounds) == [3], "the last one stays"
+
+
+def with_newcomer(begun: int = 5) -> RoundBook:
+    made = book()
+    made.expected["c"] = begun
+    made.place("c", [0, 1], 3.0)
+    return made
+
+
+def test_a_replica_that_begins_later_is_not_waited_for_before() -> None:
+    made = with_newcomer()
+    all_wait(made, 4)
+    assert made.missing(4) == set()
+    decided = made.decide()
+    assert decided is not None
+    assert decided.members == BOTH
+    for stage in (0, 1):
+        for job in ("a", "b"):
+            made.applied(job, stage, 5)
+    all_wait(made, 9)
+    assert made.next_step() == 9
+    assert made.missing(9) == {"c"}
+    assert made.decide() is None
+    for stage in (0, 1):
+        made.waits("c", stage, 9)
+    decided = made.decide()
+    assert decided is not None
+    assert [member.job for member in decided.members] == ["a", "b", "c"]
+
+
+def test_a_replica_that_begins_later_gets_its_state_from_the_members_of_the_round_before() -> None:
+    made = with_newcomer()
+    made.joins("c", 1)
+    made.joins("c", 7)
+    assert made.is_joining("c")
+    assert made.newcomers() == [], "its round is not decided"
+    all_wait(made, 4)
+    made.decide()
+    (found,) = made.newcomers()
+    assert found == Newcomer(job="c", stages=frozenset({1}), begun=5, round=1, senders=BOTH)
+    for stage in (0, 1):
+        for job in ("a", "b"):
+            made.applied(job, stage, 5)
+    made.leave("a")
+    (found,) = made.newcomers()
+    assert found.senders == BOTH[1:], "it still runs"
+    made.applied("c", 1, 5)
+    assert made.newcomers() == []
+    assert not made.is_joining("c")
+
+
+def test_a_replica_that_comes_too_late_has_no_senders() -> None:
+    made = with_newcomer()
+    del made.expected["c"]
+    for step in (4, 9):
+        all_wait(made, step)
+        made.decide()
+        for stage in (0, 1):
+            for job in ("a", "b"):
+                made.applied(job, stage, step + 1)
+    made.expected["c"] = 5
+    made.joins("c", 0)
+    (found,) = made.newcomers()
+    assert found.senders == ()
+
+
+def test_the_others_of_a_stopped_replica_wait_in_vain() -> None:
+    made = with_newcomer()
+    made.waits("a", 0, 4)
+    made.waits("a", 1, 4)
+    assert made.waits_in_vain(["a"]), "b is missing"
+    assert not made.waits_in_vain(["a", "b"])
+    all_wait(made, 4)
+    assert not made.waits_in_vain(["a", "b"]), "c takes part later"
+    assert not made.waits_in_vain([])

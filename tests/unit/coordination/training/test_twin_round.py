@@ -98,7 +98,7 @@ class World:
         self.shares = {
             key: frozenset(self.draw.sample(range(replicas), self.draw.randint(1, replicas))) for key in "abcd"
         }
-        self.book = RoundBook(expected={str(place) for place in range(replicas)})
+        self.book = RoundBook(expected=dict.fromkeys(map(str, range(replicas)), 0))
         self.stages = [Stage(place) for place in range(replicas)]
         self.under_way: list[tuple[Receiver, str, int, dict[str, str]]] = []
         self.work: list[tuple[int, int, PartsMade | SharesSummed]] = []
