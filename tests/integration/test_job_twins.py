@@ -78,10 +78,19 @@ class Story:
     rounds: list[RoundDone] = field(default_factory=list)
     line_bytes: dict[str, int] = field(default_factory=dict)
     linked_bytes: int = 0
+    behind: dict[str, str] = field(default_factory=dict)
 
 
 def counted(story: Story, sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
-    kinds = (wire.PseudoGradient, wire.OuterUpdateChunk, wire.ExchangePart, wire.ExchangeRound, wire.DifferenceReady)
+    kinds = (
+        wire.PseudoGradient,
+        wire.OuterUpdateChunk,
+        wire.ExchangePart,
+        wire.ExchangeRound,
+        wire.DifferenceReady,
+        wire.ExchangeWhole,
+        wire.ExchangeAdopt,
+    )
     if not isinstance(message, kinds):
         return
     headers = getattr(message, "tensors", ())
@@ -104,6 +113,7 @@ def run(
     spared: Sequence[str] = (),
     owned: frozenset[int] = frozenset({2}),
     begun: Mapping[str, int] = {},
+    deadline_s: float = 60.0,
     **changes: object,
 ) -> Story:
     story, started = Story(), dict[str, Job]()
@@ -134,14 +144,24 @@ def run(
             **fields,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
         settled = (lambda _: seat.settled()) if isinstance(seat, JointSeat) else None
-        story.runs[name] = await job.run(epilogue=settled)
+        running = asyncio.create_task(job.run(epilogue=settled))
+        while not running.done():
+            await asyncio.wait({running}, timeout=0.1)
+            if isinstance(seat, JointSeat) and (reason := seat.exchange.behind.get(name)) is not None:
+                story.behind[name] = reason
+                running.cancel()
+                await asyncio.wait({running})
+                return
+        story.runs[name] = running.result()
         seat.exchange.leave(name) if isinstance(seat, JointSeat) else seat.outer.leave(name)
 
     async def everything() -> None:
         async with AsyncExitStack() as stack:
             exchange: JointExchange | Outer
             if between == "peers":
-                exchange = JointExchange(JointFiles(directory / "outer"), on_round=story.rounds.append)
+                exchange = JointExchange(
+                    JointFiles(directory / "outer"), deadline_s=deadline_s, on_round=story.rounds.append
+                )
             else:
                 rules = OuterRules(codec=codec, learning_rate=RATE, momentum=MOMENTUM)
                 exchange = Outer(OuterState.first(first_values()), rules, OuterFiles(directory / "outer"), {})
@@ -259,7 +279,7 @@ def test_the_owners_line_carries_decisions_only(undisturbed: Story, tmp_path: Pa
     before = run(tmp_path / "owner", between="owner")
     assert [one.number for one in undisturbed.rounds] == [1, 2, 3]
     decided = sum(undisturbed.line_bytes.values())
-    assert undisturbed.line_bytes.keys() == {"DifferenceReady", "ExchangeRound"}
+    assert undisturbed.line_bytes.keys() == DECISIONS
     assert sum(before.line_bytes.values()) > 10 * decided
 
 
@@ -312,6 +332,7 @@ def test_no_bit_changes_when_a_machine_dies(point: str, undisturbed: Story, tmp_
 
 
 AGREED = ("anchor", "outer_momentum")
+DECISIONS = {"DifferenceReady", "ExchangeRound", "ExchangeWhole", "ExchangeAdopt"}
 
 
 @pytest.fixture(scope="module")
@@ -330,7 +351,7 @@ def test_a_replica_that_begins_later_has_the_others_bits(
     for own, theirs in ((EVERY, 2 * EVERY), (2 * EVERY, STEPS)):
         assert_agreed(with_newcomer.runs["c"].weights(own), with_newcomer.runs["a"].weights(theirs))
     sent = with_newcomer.line_bytes
-    assert sent.keys() == {"DifferenceReady", "ExchangeRound"}, "the state did not take the owner's line"
+    assert sent.keys() == DECISIONS, "the state did not take the owner's line"
     assert with_newcomer.linked_bytes > undisturbed.linked_bytes / 2
 
 
@@ -391,3 +412,25 @@ def test_a_newcomer_begins_with_the_same_bits_when_a_machine_dies(
 
     assert_same(run(tmp_path / "struck", watch=strike, spared=(replica,), begun={"c": EVERY}), with_newcomer, EVERY)
     assert struck
+
+
+@pytest.mark.parametrize("point", ["its neighbour", "gets a difference", "sends a mean"])
+def test_the_others_go_on_without_a_replica_that_has_lost_a_machine_for_good(point: str, tmp_path: Path) -> None:
+    stage, seen = POINTS[point]
+    struck: list[wire.Message] = []
+
+    def strike(jobs: dict[str, Job], sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
+        job = jobs["b"]
+        if (
+            not struck
+            and {sender, receiver} & {host.peer for host in job.pool.hosts}
+            and seen(sender, receiver, message)
+        ):
+            struck.append(message)
+            job.pool.kill(peer_id(job.pool.first + stage))
+
+    story = run(tmp_path / "lost", watch=strike, deadline_s=1.0)
+    assert struck
+    assert story.behind.keys() == {"b"}
+    assert story.rounds[-1].jobs == ("a", "c")
+    assert_agreed(story.runs["c"].weights(STEPS), story.runs["a"].weights(STEPS))

@@ -7,9 +7,8 @@ the owner's machine exchange, and what two machines have no link for, passes thr
 
 A replica that begins later is welcomed: all others send its stages the state that they have agreed on, each a share.
 
-    outer/rounds.json    the decided rounds that may be needed again; replaced atomically
-
-`execution.training.twins` is the stages' side; `training.outer` is the exchange that the owner sums itself."""
+`joint_disk` stores the rounds. `execution.training.twins` is the stages' side of a round and `newcomers` of a welcome;
+`training.outer` is the exchange that the owner sums itself."""
 
 from __future__ import annotations
 
@@ -17,63 +16,19 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Final
-
-import msgspec
-from msgspec import Meta
 
 from fusionai.coordination.round.interface import CommandFailed
-from fusionai.coordination.training.joint_rounds import ExchangingReplica, JointRound, RoundBook
-from fusionai.primitives.errors import ExecutionError, FusionError, StorageError
+from fusionai.coordination.training.joint_rounds import ExchangingReplica
+from fusionai.coordination.training.state import DriverPhase
+from fusionai.primitives.errors import ExecutionError, FusionError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
-from fusionai.storage.atomic import storage_errors, write_atomic
+from fusionai.training.joint_disk import Decided, JointFiles
 from fusionai.training.outer import LocalUpdates, RoundDone
 from fusionai.training.rounds import JobRound
 from fusionai.wire import messages as wire
 
 log = logging.getLogger(__name__)
-
-ROUNDS: Final = "rounds.json"
-"""Name of the file with the decided rounds."""
-
-
-class _Decided(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Content of the file."""
-
-    last: Annotated[int, Meta(ge=0)]
-    last_step: Annotated[int, Meta(ge=-1)]
-    rounds: tuple[JointRound, ...]
-
-
-class JointFiles:
-    """Stores the decided rounds in a directory. Blocking. Only one process may use it at a time."""
-
-    def __init__(self, directory: Path) -> None:
-        """Open the directory, creating it if necessary. Raises `StorageError`."""
-        self._path = directory / ROUNDS
-        with storage_errors(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-
-    def load(self) -> RoundBook:
-        """Return the book as it was saved last; an empty one if nothing was saved. Raises `StorageError`."""
-        with storage_errors(self._path, "read"):
-            try:
-                content = self._path.read_bytes()
-            except FileNotFoundError:
-                return RoundBook()
-        try:
-            known = msgspec.json.decode(content, type=_Decided)
-        except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-            raise StorageError(
-                f"{self._path} does not fit its schema: {problem}.", hint="It may have been written by a newer version."
-            ) from problem
-        return RoundBook(rounds={one.number: one for one in known.rounds}, last=known.last, last_step=known.last_step)
-
-    def save(self, last: int, last_step: int, rounds: tuple[JointRound, ...]) -> None:
-        """Save durably before returning."""
-        write_atomic(self._path, msgspec.json.encode(_Decided(last=last, last_step=last_step, rounds=rounds)))
 
 
 class JointExchange:
@@ -96,6 +51,11 @@ class JointExchange:
         """Replica -> why the others went on without it. It can begin again as one that begins later."""
         self._book = files.load()
         self._journalled = self._book.last
+        self._whole = self._book.whole
+        """Number of the last round that is journalled as whole."""
+        self._journalling = self._book.whole
+        self._turn = asyncio.Lock()
+        """Held while the rounds are written."""
         self._on_round = on_round
         self._parts: dict[str, StageExchange] = {}
         self._welcomed: dict[tuple[str, int], tuple[object, Order]] = {}
@@ -225,44 +185,74 @@ class JointExchange:
             self._send(number)
         self._welcome()
         self._watch()
-        if (decided := self._book.decide()) is not None:
-            book = self._book
-            work = self._journal(decided.number, book.last, book.last_step, tuple(book.rounds.values()))
-            task = asyncio.create_task(work)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        if self._book.decide() is not None:
+            self._start_journal()
+
+    def agrees(self, job: str, stage: int, number: int) -> None:
+        """A stage has all means of a round."""
+        if not self._book.agrees(job, stage, number):
+            return
+        if number <= self._whole:
+            self._parts[job].adopt(number, stage)
+        elif number > self._journalling:
+            self._start_journal()
+
+    def _start_journal(self) -> None:
+        book = self._book
+        self._journalling = book.whole
+        rounds = tuple(book.rounds.values())
+        task = asyncio.create_task(
+            self._journal(Decided(last=book.last, last_step=book.last_step, rounds=rounds, whole=book.whole))
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _watch(self) -> None:
-        """Start to wait for the replicas that are missing from the next round."""
-        step = self._book.next_step()
+        """Start to wait for what is missing from the next round, or from the last one."""
+        step = self._awaited_step()
         if self._timer is not None and self._timer[0] != step:
             self._wait_no_longer()
-        if step is None or self._held or self._timer is not None or not self._book.missing(step):
-            return
-        self._timer = step, asyncio.get_running_loop().call_later(self._deadline_s, self._go_on_without, step)
+        if step is not None and not self._held and self._timer is None:
+            self._timer = step, asyncio.get_running_loop().call_later(self._deadline_s, self._go_on, step)
+
+    def _awaited_step(self) -> int | None:
+        """Return the step that ends the round which some replica waits for."""
+        return self._book.last_step if self._book.is_open else self._book.next_step()
 
     def _wait_no_longer(self) -> None:
         if self._timer is not None:
             self._timer[1].cancel()
         self._timer = None
 
-    def _go_on_without(self, step: int) -> None:
+    def _go_on(self, step: int) -> None:
+        """Leave behind what the others have waited for: replicas that have not come to the exchange after `step`, or
+        that have lost a machine in it."""
         self._timer = None
-        for job in sorted(self._book.missing(step)) if self._book.next_step() == step else ():
-            reason = f"the others waited {self._deadline_s:g} s for it after step {step + 1} and went on"
-            log.info("%s is left behind: %s", job, reason)
-            self.leave_behind(job, reason)
+        if self._awaited_step() == step:
+            lost = frozenset(job for job, part in self._parts.items() if part.is_waiting)
+            for job in sorted(self._book.missing(step) if step > self._book.last_step else self._book.stuck(lost)):
+                reason = f"the others waited {self._deadline_s:g} s for it after step {step + 1} and went on"
+                log.info("%s is left behind: %s", job, reason)
+                self.leave_behind(job, reason)
+        self._watch()
 
-    async def _journal(self, number: int, last: int, last_step: int, rounds: tuple[JointRound, ...]) -> None:
+    async def _journal(self, decided: Decided) -> None:
+        """Save what is decided, and only then let the stages hear of it."""
         try:
-            await asyncio.to_thread(self._files.save, last, last_step, rounds)
+            async with self._turn:
+                await asyncio.to_thread(self._files.save, decided)
         except FusionError as error:
             for part in self._parts.values():
                 part.fail(str(error))
             return
-        self._journalled = number
-        self._send(number)
-        self._welcome()
+        if decided.last > self._journalled:
+            self._journalled = decided.last
+            self._send(decided.last)
+            self._welcome()
+        if decided.whole > self._whole:
+            self._whole = decided.whole
+            for job, stage in sorted(self._book.waiting(self._whole)):
+                self._parts[job].adopt(self._whole, stage)
 
     def _send(self, number: int, *, only: str = "") -> None:
         """Send a journalled round to the stages of all its members, or of one."""
@@ -363,6 +353,11 @@ class StageExchange(LocalUpdates):
         """Steps of the whole run that were over when the replica began."""
         return self._present.job.options.sync_begun
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a stage of this replica has no machine."""
+        return self._present.machine.phase is DriverPhase.WAITING
+
     def reached(self, stage: int) -> object:
         """Return what changes when a stage has to be sent everything again."""
         return self._present.fence, self._attempts.get(stage, 0)
@@ -388,6 +383,8 @@ class StageExchange(LocalUpdates):
                 exchange.applied(self.job, stage, self.begun + step + 1)
             case wire.Ready(stage=stage, applied=applied):
                 exchange.applied(self.job, stage, self.begun + applied, restored=True)
+            case wire.ExchangeWhole(stage=stage, number=number):
+                exchange.agrees(self.job, stage, number)
             case wire.ExchangeMissing(number=number):
                 exchange.lacks(self.job, number)
             case _:
@@ -452,6 +449,13 @@ class StageExchange(LocalUpdates):
                     )
                 )
         return twins
+
+    def adopt(self, number: int, stage: int) -> None:
+        """Let a stage adopt a round."""
+        message = wire.ExchangeAdopt(fence=self._present.fence, stage=stage, number=number)
+        self._present.to(stage, message)
+        if self._present.peer_of(stage) != self.owner:
+            self._seat.exchange.line_bytes += len(wire.encode(message))
 
     def fail(self, reason: str) -> None:
         """End this replica's job."""

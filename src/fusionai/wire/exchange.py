@@ -106,6 +106,23 @@ class ExchangePart(WireMessage, frozen=True, kw_only=True, tag="exchange_part"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
 
 
+class ExchangeWhole(WireMessage, frozen=True, kw_only=True, tag="exchange_whole"):
+    """Stage -> driver: the stage has all means of a round, and adopts them when `ExchangeAdopt` arrives."""
+
+    fence: Fence
+    stage: Count
+    number: Count
+
+
+class ExchangeAdopt(WireMessage, frozen=True, kw_only=True, tag="exchange_adopt"):
+    """Driver -> stage: every stage of every member has had all means of a round, and the owner has journalled it. The
+    stage adopts them."""
+
+    fence: Fence
+    stage: Count
+    number: Count
+
+
 class ExchangeMissing(WireMessage, frozen=True, kw_only=True, tag="exchange_missing"):
     """Stage -> driver, answer to an `ExchangeRound` of a step that it has applied: it does not have what it sent in
     that round any more."""

@@ -2,8 +2,9 @@
 
 A round is decided when every stage of every replica that runs waits for it. It is journalled before any stage hears of
 it, so a driver that starts again, and a stage that runs its steps again, find the same members in the same order with
-the same shares. A replica that ends or fails is not waited for. A round that was decided stays until no member can
-need it again (`needed_from`).
+the same shares. It is whole when every stage of every member has all means; that is journalled too, before any stage
+adopts them. Until then a replica that ends, fails or is lost is left out by deciding the round again. A round stays
+until no member can need it again (`needed_from`).
 
 A replica may begin later: it takes part in the rounds from its first step on, and until its stages have the state after
 the last earlier round (`newcomers`) none of those is decided.
@@ -75,11 +76,13 @@ class RoundBook:
     last: int = 0
     last_step: int = -1
     """Step that ended the last decided round."""
+    whole: int = 0
+    """Number of the last round that is whole."""
     expected: dict[str, int] = field(default_factory=dict[str, int])
     """Replica -> step of the whole run from which no round is decided without it."""
     _replicas: dict[str, _Replica] = field(default_factory=dict[str, _Replica])
-    _adopted: set[int] = field(default_factory=set[int])
-    """Rounds whose update some stage has applied."""
+    _agreed: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    """(job, stage) that have all means of the last round."""
     _needed: dict[str, int] = field(default_factory=dict[str, int])
     """Job -> first step that one of its stages may run again."""
 
@@ -87,20 +90,42 @@ class RoundBook:
         """A replica begins a round of its driver with these stages: none of them waits any more. Return the numbers of
         rounds that its members must hear of again."""
         waited = self._rounds_of(job)
+        self._agreed = {one for one in self._agreed if one[0] != job}
         self._replicas[job] = _Replica(frozenset(stages), weight)
         return waited
 
     def leave(self, job: str) -> list[int]:
-        """A replica has ended. A round that it can't complete any more, and that no stage has applied, is taken back:
-        the others decide it again without the replica. Return the numbers of rounds that others wait for in vain."""
+        """A replica has ended. A round that it takes part in and that is not whole is taken back: the others decide it
+        again without the replica. Return the numbers of earlier rounds that others wait for in vain."""
         self.expected.pop(job, None)
         self._replicas.pop(job, None)
-        open_rounds = [one for one in self.rounds.values() if one.has(job) and self.is_awaited(one.number)]
-        for one in open_rounds:
-            if one.number == self.last and one.number not in self._adopted:
-                del self.rounds[one.number]
-                self.last_step = one.step - 1
-        return [one.number for one in open_rounds if one.number in self.rounds]
+        if (one := self.rounds.get(self.last)) is not None and one.has(job) and self.last > self.whole:
+            del self.rounds[one.number]
+            self.last_step = one.step - 1
+            self._agreed.clear()
+        return [
+            one.number
+            for one in self.rounds.values()
+            if one.number != self.last and one.has(job) and self.is_awaited(one.number)
+        ]
+
+    def agrees(self, job: str, stage: int, number: int) -> bool:
+        """A stage has all means of a round. Return whether that makes the round whole, or it was whole before."""
+        if number in self.rounds and number <= self.whole:
+            return True
+        if number != self.last or (one := self.rounds.get(number)) is None:
+            return False
+        self._agreed.add((job, stage))
+        stages = {
+            (member.job, stage)
+            for member in one.members
+            if (replica := self._replicas.get(member.job)) is not None
+            for stage in replica.stages
+        }
+        if len({job for job, _ in stages}) < len(one.members) or not self._agreed >= stages:
+            return False
+        self.whole = number
+        return True
 
     def waits(self, job: str, stage: int, step: int) -> list[int]:
         """A stage waits for the update of `step`. Return the decided round that it waits for, if there is one."""
@@ -124,7 +149,6 @@ class RoundBook:
             del replica.waiting[stage]
         replica.joining.discard(stage)
         past = [one for one in self.rounds.values() if one.step < below and one.has(job)]
-        self._adopted.update(one.number for one in past)
         return [one.number for one in past if self.is_awaited(one.number)]
 
     def decide(self) -> JointRound | None:
@@ -135,6 +159,7 @@ class RoundBook:
         jobs = sorted(job for job, begun in self.expected.items() if begun <= step)
         members = tuple(ExchangingReplica(job=job, weight=self._replicas[job].weight) for job in jobs)
         self.last, self.last_step = self.last + 1, step
+        self._agreed.clear()
         self.rounds[self.last] = JointRound(number=self.last, step=step, members=members)
         return self.rounds[self.last]
 
@@ -192,6 +217,22 @@ class RoundBook:
         """Return whether a stage waits for a decided round."""
         return bool(self.waiting(number))
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether a stage waits for the last decided round."""
+        return self.last in self.rounds and self.is_awaited(self.last)
+
+    def stuck(self, lost: frozenset[str]) -> frozenset[str]:
+        """Return the replicas that the last decided round can't be completed with, if these have lost a machine. Before
+        the round is whole it is decided again without those. Afterwards a stage that runs it again may wait for a
+        member that has ended."""
+        one = self.rounds[self.last]
+        if self.last > self.whole:
+            return frozenset(job for job in lost if one.has(job))
+        if all(member.job in self._replicas for member in one.members):
+            return frozenset()
+        return frozenset(job for job, _ in self.waiting(one.number))
+
     def is_settled(self, job: str) -> bool:
         """Return whether no stage of another replica waits for a round that this one takes part in."""
         return not any(
@@ -201,7 +242,6 @@ class RoundBook:
     def needed_from(self, job: str, step: int) -> None:
         """No stage of this replica runs steps before `step` again: drop rounds that no replica needs."""
         self._needed[job] = step
-        self._adopted &= self.rounds.keys()
         self.rounds = {number: one for number, one in self.rounds.items() if self._is_needed(one, self._needed)}
 
     @property

@@ -83,7 +83,7 @@ class SumShares(Struct, frozen=True):
 
 
 class Agree(Struct, frozen=True):
-    """The update can be adopted."""
+    """All means are there: the update can be adopted once every other stage has said the same."""
 
 
 TwinCommand = MakeParts | SendParts | SumShares | Agree

@@ -106,7 +106,7 @@ class JobMember(RoundMember):
                     former = self._twins.get(message.stage, frozenset[PeerId]()) if message.is_welcome else frozenset()
                     self._twins[message.stage] = former | {PeerId(twin.peer) for twin in message.twins}
                 self._deliver(message.stage, message, envelope.tensors)
-            case wire.Resume() | wire.Commit() | wire.Export() as message:
+            case wire.Resume() | wire.Commit() | wire.Export() | wire.ExchangeAdopt() as message:
                 if isinstance(message, wire.Commit) and message.fence == self._placement.fence:
                     self.kept.store.drop_below(message.watermark)
                 self._deliver(message.stage, message, envelope.tensors)

@@ -181,6 +181,8 @@ class StageRuntime:
                 self._handle(machine.ExportAsked(message.step))
             case wire.ExchangeRound():
                 (self._newcomers if message.is_welcome else self.twins).order(message)
+            case wire.ExchangeAdopt():
+                self.twins.commit(message)
             case wire.ExchangePart():
                 (self._newcomers if message.kind == "state" else self.twins).take(message, tensors)
             case _:

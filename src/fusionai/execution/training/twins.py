@@ -137,10 +137,10 @@ class Twins:
         held = {_receiver(twin): with_keys(twin, keys) for twin in message.twins}
         known = self._rounds.get(message.number)
         former = next((one for one in self._rounds.values() if one.step == message.step and one is not known), None)
-        if former is not None and former.machine.is_agreed:
-            self._miss(message.number)  # decided again without a replica that ended, but this stage has its update
+        if former is not None and former.is_adopted:
+            self._miss(message.number)
             return
-        if former is not None:
+        if former is not None:  # decided again without a replica that ended
             del self._rounds[former.number]
         if known is None and self._asked == message.step:
             self._rounds[message.number] = known = self._begun(message, held)
@@ -155,6 +155,12 @@ class Twins:
         known.twins = held
         wanting = frozenset(receiver for receiver, twin in held.items() if twin.wants)
         self._perform_all(known, known.machine.locate(wanting))
+
+    def commit(self, message: wire.ExchangeAdopt) -> None:
+        """Adopt a round: every stage has had its means."""
+        one = self._rounds.get(message.number)
+        if one is not None and one.machine.is_agreed and not one.is_adopted:
+            self._stage.agreed(one.step)
 
     def _miss(self, number: int) -> None:
         fence, stage = self._stage.fence, self._stage.stage
@@ -191,7 +197,9 @@ class Twins:
                 case machine.SumShares(keys):
                     self._stage.start(partial(self._sum, one, keys))
                 case machine.Agree():
-                    self._stage.agreed(one.step)
+                    stage, fence = self._stage.stage, self._stage.fence
+                    whole = wire.ExchangeWhole(fence=fence, stage=stage, number=one.number)
+                    self._stage.member.to_driver(whole)
 
     # ------------------------------------------------------------------------------------------------ what arrives
 

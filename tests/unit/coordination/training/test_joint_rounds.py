@@ -55,9 +55,30 @@ def test_a_round_is_decided_again_without_a_replica_that_ends_in_it() -> None:
     late = book()
     all_wait(late, 4)
     late.decide()
+    agreeing = [(job, stage) for job in ("a", "b") for stage in (0, 1)]
+    assert [late.agrees(job, stage, 1) for job, stage in agreeing] == [False, False, False, True]
+    assert late.leave("b") == []
+    assert late.decide() is None, "every stage has all means, and may have adopted them"
+    assert late.agrees("a", 0, 1), "again, after a fault"
+    assert late.stuck(frozenset()) == {"a"}, "a stage of it that is not there can't get what b sent"
     late.applied("a", 0, 5)
-    assert late.leave("b") == [1], "one stage has its update, so the others need the same one"
-    assert late.decide() is None
+    late.applied("a", 1, 5)
+    assert late.stuck(frozenset()) == set()
+
+
+def test_a_stage_that_begins_again_agrees_again() -> None:
+    made = book()
+    all_wait(made, 4)
+    made.decide()
+    agreeing = [(job, stage) for job in ("a", "b") for stage in (0, 1)]
+    for job, stage in agreeing[:3]:
+        assert not made.agrees(job, stage, 1)
+    made.place("a", [0, 1], 1.0)
+    assert not made.agrees("b", 1, 1), "a has lost what it had"
+    assert made.stuck(frozenset({"a", "z"})) == {"a"}
+    assert not made.agrees("a", 0, 1)
+    assert made.agrees("a", 1, 1)
+    assert made.whole == 1
 
 
 def test_a_stage_that_runs_the_step_again_finds_the_same_round() -> None:
@@ -132,6 +153,9 @@ def test_a_replica_that_begins_later_gets_its_state_from_the_members_of_the_roun
     made.decide()
     (found,) = made.newcomers()
     assert found == Newcomer(job="c", stages=frozenset({1}), begun=5, round=1, senders=BOTH)
+    for stage in (0, 1):
+        for job in ("a", "b"):
+            made.agrees(job, stage, 1)
     for stage in (0, 1):
         for job in ("a", "b"):
             made.applied(job, stage, 5)

@@ -87,6 +87,7 @@ class Stage:
     round: TwinRound | None = None
     differences: dict[str, dict[int, str]] = field(default_factory=dict)
     means: dict[tuple[int, str], str] = field(default_factory=dict)
+    agreed: bool = False
     adopted: dict[tuple[int, str], str] | None = None
 
 
@@ -146,8 +147,17 @@ class World:
                 case SumShares(some):
                     self.work.append((stage.place, stage.attempt, SharesSummed(some)))
                 case Agree():
-                    stage.adopted = dict(stage.means)
-                    self.book.applied(str(stage.place), 0, 5)
+                    assert self.decided is not None
+                    stage.agreed = True
+                    if self.book.agrees(str(stage.place), 0, self.decided.number):
+                        for one in self.stages:
+                            self.adopt(one)
+
+    def adopt(self, stage: Stage) -> None:
+        """Every stage has had all means, so each that has them now adopts them."""
+        if stage.agreed and stage.adopted is None:
+            stage.adopted = dict(stage.means)
+            self.book.applied(str(stage.place), 0, 5)
 
     def kill(self, place: int) -> None:
         attempt = self.stages[place].attempt + 1
