@@ -256,7 +256,8 @@ class _Replicas:
 
     def _divided(self, problem: Problem) -> tuple[Group, ...]:
         if self.replicas.count == "auto":
-            exchanging = Exchanging(self.replicas.every, self.replicas.codec, self.replicas.overlap)
+            table = self.replicas
+            exchanging = Exchanging(table.every, table.codec, table.overlap, table.exchange)
             return fastest(problem, self.replicas.most, exchanging)
         return divide(problem, self.replicas.count)
 

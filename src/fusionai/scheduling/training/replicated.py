@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import fsum
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -52,11 +52,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Exchanging:
-    """How often replicas synchronise and how they pack what they send. `lag`: steps they compute during an exchange."""
+    """How often replicas synchronise and how they pack what they send. `lag`: steps they compute during an exchange.
+    `between`: whether the job owner's process sums, or the replicas' machines, each a share."""
 
     every: int
     codec: Exchanged
     lag: int = 0
+    between: Literal["owner", "peers"] = "owner"
 
     @property
     def beside(self) -> float:
@@ -78,36 +80,59 @@ def divide(problem: Problem, most: int) -> tuple[Group, ...]:
 
 def fastest(problem: Problem, most: int, exchange: Exchanging | None = None) -> tuple[Group, ...]:
     """Return the smallest number of groups that gives the most steps per second in total. Raises like `divide`."""
-    share_s = 0.0 if exchange is None else exchange_s(problem, exchange)
-    beside = 0.0 if exchange is None else exchange.beside
     best = divide(problem, 1)
+    best_per_s = steps_per_s(problem, best, exchange)
     for count in COUNTS:
         if count > min(most, len(problem.peers)):
             break
         groups = divide(problem, count)
         if len(groups) < count:  # larger numbers don't fit either
             break
-        if steps_per_s(groups, share_s, beside) > steps_per_s(best, share_s, beside):
-            best = groups
+        if (found_per_s := steps_per_s(problem, groups, exchange)) > best_per_s:
+            best, best_per_s = groups, found_per_s
     return best
 
 
-def steps_per_s(groups: Sequence[Group], share_s: float = 0.0, beside: float = 0.0) -> float:
-    """Return the predicted steps per second of all groups together. `share_s`: seconds that one group's part in the
-    exchanges adds to every step; a single group has none. `beside`: part of a step that hides the exchange."""
+def steps_per_s(problem: Problem, groups: Sequence[Group], exchange: Exchanging | None = None) -> float:
+    """Return the predicted steps per second of all groups together. A part of each exchange is hidden by the steps
+    beside which it travels; a single group has none."""
     step_s = max(group.plan.step_time_s for group in groups)
-    exchanging_s = len(groups) * share_s if len(groups) > 1 else 0.0
-    return len(groups) / (step_s + max(0.0, exchanging_s - beside * step_s))
+    if exchange is None:
+        return len(groups) / step_s
+    exchanging_s = exchange_s(problem, groups, exchange) / exchange.every
+    return len(groups) / (step_s + max(0.0, exchanging_s - exchange.beside * step_s))
 
 
-def exchange_s(problem: Problem, exchange: Exchanging) -> float:
-    """Return the seconds per step that one group's exchanges take; 0 without an owner. Once in `every` steps all
-    trainable parameters go to the job owner and come back, over a line that all groups share."""
-    if problem.owner is None:
+def exchange_s(problem: Problem, groups: Sequence[Group], exchange: Exchanging) -> float:
+    """Return the seconds of one exchange of these groups, without what packing and summing take; 0 for a single one.
+
+    Summed by the job owner: every group's packed parameters go to the owner and the sums come back, all over the
+    owner's line. Summed at the machines: each group sums a share w of every parameter, in proportion to its slowest
+    uplink. A stage with P packed bytes sends (1 - w) P of its differences and the means of its share to N - 1 groups,
+    and receives as much of theirs, so it takes (1 + (N - 2) w) P bytes each way, and two latencies. The owner's stages
+    of all replicas are on one machine and use no line."""
+    if len(groups) == 1:
         return 0.0
-    packed_bytes = bytes_on_link(exchange.codec, sum(block.trainable_bytes for block in problem.blocks))
-    down, up = problem.owner.downlink, problem.owner.uplink
-    return packed_bytes * (1 / down.bandwidth_bytes_per_s + 1 / up.bandwidth_bytes_per_s) / exchange.every
+    if exchange.between == "owner":
+        if problem.owner is None:
+            return 0.0
+        packed_bytes = bytes_on_link(exchange.codec, sum(block.trainable_bytes for block in problem.blocks))
+        down, up = problem.owner.downlink, problem.owner.uplink
+        return len(groups) * packed_bytes * (1 / down.bandwidth_bytes_per_s + 1 / up.bandwidth_bytes_per_s)
+    owner = None if problem.owner is None else problem.owner.peer
+    machines = {one.peer: one for one in problem.peers if one.peer != owner}
+    stages = [[stage for stage in group.plan.stages if stage.peer in machines] for group in groups]
+    uplinks = [min((machines[one.peer].uplink.bandwidth_bytes_per_s for one in some), default=1.0) for some in stages]
+    longest_s = 0.0
+    for some, uplink in zip(stages, uplinks, strict=True):
+        times = 1 + (len(groups) - 2) * uplink / sum(uplinks)
+        for stage in some:
+            machine = machines[stage.peer]
+            trained_bytes = sum(problem.blocks[block].trainable_bytes for block in range(*stage.blocks))
+            width = min(machine.uplink.bandwidth_bytes_per_s, machine.downlink.bandwidth_bytes_per_s)
+            latency_s = machine.uplink.latency_s + machine.downlink.latency_s
+            longest_s = max(longest_s, times * bytes_on_link(exchange.codec, trained_bytes) / width + 2 * latency_s)
+    return longest_s
 
 
 def anchored(problem: Problem) -> Problem:

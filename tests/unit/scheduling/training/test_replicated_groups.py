@@ -109,28 +109,46 @@ def test_a_slow_line_of_the_owner_makes_replicas_fewer() -> None:
     """Each replica's part of the exchanges goes over it."""
     made = pool(1, 1, 1, 1)
     exchange = Exchanging(every=1, codec="none")
-    assert exchange_s(made, exchange) == pytest.approx(2 * 5000 / 1e9)
-    assert len(fastest(made, 4, exchange)) == 4
+    groups = fastest(made, 4, exchange)
+    assert len(groups) == 4
+    assert exchange_s(made, groups, exchange) == pytest.approx(4 * 2 * 5000 / 1e9)
     slow = Link(bandwidth_bytes_per_s=1e5, latency_s=0.0)
     assert made.owner is not None
     narrow = msgspec.structs.replace(made, owner=msgspec.structs.replace(made.owner, uplink=slow, downlink=slow))
-    assert exchange_s(narrow, exchange) == pytest.approx(0.1)
+    assert exchange_s(narrow, groups, exchange) == pytest.approx(4 * 0.1)
     assert len(fastest(narrow, 4, exchange)) == 1
     seldom = Exchanging(every=1000, codec="int4")
-    assert exchange_s(narrow, seldom) < 1e-4
     assert len(fastest(narrow, 4, seldom)) == 4
+    between = Exchanging(every=1, codec="none", between="peers")
+    assert len(fastest(narrow, 4, between)) == 4, "the owner's line carries decisions only"
+
+
+def test_an_exchange_between_machines_takes_as_long_as_the_slowest_line_needs() -> None:
+    """By hand: 4000 bytes at each of three machines, the rest at the owner; shares 1/2, 1/4 and 1/4 by uplinks."""
+    made = pool(1, 1, 1)
+    links = [Link(bandwidth_bytes_per_s=speed, latency_s=0.001) for speed in (2e5, 1e5, 1e5)]
+    peers = tuple(
+        msgspec.structs.replace(peer, uplink=link, downlink=link) for peer, link in zip(made.peers, links, strict=True)
+    )
+    made = msgspec.structs.replace(made, peers=peers)
+    groups = divide(made, 3)
+    exchange = Exchanging(every=1, codec="none", between="peers")
+    assert exchange_s(made, groups, exchange) == pytest.approx((3 / 4 + 2 / 4) * 4000 / 1e5 + 0.004)
+    assert exchange_s(made, groups[:1], exchange) == 0.0
 
 
 def test_what_travels_beside_steps_costs_what_they_do_not_hide() -> None:
-    groups = divide(pool(1, 1), 2)
+    made = pool(1, 1)
+    groups = divide(made, 2)
     step_s = max(group.plan.step_time_s for group in groups)
-    share_s = step_s / 4
-    assert steps_per_s(groups, share_s) == pytest.approx(2 / (step_s + 2 * share_s))
-    assert steps_per_s(groups, share_s, Exchanging(every=10, codec="none", lag=2).beside) == pytest.approx(
-        2 / (1.3 * step_s)
-    )
-    assert steps_per_s(groups, share_s, Exchanging(every=10, codec="none", lag=5).beside) == pytest.approx(2 / step_s)
-    assert steps_per_s(groups, share_s, Exchanging(every=10, codec="none", lag=9).beside) == pytest.approx(2 / step_s)
+    assert made.owner is not None
+    line = Link(bandwidth_bytes_per_s=2 * 2 * 5000 / (5 * step_s), latency_s=0.0)
+    made = msgspec.structs.replace(made, owner=msgspec.structs.replace(made.owner, uplink=line, downlink=line))
+    exchanging = [Exchanging(every=10, codec="none", lag=lag) for lag in (0, 2, 5, 9)]
+    assert exchange_s(made, groups, exchanging[0]) == pytest.approx(5 * step_s)
+    found = [steps_per_s(made, groups, one) for one in exchanging]
+    assert found == pytest.approx([2 / (1.5 * step_s), 2 / (1.3 * step_s), 2 / step_s, 2 / step_s])
+    assert steps_per_s(made, groups) == pytest.approx(2 / step_s)
 
 
 def test_exchanging_takes_the_memory_that_the_state_has() -> None:
@@ -148,7 +166,7 @@ def test_no_number_of_groups_is_faster(made: Problem) -> None:
         best = fastest(free, 3)
     except PlanError:
         return
-    assert all(steps_per_s(best) >= steps_per_s(divide(free, count)) for count in (1, 2, 3))
+    assert all(steps_per_s(free, best) >= steps_per_s(free, divide(free, count)) for count in (1, 2, 3))
 
 
 @pytest.mark.slow
