@@ -32,7 +32,9 @@ def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FUSION_HOME", str(tmp_path / "default"))
 
 
-def recipe_in(directory: Path, steps: int = STEPS, count: int = 2, exchange: str = "owner", **changes: object) -> Path:
+def recipe_in(
+    directory: Path, steps: int = STEPS, count: int | str = 2, exchange: str = "owner", **changes: object
+) -> Path:
     directory.mkdir(exist_ok=True)
     write_text(directory / "text.txt")
     return write_recipe(
@@ -184,6 +186,18 @@ def test_more_replicas_than_machines(pool: LivePool, tmp_path: Path) -> None:
     figures = trained(pool, recipe_in(tmp_path / "many", steps=5, count=6))
     assert len(figures["replicas"]) == 4
     assert "replica 5 waits for machines: the pool has machines for 4 of 6 replicas" in figures["said"]
+
+
+@pytest.mark.long
+def test_as_many_as_pay_exchange_between_their_machines(pool: LivePool, tmp_path: Path) -> None:
+    figures = trained(pool, recipe_in(tmp_path / "auto", steps=10, count="auto", exchange="peers"))
+    assert (figures["steps"], figures["failed"]) == (10, {})
+    count = len(figures["replicas"])
+    assert count > 1
+    assert figures["exchange"]["rounds"] == ROUNDS - 1
+    first, *others = (weights(one) for one in figures["replicas"])
+    for other in others:
+        assert_equal(first, other)
 
 
 @pytest.mark.long

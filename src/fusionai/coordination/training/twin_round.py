@@ -22,9 +22,9 @@ from fusionai.wire.messages import Fence, RoundPart
 
 
 class TwinPhase(StrEnum):
-    """Of one parameter. `MAKING`: its difference is being computed. `COLLECTING`: differences of the stage's share are
-    outstanding. `SUMMING`: these are being summed. `GATHERING`: means of other shares are outstanding. `AGREED`: it has
-    all means."""
+    """Phases of one parameter. `MAKING`: its difference is being computed. `COLLECTING`: differences of the stage's
+    share are outstanding. `SUMMING`: these are being summed. `GATHERING`: means of other shares are outstanding.
+    `AGREED`: it has all means."""
 
     MAKING = "making"
     COLLECTING = "collecting"

@@ -31,6 +31,7 @@ from fusionai.execution.tensors import as_array, as_bytes
 from fusionai.execution.training.codecs import Carried, pack, unpack
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.wire import messages as wire
 from fusionai.wire.codecs import Exchanged, ParameterForm, packs
 
 Floats = npt.NDArray[np.float32]
@@ -196,6 +197,16 @@ def begin_from(program: StageProgram, key: str, agreed: Mapping[str, Sequence[Ho
             (f"optimizer/{key}/{RESIDUAL}", _float32(np.zeros_like(momentum), initial.shape)),
         ]
     )
+
+
+def keys_of(twin: wire.TwinStage, keys: Sequence[str]) -> tuple[str, ...]:
+    """Return the parameters that a stage of another replica also holds. `keys`: those of this stage, sorted. Raises
+    `ExecutionError` if it is said to hold others."""
+    if any(not first < below <= len(keys) for first, below in twin.keys):
+        raise ExecutionError(
+            f"stage {twin.stage} of {twin.job} is said to hold more than the {len(keys)} parameters here."
+        )
+    return tuple(key for first, below in twin.keys for key in keys[first:below])
 
 
 def flat(shape: tuple[int, ...]) -> tuple[int, ...]:

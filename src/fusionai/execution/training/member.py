@@ -337,7 +337,7 @@ class JobMember(RoundMember):
         if message is None:
             for stage, peers in self._twins.items():
                 if peer in peers and (runtime := self._runtime(stage, self._placement.fence)) is not None:
-                    runtime.ask_again()
+                    runtime.twins.ask_again()
             return
         if message.job != self.job or message.fence != self._placement.fence:
             self.stale_dropped += 1

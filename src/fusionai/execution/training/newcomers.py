@@ -9,16 +9,14 @@ meanwhile, because no round is decided without the newcomer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Final
 
 from fusionai.coordination.training.division import Span, spans
 from fusionai.execution.host import Host
-from fusionai.execution.training.exchange import AGREED_SLOTS, agreed_piece, begin_from
-from fusionai.execution.training.twins import deliver, with_keys
+from fusionai.execution.training.exchange import AGREED_SLOTS, agreed_piece, begin_from, keys_of
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
@@ -59,11 +57,15 @@ class _Welcome:
 class Newcomers:
     """Both sides of a welcome, for one stage."""
 
-    def __init__(self, stage: StageRuntime, host: Host, trainable: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, stage: StageRuntime, host: Host, sizes: Mapping[str, int]) -> None:
+        """`sizes`: number of values of each trainable parameter, sorted by name."""
         self._stage = stage
         self._compute = host.compute
         self._memory = host.memory
-        self._sizes = {key: prod(shape) for key, shape in sorted(trainable.items())}
+        self._sizes = sizes
+        begins_later = stage.options.sync_between == "peers" and stage.options.sync_begun > 0
+        self.entries = frozenset(f"model/{key}" for key in sizes if begins_later)
+        """Entries of this stage's first state that come from stages of other replicas."""
         self._attempt: int | None = None
         """How often this stage has asked again; None if it does not wait for a state."""
         self._welcome: _Welcome | None = None
@@ -86,7 +88,9 @@ class Newcomers:
     # ------------------------------------------------------------------------------------------- of the newcomer
 
     def ask(self, attempt: int = 0) -> None:
-        """Ask for the state that the others have agreed on."""
+        """Ask for the state that the others have agreed on, if this stage begins with it."""
+        if not self.entries:
+            return
         self._attempt = attempt
         stage = self._stage
         stage.member.to_driver(wire.StateWanted(fence=stage.fence, stage=stage.stage, attempt=attempt))
@@ -99,7 +103,7 @@ class Newcomers:
     def order(self, message: wire.ExchangeRound) -> None:
         """Follow a welcome."""
         if message.place < len(message.weights):
-            twins = [with_keys(twin, list(self._sizes)) for twin in message.twins if twin.wants]
+            twins = [twin for twin in message.twins if twin.wants and keys_of(twin, list(self._sizes))]
             self._orders |= {(twin.job, twin.stage): message for twin in twins}
             self.serve()
         elif self._attempt is not None:
@@ -160,7 +164,7 @@ class Newcomers:
                         self._stage.start(partial(self._send, message, twin))
 
     async def _send(self, message: wire.ExchangeRound, twin: wire.TwinStage) -> None:
-        keys = [key for first, below in twin.keys for key in list(self._sizes)[first:below]]
+        keys = keys_of(twin, list(self._sizes))
         pending: dict[str, HostTensor] = {}
         for key in keys:
             span = spans(key, self._sizes[key], message.weights)[message.place]
@@ -185,5 +189,5 @@ class Newcomers:
             kind="state",
             tensors=headers(tensors),
         )
-        values: Sequence[HostTensor] = tuple(tensors.values())
-        await deliver(self._stage, twin, part, values, lambda: self._stage.has_agreed(message.step))
+        is_wanted = partial(self._stage.has_agreed, message.step)
+        await self._stage.twins.deliver(twin, part, tuple(tensors.values()), is_wanted)

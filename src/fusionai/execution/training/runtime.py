@@ -27,7 +27,6 @@ from fusionai.execution.training.arrivals import Arrivals, WaitingTensors
 from fusionai.execution.training.boundary import Boundary, RetainedMessages, Sent
 from fusionai.execution.training.codecs import joined
 from fusionai.execution.training.exchange import carried_shapes, check_values
-from fusionai.execution.training.newcomers import Newcomers
 from fusionai.execution.training.snapshots import Chunk, Entries, SnapshotCopier, StateCopy
 from fusionai.execution.training.twins import Twins
 from fusionai.execution.training.work import StageExecutor
@@ -96,10 +95,6 @@ class StageRuntime:
             saved=tuple(saved_entries(graph, options)),
         )
         self.twins = Twins(self, host, self._trainable)
-        self._newcomers = Newcomers(self, host, self._trainable)
-        begins_later = options.sync_between == "peers" and options.sync_begun > 0
-        self._agreed = frozenset(f"model/{key}" for key in self._trainable if begins_later)
-        """Entries of the first state that come from stages of other replicas."""
         self._awaited: frozenset[str] = frozenset()
         """Entries that the driver still has to send."""
         self._happened = asyncio.Event()
@@ -180,11 +175,11 @@ class StageRuntime:
             case wire.Export():
                 self._handle(machine.ExportAsked(message.step))
             case wire.ExchangeRound():
-                (self._newcomers if message.is_welcome else self.twins).order(message)
+                self.twins.order(message)
             case wire.ExchangeAdopt():
                 self.twins.commit(message)
             case wire.ExchangePart():
-                (self._newcomers if message.kind == "state" else self.twins).take(message, tensors)
+                self.twins.take(message, tensors)
             case _:
                 raise ExecutionError(f"stage {self.stage} of {self.job} can't take a {type(message).__name__}.")
 
@@ -204,7 +199,7 @@ class StageRuntime:
             return
         self._awaited -= tensors.keys()
         if message.last:
-            if missing := sorted(self._awaited - self._agreed):
+            if missing := sorted(self._awaited - self.twins.newcomers.entries):
                 raise ExecutionError(
                     f"stage {self.stage} received a state without {', '.join(missing[:3])} ({len(missing)} missing)."
                 )
@@ -212,7 +207,7 @@ class StageRuntime:
 
     def begins(self) -> None:
         """The state that other replicas agreed on is in place."""
-        self._awaited -= self._agreed
+        self._awaited -= self.twins.newcomers.entries
         self._begin_when_whole(0)
 
     def _begin_when_whole(self, step: int) -> None:
@@ -244,7 +239,6 @@ class StageRuntime:
             self._bench.superseded.clear()
             self._copies.abandon()
             self.twins.begin_fence()
-            self._newcomers.begin_fence()
             self._awaited = frozenset()
         for command in commands:
             self._perform(command)
@@ -285,7 +279,7 @@ class StageRuntime:
                 self._bench.spans.clear()
             case machine.ReportApplied(step):
                 post(wire.Applied(fence=self.fence, stage=self.stage, step=step))
-                self._newcomers.serve()
+                self.twins.newcomers.serve()
             case machine.DropSums():
                 dropped = self._host.compute.run(self._bench.discard)
                 self.start(partial(_finish, dropped))
@@ -328,11 +322,6 @@ class StageRuntime:
         """Return whether the update of this step is the last one that the state includes."""
         exchanges = self._machine.shape.exchanges
         return exchanges.over(exchanges.begun + self._machine.applied) == exchanges.begun + step + 1
-
-    def ask_again(self) -> None:
-        """The connection of another replica's machine ended, and with it perhaps something on its way."""
-        self.twins.ask_again()
-        self._newcomers.ask_again()
 
     def agreed(self, step: int) -> None:
         """The outer update of a step, summed with other replicas' stages, can be adopted."""
@@ -400,9 +389,8 @@ class StageRuntime:
     async def _work(self, work: StageWork) -> None:
         if await self._reported(partial(self._bench.do, work)):
             if initialised := work.kind == "initialise":
-                self._awaited = self._bench.missing | self._agreed
-                if self._agreed:
-                    self._newcomers.ask()
+                self._awaited = self._bench.missing | self.twins.newcomers.entries
+                self.twins.newcomers.ask()
             self._handle(machine.WorkDone(work, missing=initialised and bool(self._awaited)))
         else:
             self._handle(machine.WorkFailed(work))

@@ -32,8 +32,10 @@ from fusionai.execution.training.exchange import (
     adopt_divided,
     check_values,
     divided_difference,
+    keys_of,
     share_mean,
 )
+from fusionai.execution.training.newcomers import Newcomers
 from fusionai.primitives.errors import ExecutionError, TransportError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
@@ -99,6 +101,7 @@ class Twins:
         self._attempt = 0
         self._early: list[tuple[wire.ExchangePart, Mapping[str, Carried]]] = []
         """Parts of a round that this stage has not heard of."""
+        self.newcomers = Newcomers(stage, host, self._sizes)
         host.memory.join(self)
 
     @property
@@ -113,6 +116,7 @@ class Twins:
         self._rounds = {number: one for number, one in self._rounds.items() if one.is_adopted}
         self._asked, self._attempt = None, 0
         self._early.clear()
+        self.newcomers.begin_fence()
 
     def ask(self, step: int) -> None:
         """Report that the stage waits for the update of a step."""
@@ -124,17 +128,21 @@ class Twins:
         if self._asked is not None:
             self._attempt += 1
             self._report(self._asked)
+        self.newcomers.ask_again()
 
     def _report(self, step: int) -> None:
         stage, attempt = self._stage, self._attempt
         stage.member.to_driver(wire.DifferenceReady(fence=stage.fence, stage=stage.stage, step=step, attempt=attempt))
 
     def order(self, message: wire.ExchangeRound) -> None:
-        """Follow the owner's decision about a round."""
+        """Follow the owner's decision about a round, or a welcome."""
+        if message.is_welcome:
+            self.newcomers.order(message)
+            return
         for number in [number for number in self._rounds if number < message.kept_from]:
             del self._rounds[number]
         keys = list(self._sizes)
-        held = {_receiver(twin): with_keys(twin, keys) for twin in message.twins}
+        held = {_receiver(twin): twin for twin in message.twins if keys_of(twin, keys)}
         known = self._rounds.get(message.number)
         former = next((one for one in self._rounds.values() if one.step == message.step and one is not known), None)
         if former is not None and former.is_adopted:
@@ -204,7 +212,10 @@ class Twins:
     # ------------------------------------------------------------------------------------------------ what arrives
 
     def take(self, message: wire.ExchangePart, tensors: Mapping[str, HostTensor]) -> None:
-        """Take pieces of another stage. Raises `ExecutionError` for ones that do not fit the round."""
+        """Take pieces of another stage. Raises `ExecutionError` for ones that do not fit the round or welcome."""
+        if message.kind == "state":
+            self.newcomers.take(message, tensors)
+            return
         values = joined(tensors, message.packed)
         if message.number in self._rounds:
             self._keep(message, values)
@@ -313,46 +324,35 @@ class Twins:
                     packed=packed,
                     tensors=headers(body),
                 )
-                await deliver(self._stage, twin, message, tuple(body.values()), is_wanted)
+                await self.deliver(twin, message, tuple(body.values()), is_wanted)
+
+    async def deliver(
+        self,
+        twin: wire.TwinStage,
+        message: wire.ExchangePart,
+        tensors: Sequence[HostTensor],
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        """Send to a stage of another replica as long as it is wanted; through the driver if it can't be reached."""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(RETRY_S)
+            if not is_wanted():
+                return
+            try:
+                await self._stage.member.to_twin(twin, message, tensors)
+            except TransportError as error:
+                log.info("stage %d of %s: %s", twin.stage, twin.job, error)
+            else:
+                return
+        log.warning("stage %d of %s can't be reached; its parts go through the job's owner", twin.stage, twin.job)
+        with suppress(TransportError):  # the loss of the driver ends the round
+            await self._stage.member.state(message, tensors)
 
     def _held(self, one: _Round, to: Receiver) -> frozenset[str]:
-        keys, twin = list(self._sizes), one.twins.get(to)
-        ranges = () if twin is None else twin.keys
-        return frozenset(key for first, below in ranges for key in keys[first:below])
-
-
-async def deliver(
-    stage: StageRuntime,
-    twin: wire.TwinStage,
-    message: wire.ExchangePart,
-    tensors: Sequence[HostTensor],
-    is_wanted: Callable[[], bool],
-) -> None:
-    """Send a part to a stage of another replica as long as it is wanted; through the driver if it can't be reached."""
-    for attempt in range(ATTEMPTS):
-        if attempt:
-            await asyncio.sleep(RETRY_S)
-        if not is_wanted():
-            return
-        try:
-            await stage.member.to_twin(twin, message, tensors)
-        except TransportError as error:
-            log.info("stage %d of %s: %s", twin.stage, twin.job, error)
-        else:
-            return
-    log.warning("stage %d of %s can't be reached; its parts go through the job's owner", twin.stage, twin.job)
-    with suppress(TransportError):  # the loss of the driver ends the round
-        await stage.member.state(message, tensors)
+        twin = one.twins.get(to)
+        return frozenset(() if twin is None else keys_of(twin, list(self._sizes)))
 
 
 def _receiver(twin: wire.TwinStage) -> Receiver:
     return Receiver(twin.member, twin.job, twin.stage, twin.fence, twin.attempt)
-
-
-def with_keys(twin: wire.TwinStage, keys: Sequence[str]) -> wire.TwinStage:
-    """Return the twin. Raises `ExecutionError` if it names parameters that the stage does not have."""
-    if any(not first < below <= len(keys) for first, below in twin.keys):
-        raise ExecutionError(
-            f"stage {twin.stage} of {twin.job} is said to hold more than the {len(keys)} parameters here."
-        )
-    return twin
