@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fusionai.backends.interface import Backend
-from fusionai.backends.serving.cacheless import WholeServing
+from fusionai.backends.serving.whole_texts import WholeServing
 from fusionai.capture.capture import Captured
 from fusionai.capture.checking.check import require_causal
 from fusionai.capture.models.build import construct_real

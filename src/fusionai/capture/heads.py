@@ -3,25 +3,35 @@
 The graph is served like any model's, as a whole, in the job owner's process. Its inputs are the tokens after the
 positions, and the states of the positions; its outputs are logits, and the states from which it guesses on.
 
-Neighbours: `capture.models.heads` makes the modules, `capture.capture` captures, `ir.serving.head_graph` cleans the
-graph, `serving.heads` guesses with it."""
+A head for multi-token prediction (MTP) lies in a model's own files, in one of two layouts, and is a module of
+transformers' classes. It reads the model's state at a position and the token after it, and predicts the token after
+that: both are normalised, joined and projected to one state, a decoder layer of the model's own class computes it, and
+a norm follows. Embedding and head matrix are the model's own (DeepSeek-V3, arXiv 2412.19437, section 2.2). For further
+guesses, the head reads its own result in place of the model's state.
+
+Neighbours: `capture.models.huggingface` makes the model, `capture.models.eagle` heads in directories of their own,
+`capture.capture` captures, `ir.serving.head_graph` cleans the graph, `serving.heads` guesses with it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from fusionai.capture.capture import Captured, aliases, capture
 from fusionai.capture.models.build import Construct
 from fusionai.capture.models.eagle import EagleFiles, FeatureProjection, construct_eagle
-from fusionai.capture.models.heads import ConstructedHead, construct_mtp, find_head, has_unknown_head
+from fusionai.capture.models.huggingface import HuggingFaceModel
 from fusionai.capture.models.source import FactorySource
 from fusionai.capture.models.state import CapturedState, Checkpoint, index_checkpoint, tensor_shapes
 from fusionai.capture.served import LONGEST_PASS
@@ -216,3 +226,102 @@ def _with_model(captured: Captured, shared: Mapping[str, str], model: Captured, 
 def _by_key(graph: Graph) -> dict[str, ParamSpec]:
     """Return the parameters by key, also by the further names of tied ones."""
     return {name: spec for spec in graph.params.values() for name in (*spec.aliases, spec.key)}
+
+
+_INDEXED: Final = re.compile(r"(?:\w+\.)*?layers\.(\d+)\.eh_proj\.weight")
+"""Projection of a head that is filed behind the model's last layer (DeepSeek-V3, GLM-4.5)."""
+_APART: Final = re.compile(r"(?:model\.)?mtp\.fc\.weight")
+"""Projection of a head that is filed under a name of its own (Qwen3-Next, Mellum)."""
+_UNKNOWN: Final = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.")
+"""Names in files of heads in any layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFiles:
+    """Where a model's files hold its first head: under names of their own (`apart`), or as layer `number`."""
+
+    apart: bool
+    number: int
+
+    def holds(self, name: str) -> bool:
+        """Return whether a tensor in the files belongs to the head."""
+        if not self.apart:
+            return re.search(rf"(?:^|\.)layers\.{self.number}\.", name) is not None
+        own = re.search(r"(?:^|\.)mtp\.(?:layers\.(\d+)\.)?", name)
+        return own is not None and own[1] in (None, "0")
+
+
+def find_head(names: Iterable[str], layers: int) -> HeadFiles | None:
+    """Return where files with tensors of these names hold the head of a model with this number of layers; None if they
+    hold none in a known layout."""
+    for name in names:
+        if _APART.fullmatch(name):
+            return HeadFiles(True, 0)
+        if (found := _INDEXED.fullmatch(name)) is not None and int(found[1]) == layers:
+            return HeadFiles(False, layers)
+    return None
+
+
+def has_unknown_head(names: Iterable[str]) -> bool:
+    """Return whether tensors of these names seem to belong to a head."""
+    return any(_UNKNOWN.search(name) for name in names)
+
+
+class _Called(nn.Module):
+    """Base class put before transformers' `MtpModel`: called as a stage that serves is called."""
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, states: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return logits, and the states for the next guess. `input_ids` [b, s]: the tokens after the positions whose
+        `states` [b, s, hidden size] come with them."""
+        model: Any = self
+        hidden = model.forward_layer(0, states, position_ids, None, input_ids=input_ids)
+        return {"logits": model._project_to_logits(hidden), "hidden": hidden}
+
+
+@cache
+def _called(kind: type[nn.Module]) -> type[nn.Module]:
+    return type("MtpHead", (_Called, kind), {})
+
+
+@dataclass(frozen=True, slots=True)
+class ConstructedHead:
+    """`shared`: the head's parameters that are the model's own, by the head's names. `conversions`: transformers'
+    transforms from the files' names to the module's; None: those of the module itself."""
+
+    module: nn.Module
+    shared: dict[str, str]
+    conversions: list[Any] | None = None
+
+
+def construct_mtp(model: HuggingFaceModel) -> ConstructedHead:
+    """Construct the head on its model. Raises `ModelError` if transformers can't make it."""
+    from transformers.modeling_layers import MtpModel
+
+    main: Any = replace(model, config=_described(model.config)).construct()
+    try:
+        made: Any = MtpModel(main, 1)
+        conversions = list(made.get_weight_conversions(main))
+    except (ValueError, AttributeError, TypeError, IndexError, StopIteration) as error:
+        raise ModelError(
+            f"transformers makes no MTP head for {type(main).__name__}: {type(error).__name__}: {error}.",
+            hint="Serve the model with --speculate off, or guess with a draft model: --draft MODEL.",
+        ) from error
+    made.__class__ = _called(MtpModel)
+    names = {id(parameter): name for name, parameter in main.named_parameters()}
+    shared = {name: names[id(one)] for name, one in made.named_parameters() if id(one) in names}
+    return ConstructedHead(made, shared, conversions)
+
+
+def _described(config: Any) -> Any:
+    """Return the configuration with what transformers needs to make one layer of the head, where it does not say it
+    yet: the head's layer has full attention, and the experts of the model's last layer."""
+    described = copy.deepcopy(config)
+    texts: Any = described.get_text_config()
+    for field, own in (("layer_types", "mtp_layer_types"), ("mlp_layer_types", "mtp_mlp_layer_types")):
+        kinds = getattr(texts, field, None)
+        if kinds and not getattr(texts, own, None):
+            setattr(texts, own, ["full_attention" if field == "layer_types" else kinds[-1]])
+    texts.num_mtp_layers = 1
+    return described

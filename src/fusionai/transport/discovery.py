@@ -6,7 +6,7 @@ machine uses only a broker whose TLS proves a certificate of the announced autho
 exchange of `security.code_exchange`. What is received is checked here; addresses outside local networks are dropped, so
 that an announcement can't make machines dial into the internet.
 
-`broker.announcing` announces, `cli.pool.nearby` lists, `broker_addresses` looks for a pool whose broker has moved.
+`broker.announcing` announces, `cli.pool.join` lists, `broker_addresses` looks for a pool whose broker has moved.
 `zeroconf` is imported when it is needed.
 """
 

@@ -1,12 +1,20 @@
 """`fusion join`: lends this machine to a pool, or makes it one of the pool's job owners.
 
-`peer.daemon` lends the machine; `transport.enrolment` exchanges the invitation for a certificate.
+Flags are remembered in the machine's home: a later call without a flag means what the last one with it meant. Otherwise
+a machine that lends 2 GB would lend all of its memory after a restart. Without an invitation, the command finds pools
+in the local network, asks for the code that a broker shows, and gets an invitation for it.
+
+`peer.daemon` lends the machine; `transport.enrolment` exchanges the invitation for a certificate,
+`transport.discovery` finds pools, `transport.code_enrolment` asks the broker for the invitation.
 """
 
 from __future__ import annotations
 
 import functools
+import re
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,18 +24,69 @@ import msgspec
 from fusionai.backends.registry import BACKENDS
 from fusionai.cli import console
 from fusionai.cli import options as flags
-from fusionai.cli.options import write_json
-from fusionai.cli.pool.nearby import invitation_from_nearby, join_code
-from fusionai.cli.pool.remembered import RememberingCommand, added_flags, remember
+from fusionai.cli.options import given_options, write_json, written_option
 from fusionai.cli.running import lifeline_option, run, run_until_stopped
 from fusionai.primitives import environment
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limit_bytes_per_s, parse_share
+from fusionai.storage.atomic import write_atomic
 
 if TYPE_CHECKING:
     from fusionai.peer.lending import PeerOptions, PeerReady
+    from fusionai.transport.discovery import NearbyPool
+
+LENDING_FILE: Final = "lending.json"
+_KEPT: Final = "fusionai.cli.pool.kept"
+_ADDED: Final = "fusionai.cli.pool.added"
+
+
+class RememberingCommand(click.Command):
+    """Completes the flags of a call by remembered ones, unless it has `--fresh`. `remembered`: names of parameters."""
+
+    def __init__(self, *args: Any, remembered: frozenset[str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._remembered = remembered
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = given_options(self, ctx, args)
+        home = Path(str(given.get("home") or environment.fusion_home()))
+        known = {} if "fresh" in given or "owner" in given else self._read(home / LENDING_FILE)
+        own = {name: value for name, value in given.items() if name in self._remembered}
+        options = {param.name or "": param for param in self.params if isinstance(param, click.Option)}
+        added = [
+            text for name, value in known.items() if name not in own for text in written_option(options[name], value)
+        ]
+        ctx.meta[_KEPT], ctx.meta[_ADDED] = {**known, **own}, added
+        return super().parse_args(ctx, [*added, *args])
+
+    def _read(self, file: Path) -> dict[str, Any]:
+        try:
+            known = msgspec.json.decode(file.read_bytes(), type=dict[str, str | bool | list[str]])
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.DecodeError) as problem:
+            raise _unreadable(file, str(problem)) from problem
+        if unknown := sorted(known.keys() - self._remembered):
+            raise _unreadable(file, f"unknown settings {', '.join(unknown)}")
+        return known
+
+
+def _unreadable(file: Path, problem: str) -> UsageError:
+    return UsageError(
+        f"{file}: the settings of earlier calls can't be used: {problem}.", hint="Give --fresh to forget them."
+    )
+
+
+def added_flags(context: click.Context) -> Sequence[str]:
+    """Return the remembered flags that the call did not have."""
+    return context.meta[_ADDED]
+
+
+def remember(context: click.Context, home: Path) -> None:
+    """Keep the call's flags and those that were remembered. Raises `StorageError`."""
+    write_atomic(home / LENDING_FILE, msgspec.json.format(msgspec.json.encode(context.meta[_KEPT]), indent=2) + b"\n")
 
 
 def _device_names(text: str) -> str:
@@ -261,4 +320,70 @@ def _become_owner(invitation: str | None, home: Path) -> None:
     console.line(
         f"This machine is a job owner of pool {console.printable(membership.pool)} ({short(membership.peer)}). "
         "Next: `fusion pool`, `fusion train RECIPE.toml`."
+    )
+
+
+_CODE: Final = re.compile(r"\d{6}")
+_NOT_FOUND: Final = (
+    "Pass an invitation (`fusion invite` on the broker's machine prints one). Or check that both machines are in the "
+    "same network, that the broker listens beyond its own machine and was not started with --no-announce, and that no "
+    "firewall stops UDP port 5353 and TCP port 4711."
+)
+_ASK_FOR_CODE: Final = "`fusion invite --code` on the broker's machine shows one; pass it as --code CODE."
+
+
+def join_code(text: str) -> str:
+    """Return the six digits of a code, which may be grouped. Raises `UsageError`."""
+    digits = re.sub(r"[\s-]", "", text)
+    if not _CODE.fullmatch(digits):
+        raise UsageError("expected a code of six digits.", hint=_ASK_FOR_CODE)
+    return digits
+
+
+def invitation_from_nearby(name: str | None, code: str | None) -> str:
+    """Return an invitation from a pool nearby: the one called `name`, the only one, or one that the user chooses.
+    Raises `UsageError` (none found, several, no code), `TransportError`, `TrustError`, `RefusedError` (a wrong
+    code)."""
+    from fusionai.transport.code_enrolment import invitation_by_code
+    from fusionai.transport.discovery import nearby_pools
+    from fusionai.transport.enrolment import format_invitation
+
+    console.note("Looking for pools in the local network.")
+    found = run(nearby_pools())
+    if not found:
+        raise UsageError(
+            "this machine has not joined a pool, and none was found in the local network.", hint=_NOT_FOUND
+        )
+    _show(found)
+    pool = _chosen(found, name)
+    if code is None:
+        if not sys.stdin.isatty():
+            raise UsageError(f"pool {pool.name!r} was found, and a code is needed to join it.", hint=_ASK_FOR_CODE)
+        code = join_code(click.prompt(f"Code of pool {console.printable(pool.name)} (six digits)", err=True))
+    return format_invitation(run(invitation_by_code(pool, code)))
+
+
+def _show(found: Sequence[NearbyPool]) -> None:
+    rows = [
+        (pool.name, "" if pool.machines is None else str(pool.machines), pool.fingerprint, ", ".join(pool.addresses))
+        for pool in found
+    ]
+    console.table(("pool", "machines", "key", "addresses"), rows, title="Pools nearby", right=(1,))
+
+
+def _chosen(found: Sequence[NearbyPool], name: str | None) -> NearbyPool:
+    """Return the pool with this name or key, the only one, or the one that the user names."""
+    if name is None:
+        if len(found) == 1:
+            return found[0]
+        if not sys.stdin.isatty():
+            raise UsageError(f"{len(found)} pools were found.", hint="Choose one with --pool NAME or --pool KEY.")
+        name = str(click.prompt("Name or key of the pool", err=True)).strip()
+    fitting = [pool for pool in found if name in (pool.name, pool.fingerprint)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not fitting:
+        raise UsageError(f"no pool named {name!r} was found in the local network.", hint=_NOT_FOUND)
+    raise UsageError(
+        f"{len(fitting)} pools named {name!r} were found.", hint="Compare their keys with the broker's: --pool KEY."
     )

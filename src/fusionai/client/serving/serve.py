@@ -167,7 +167,8 @@ class _Start:
         hashing = _task(self._stack, self._hashed(opening))
         process, home = await self._connect()
         members = await process.pool.pool()
-        # Said before the model is loaded, which takes seconds. Members that only clear another job's data are waited for.
+        # Raised before the model is loaded, which takes seconds. Members that only clear another job's data are
+        # waited for.
         if all(member.view.job for member in members):
             raise nobody(process.pool.membership.pool, members, process.trust.barred)
         loaded = await self._load(opening, hashing, draft)

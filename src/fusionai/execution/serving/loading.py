@@ -18,8 +18,7 @@ import msgspec
 
 from fusionai.backends.interface import Backend
 from fusionai.backends.serving.base import ServingProgram
-from fusionai.backends.serving.cacheless import WholeServing
-from fusionai.backends.serving.encoder import EncoderServing
+from fusionai.backends.serving.whole_texts import EncoderServing, WholeServing
 from fusionai.execution.host import Host
 from fusionai.execution.serving.boundary import ServingBoundary
 from fusionai.execution.serving.stage import ServingStage, StageIdentity, retained_bytes

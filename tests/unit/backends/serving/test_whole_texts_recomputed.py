@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionai.backends.serving.cacheless import WholeServing
+from fusionai.backends.serving.whole_texts import WholeServing
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.checking.check import require_causal

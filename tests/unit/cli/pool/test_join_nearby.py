@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from fusionai.cli.main import main
-from fusionai.cli.pool import nearby
-from fusionai.cli.pool.nearby import invitation_from_nearby, join_code
+from fusionai.cli.pool.join import invitation_from_nearby, join_code
 from fusionai.primitives.errors import UsageError
 from fusionai.transport.discovery import NearbyPool
 from fusionai.transport.enrolment import InvitationContent, parse_invitation
@@ -67,9 +66,9 @@ def test_one_of_several_is_chosen_by_name_or_key(
 
 def test_a_person_is_asked_for_pool_and_code(monkeypatch: pytest.MonkeyPatch, asked: list):
     around(monkeypatch, CLUB, HOME)
-    monkeypatch.setattr(nearby.sys, "stdin", Terminal())
+    monkeypatch.setattr("sys.stdin", Terminal())
     answers = ["club", "123 456"]
-    monkeypatch.setattr(nearby.click, "prompt", lambda text, **_: answers.pop(0))
+    monkeypatch.setattr("click.prompt", lambda text, **_: answers.pop(0))
     invitation_from_nearby(None, None)
     assert asked == [(CLUB, "123456")]
 
@@ -93,7 +92,7 @@ def test_what_is_missing_is_said(
     asked: list,
 ):
     around(monkeypatch, *pools)
-    monkeypatch.setattr(nearby.sys, "stdin", io.StringIO())
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     with pytest.raises(UsageError, match=said) as error:
         invitation_from_nearby(name, code)
     assert error.value.hint

@@ -9,8 +9,7 @@ import click
 import pytest
 
 from fusionai.cli.main import main
-from fusionai.cli.pool.join import join
-from fusionai.cli.pool.remembered import FILE, added_flags, remember
+from fusionai.cli.pool.join import LENDING_FILE, added_flags, join, remember
 
 
 def called(home: Path, *arguments: str) -> tuple[click.Context, dict[str, Any]]:
@@ -46,8 +45,8 @@ def test_fresh_forgets(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["{", '{"no_such_flag": "1"}', '{"name": 3}'])
 def test_a_file_that_cannot_be_used_is_named(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / FILE).write_text(content)
+    (tmp_path / LENDING_FILE).write_text(content)
     assert main(["join", "--home", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert f"{tmp_path / FILE}: the settings of earlier calls can't be used" in said
+    assert f"{tmp_path / LENDING_FILE}: the settings of earlier calls can't be used" in said
     assert "--fresh" in said

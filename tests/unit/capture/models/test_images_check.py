@@ -12,10 +12,9 @@ import torch
 import transformers
 
 from fusionai.capture.capture import capture
-from fusionai.capture.models import image_check
-from fusionai.capture.models.image_check import compared
+from fusionai.capture.models import images
 from fusionai.capture.models.image_processor import NoImages, sample
-from fusionai.capture.models.images import EncodedImage, ImageEncoder, axis_positions
+from fusionai.capture.models.images import EncodedImage, ImageEncoder, axis_positions, compared
 from fusionai.capture.models.source import DirectorySource
 from harness.image_models import write_image_model
 
@@ -85,7 +84,7 @@ def test_which_positions_see_each_other_is_read_from_the_masks():
     def seen(*masks: torch.Tensor | None, window: int | None = 2) -> bool | None:
         kinds = ("full_attention", "sliding_attention")
         given = {kind: mask if mask is None else mask[None, None] for kind, mask in zip(kinds, masks, strict=False)}
-        return image_check._sees_together(given, is_row, window)
+        return images._sees_together(given, is_row, window)
 
     assert seen(plain, plain & (back < 2)) is False
     assert seen(mixed, mixed & (back < 2)) is True
@@ -94,8 +93,8 @@ def test_which_positions_see_each_other_is_read_from_the_masks():
     assert seen(mixed, mixed) is None, "the window is not that of the model"
     assert seen(mixed | mixed.T) is None
     everything = torch.ones_like(plain)
-    assert image_check._sees_together(everything, is_row, None) is False, "a mask of padding alone"
-    assert image_check._sees_together(everything[None, None], is_row, None) is None
+    assert images._sees_together(everything, is_row, None) is False, "a mask of padding alone"
+    assert images._sees_together(everything[None, None], is_row, None) is None
 
 
 @pytest.mark.parametrize(("family", "together"), [("gemma3", True), ("llava", False)])

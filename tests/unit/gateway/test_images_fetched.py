@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fusionai.gateway import remote_images
-from fusionai.gateway.remote_images import fetched, is_public
+from fusionai.gateway import images
+from fusionai.gateway.images import fetched, is_public
 from fusionai.primitives.errors import UsageError
 
 
@@ -69,7 +69,7 @@ def server() -> Iterator[str]:
 
 def test_a_server_that_sends_a_byte_now_and_then_is_cut_off(server: str, monkeypatch: pytest.MonkeyPatch):
     """Within the head of its answer, where no piece of a body shows how long it takes."""
-    monkeypatch.setattr(remote_images, "FETCH_S", 0.2)
+    monkeypatch.setattr(images, "FETCH_S", 0.2)
     with pytest.raises(UsageError):
         fetched(f"{server}/slow", 100, anyone)
 
@@ -92,7 +92,7 @@ def test_what_goes_wrong_is_said(server: str, monkeypatch: pytest.MonkeyPatch):
         fetched(f"{server}/to//to//to//to//to//cat.png", 100, anyone)
     with pytest.raises(UsageError, match="can't be fetched"):
         fetched("http://nowhere.invalid/x", 100, anyone)
-    monkeypatch.setattr(remote_images, "FETCH_S", 0.0)
+    monkeypatch.setattr(images, "FETCH_S", 0.0)
     with pytest.raises(UsageError, match="within 0 s"):
         fetched(f"{server}/cat.png?size=1", 100, anyone)
 
@@ -121,7 +121,7 @@ def test_an_inner_address_is_not_dialled_also_behind_a_redirect_or_a_name(server
         both = ("127.0.0.1", "10.0.0.1") if host == "two.example" else ("127.0.0.1",)
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in both]
 
-    monkeypatch.setattr(remote_images.socket, "getaddrinfo", resolved)
+    monkeypatch.setattr(images.socket, "getaddrinfo", resolved)
     with pytest.raises(UsageError, match=r"10\.0\.0\.1"):
         fetched(f"http://two.example:{port}/cat.png?size=1", 100, only_here)
     asked.clear()

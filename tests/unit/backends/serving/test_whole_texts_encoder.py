@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusionai.backends.serving.encoder import EncoderServing
+from fusionai.backends.serving.whole_texts import EncoderServing
 from fusionai.capture.capture import Captured
 from fusionai.capture.models.source import DirectorySource
 from fusionai.capture.served import capture_served

@@ -8,7 +8,7 @@ from fusionai.gateway.config import RequestLimits
 from fusionai.gateway.errors import ApiError
 from fusionai.gateway.response_bodies import OutputMessage, OutputText, ResponseObject
 from fusionai.gateway.response_requests import InputItem, InputMessage, ReasoningConfig, TextConfig
-from fusionai.gateway.response_store import ResponseStore, StoredTurn
+from fusionai.gateway.responses import ResponseStore, StoredTurn
 
 
 def response(number: int, said: str = "yes") -> ResponseObject:
