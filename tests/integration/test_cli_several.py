@@ -36,6 +36,8 @@ def test_two_models_take_turns_on_one_machine(tmp_path: Path) -> None:
         assert asked(ready["url"], "a pool of", "second")["choices"][0]["text"] == expected
         assert "[second] is tried again once there is room" in server.text
         assert "[first] unloaded: its machines are needed" in server.text
+        # Whether a machine is free is found out before the model is loaded and planned.
+        assert server.text.count("[second] planning") == 1
         with urllib.request.urlopen(f"{ready['url']}/v1/models", timeout=CEILING_S) as answer:
             cards = json.load(answer)["data"]
         assert [(card["id"], card["loaded"]) for card in cards] == [("first", False), ("second", True)]

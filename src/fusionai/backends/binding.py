@@ -10,7 +10,6 @@ integers), the same on every backend, with an upper limit on every size.
 
 from __future__ import annotations
 
-import difflib
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -21,7 +20,7 @@ import numpy as np
 from fusionai.ir.schema import Graph, Node, Ref
 from fusionai.ir.serving import SEQUENCE
 from fusionai.ir.shapes import bounds, evaluate, symbols_of
-from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.errors import ExecutionError, nearest
 from fusionai.primitives.tensors import HostTensor
 
 
@@ -33,7 +32,7 @@ def bind_symbols(
     range, or sizes that contradict each other."""
     for name in inputs:
         if name not in graph.inputs:
-            raise ExecutionError(f"the stage has no input {name!r}{nearest(name, graph.inputs)}.")
+            raise ExecutionError(f"the stage has no input {name!r}; {nearest(name, graph.inputs)}")
     for name in needed:
         if name not in inputs:
             raise ExecutionError(f"expected input {name!r}, got only {', '.join(sorted(inputs)) or 'none'}.")
@@ -67,12 +66,6 @@ def shape_of(graph: Graph, value: str, symbols: Mapping[str, int]) -> tuple[int,
 def with_rows(graph: Graph, rows: int) -> dict[str, int]:
     """Return the sizes of the symbols in a pass of `rows` rows."""
     return {**dict.fromkeys(graph.symbols, 1), SEQUENCE: rows}
-
-
-def nearest(name: str, known: Collection[str]) -> str:
-    """Return ` (did you mean 'x'?)`, or an empty string if no known name is close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def describe(node: Node) -> str:

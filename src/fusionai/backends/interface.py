@@ -20,13 +20,12 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal
 
-from fusionai.backends.binding import nearest
 from fusionai.backends.serving.base import ServingProgram
 from fusionai.backends.state import ProgramSize, StateEntry, check_entry, gradient_bytes, initial_value, state_entries
 from fusionai.ir.graph import reads
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, ParamSpec
-from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.errors import ExecutionError, nearest
 from fusionai.primitives.pace import ServingSpeed, TrainingSpeed
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import Mode, Saving, StageOptions
@@ -212,7 +211,7 @@ class StageProgram(ABC):
     def export_entries(self, names: Sequence[str]) -> list[tuple[str, HostTensor]]:
         """Return copies of these state entries, in this order. Raises `ExecutionError` on an unknown name."""
         if unknown := [name for name in names if name not in self._entries]:
-            raise ExecutionError(f"unknown state entry {unknown[0]!r}{nearest(unknown[0], self._entries)}.")
+            raise ExecutionError(f"unknown state entry {unknown[0]!r}; {nearest(unknown[0], self._entries)}")
         return [(name, self._exported(self._entries[name])) for name in names]
 
     def initialise(self) -> tuple[str, ...]:
@@ -297,18 +296,18 @@ class StageProgram(ABC):
         for name in begun:
             if name not in self._grad_inputs and name not in self._trained_values:
                 known = sorted({*self._grad_inputs, *self._trained_values})
-                raise ExecutionError(f"the stage has no gradient sum of {name!r}{nearest(name, known)}.")
+                raise ExecutionError(f"the stage has no gradient sum of {name!r}; {nearest(name, known)}")
         return held
 
     def _require_output(self, name: str) -> None:
         if name not in self._graph.outputs:
-            raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
+            raise ExecutionError(f"the stage has no output {name!r}; {nearest(name, self._graph.outputs)}")
 
     def _require_trainable(self, key: str) -> None:
         spec = self._specs.get(key)
         if spec is None or not spec.trainable:
             known = [known for known, spec in self._specs.items() if spec.trainable]
-            raise ExecutionError(f"no trainable parameter {key!r} in this stage{nearest(key, known)}.")
+            raise ExecutionError(f"no trainable parameter {key!r} in this stage; {nearest(key, known)}")
 
     def _require_optimizer(self) -> None:
         if self._options.optimizer is None:
@@ -324,7 +323,7 @@ class StageProgram(ABC):
     def _check_declarations(self) -> None:
         for name in self._grad_inputs:
             if name not in self._graph.inputs and name not in self._trained_values:
-                raise ExecutionError(f"the stage has no input {name!r}{nearest(name, self._graph.inputs)}.")
+                raise ExecutionError(f"the stage has no input {name!r}; {nearest(name, self._graph.inputs)}")
         for value, spec in self._graph.params.items():
             if self._specs[spec.key] != spec:
                 raise ExecutionError(f"the graph describes parameter {spec.key!r} in two ways (see {value!r}).")

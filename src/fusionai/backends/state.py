@@ -13,10 +13,9 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from fusionai.backends.binding import nearest
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.weights import initialise, pack_stored, stored_bytes
-from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.errors import ExecutionError, nearest
 from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
 from fusionai.primitives.units import format_bytes, format_count
 from fusionai.wire.messages import OptimizerSpec, StageOptions
@@ -169,7 +168,7 @@ def check_entry(entries: dict[str, StateEntry], name: str, tensor: HostTensor) -
     """Return the entry `name`. Raises `ExecutionError` if there is none or `tensor` does not fit it."""
     entry = entries.get(name)
     if entry is None:
-        raise ExecutionError(f"unknown state entry {name!r}{nearest(name, entries)}.")
+        raise ExecutionError(f"unknown state entry {name!r}; {nearest(name, entries)}")
     if tensor.dtype != entry.dtype or tensor.shape != entry.shape:
         raise ExecutionError(
             f"expected {name} as {entry.dtype} {list(entry.shape)}, got {tensor.dtype} {list(tensor.shape)}."

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from fusionai.corpus.files import RowError
-from fusionai.corpus.strict import kind_of, nearest
+from fusionai.corpus.strict import kind_of
+from fusionai.primitives.errors import nearest
 
 Layout = Literal["chat", "instructions"]
 

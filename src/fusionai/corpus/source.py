@@ -20,11 +20,11 @@ from fusionai.corpus.chat_file import open_chat
 from fusionai.corpus.chat_source import ChatSource
 from fusionai.corpus.order import IGNORED, SampledSource, Split, derived_key, mask_rows
 from fusionai.corpus.recipe import Recipe
-from fusionai.corpus.strict import kind_of, nearest
+from fusionai.corpus.strict import kind_of
 from fusionai.corpus.tables import ChatData, TensorData, TextData
 from fusionai.corpus.text import records_of
 from fusionai.corpus.tokens import CorpusTokenizer, Progress, TokenFile, open_tokens, require_rows
-from fusionai.primitives.errors import DataError
+from fusionai.primitives.errors import DataError, nearest
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.atomic import directory_lock
 

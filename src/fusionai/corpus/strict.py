@@ -5,16 +5,15 @@ expected and what was found."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from fusionai.primitives.errors import RecipeError
+from fusionai.primitives.errors import RecipeError, nearest
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -37,13 +36,6 @@ def convert(table: Mapping[str, object], kind: type[_T], where: str, top: str = 
         return msgspec.convert(table, kind, strict=True)
     except msgspec.ValidationError as problem:
         raise RecipeError(_explained(str(problem), table, kind, where, top)) from None
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'?` or, if no known name is similar, the list of known names."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."
 
 
 def _table_name(path: tuple[str, ...], top: str) -> str:

@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fusionai.corpus.files import RowError, SourceFile, find_files
-from fusionai.corpus.strict import kind_of, nearest
+from fusionai.corpus.strict import kind_of
 from fusionai.corpus.tables import FileData, HubData
-from fusionai.primitives.errors import DataError
+from fusionai.primitives.errors import DataError, nearest
 
 PIECE_BYTES: Final = 65_536
 """Size of a piece of a text file, in bytes, to the next line end (chosen)."""

@@ -15,10 +15,27 @@ FusionError                  exit 1, something failed
 ├── ExecutionError           a backend could not run what it was given
 └── StorageError             disk full, torn file, wrong hash
 
-Neighbours: everything raises these; `cli` turns them into one sentence and an exit code.
+Neighbours: everything raises these; `cli` turns them into one sentence and an exit code. `nearest` words what they say
+of an unknown name.
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Final
+
+LISTED: Final = 40
+"""Known names that a message lists at most (chosen)."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `did you mean 'x'?` or, if no known name is similar, the list of known names."""
+    names = sorted(known)
+    if close := difflib.get_close_matches(name, names, n=1):
+        return f"did you mean {close[0]!r}?"
+    rest = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"known: {', '.join(names[:LISTED]) or 'none'}{rest}."
 
 
 class FusionError(Exception):

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.backends.binding import bind_symbols, describe, largest, nearest
+from fusionai.backends.binding import bind_symbols, describe, largest
 from fusionai.backends.serving.page_table import RowSpan, SessionTable, layer_shapes, ring_tokens
 from fusionai.backends.state import ProgramSize
 from fusionai.ir.graph import needed_nodes, reads
@@ -25,7 +25,7 @@ from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.serving import ADAPTERS, BATCH, FROM_SEGMENTS, POSITIONS, RANDOM, SEQUENCE
 from fusionai.ir.states import StateShape, state_shapes
 from fusionai.ir.unpacking import unpacked
-from fusionai.primitives.errors import ExecutionError, GraphError
+from fusionai.primitives.errors import ExecutionError, GraphError, nearest
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.wire.serving import Segment, ServeOptions
 
@@ -100,7 +100,7 @@ class ServingProgram(ABC):
         wrong shape, or a dtype that can't be converted."""
         for key, tensor in entries:
             if key not in self._specs:
-                raise ExecutionError(f"the stage has no weight {key!r}{nearest(key, self._specs)}.")
+                raise ExecutionError(f"the stage has no weight {key!r}; {nearest(key, self._specs)}")
             if key not in self._waiting:
                 if self._waiting:
                     raise ExecutionError(f"weight {key!r} came twice.")
@@ -216,7 +216,7 @@ class ServingProgram(ABC):
         """Return the graph inputs that these outputs need."""
         for name in wanted:
             if name not in self._graph.outputs:
-                raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
+                raise ExecutionError(f"the stage has no output {name!r}; {nearest(name, self._graph.outputs)}")
         if self.missing:
             raise ExecutionError(
                 f"{len(self.missing)} weights have not been imported, among them {self.missing[0]}.",

@@ -6,7 +6,7 @@ keys by three positions (time, height, width), they are an input too, `axis_posi
 and without images, on any backend, and the encoder stays out of it.
 
 `ImageEncoder` is transformers' own module with the weights that the graph does not use: it turns prepared pixels into
-rows in the job owner's process. Models in which images change more than the rows of the embedding are refused. For that,
+rows in the job owner's process. Models in which images change more than the rows of the embedding are refused:
 `compared` runs a model's own forward on a sample until its layers are reached, and compares what they are handed with
 what the served graph will be handed. It makes the embedding up, so it needs no weights of the layers.
 

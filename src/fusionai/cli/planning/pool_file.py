@@ -20,8 +20,8 @@ from msgspec import Meta
 
 from fusionai.cli.options import path_option
 from fusionai.cli.planning.measured_devices import is_report, with_measured
-from fusionai.corpus.strict import convert, nearest
-from fusionai.primitives.errors import RecipeError, UsageError
+from fusionai.corpus.strict import convert
+from fusionai.primitives.errors import RecipeError, UsageError, nearest
 from fusionai.primitives.pace import TrainingSpeed
 from fusionai.primitives.units import parse_bandwidth_bytes_per_s, parse_bytes, parse_seconds, parse_share
 from fusionai.scheduling.analysis.catalogue import Catalogue, Device, Dtype

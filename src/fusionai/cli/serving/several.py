@@ -33,11 +33,10 @@ from fusionai.client.pool.local_pool import local_threads, serving_pool
 from fusionai.client.pool.session import OWNER_DIRECTORY, owner_membership
 from fusionai.client.serving.hosts import ModelHosts, ModelProgram
 from fusionai.client.serving.names import model_name, parse_adapters
-from fusionai.corpus.strict import nearest
 from fusionai.gateway import server
 from fusionai.gateway.config import GatewayConfig, KeyRing
 from fusionai.gateway.front import Front
-from fusionai.primitives.errors import UsageError
+from fusionai.primitives.errors import UsageError, nearest
 
 _FOR_ALL: Final = frozenset(
     {

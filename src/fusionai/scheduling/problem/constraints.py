@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from math import inf
 
-from fusionai.primitives.errors import PlanError
+from fusionai.primitives.errors import PlanError, nearest
 from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.problem.memory_savings import inability, savings_choices
 from fusionai.scheduling.problem.types import BlockCost, Excluded, Link, PeerProfile, Problem
@@ -162,9 +161,7 @@ def check_settings(problem: Problem) -> None:
     for setting, names in (("required", problem.required), ("excluded", problem.excluded), ("pinned", pinned)):
         for name in names:
             if name not in known:
-                raise PlanError(
-                    f"`{setting}` names peer {name!r}, which is not in the pool.", hint=nearest(name, sorted(known))
-                )
+                raise PlanError(f"`{setting}` names peer {name!r}, which is not in the pool; {nearest(name, known)}")
     if problem.stages is not None and problem.stages < 1:
         raise PlanError(f"expected at least 1 stage, got {problem.stages}.")
     if problem.spares_wanted is not None and problem.spares_wanted < 0:
@@ -199,24 +196,18 @@ def refusal(problem: Problem, peer: PeerProfile, ops: Sequence[str]) -> str | No
 
 def check_links(exceptions: Mapping[str, Link], machines: Sequence[PeerProfile]) -> None:
     """Raise `PlanError` if a key is not `from>to` of two of the machines, or if any link has invalid values."""
-    names = sorted({machine.peer for machine in machines})
+    names = {machine.peer for machine in machines}
     for key, link in exceptions.items():
         ends = key.split(">")
         if len(ends) != 2:
             raise PlanError(f"expected a link's key as 'from>to', got {key!r}.")
         for end in ends:
             if end not in names:
-                raise PlanError(f"link {key!r} names peer {end!r}, which is not in the pool.", hint=nearest(end, names))
+                raise PlanError(f"link {key!r} names peer {end!r}, which is not in the pool; {nearest(end, names)}")
         _check(link, f"link {key!r}")
     for machine in machines:
         _check(machine.uplink, f"the uplink of peer {machine.peer!r}")
         _check(machine.downlink, f"the downlink of peer {machine.peer!r}")
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """A hint that names the nearest known peer."""
-    close = get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"The nearest known name is {close[0]!r}." if close else "The pool has no peers."
 
 
 def _check(link: Link, what: str) -> None:
