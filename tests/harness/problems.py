@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from random import Random
 
 import msgspec
 from hypothesis import strategies as st
@@ -104,3 +105,25 @@ def served_by(peers: Iterable[PeerProfile], owner: PeerProfile | None = None) ->
         microbatch_tokens=1,
         serving=ServingNeeds(context_tokens=64, sessions=4, cache_tokens=128, retain=False, result_bytes=400),
     )
+
+
+def serving_machine(number: int, speed: float, memory: float, link: float, latency_s: float) -> PeerProfile:
+    """Return a machine for `served_by`, which holds three of the six blocks if `memory` is 1; all factors multiply."""
+    return PeerProfile(
+        peer=f"peer{number:04}",
+        flops_per_s=1e10 * speed,
+        memory_bandwidth_bytes_per_s=1e9 * speed,
+        memory_bytes=int(35_000_000 * memory),
+        uplink=Link(bandwidth_bytes_per_s=5e6 * link, latency_s=latency_s),
+        downlink=Link(bandwidth_bytes_per_s=1e8),
+    )
+
+
+def heavy_tailed(machines: int, seed: int) -> Problem:
+    """Serve six blocks on machines whose speeds, memories, uplinks and latencies have heavy tails."""
+    draw = Random(seed)
+    peers: list[PeerProfile] = []
+    for number in range(machines):
+        speed, memory, link = draw.paretovariate(1.5), min(0.5 * draw.paretovariate(1.5), 6.0), draw.paretovariate(1.2)
+        peers.append(serving_machine(number, speed, memory, link, 0.002 * draw.paretovariate(1.5)))
+    return served_by(peers)

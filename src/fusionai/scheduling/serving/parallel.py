@@ -22,18 +22,20 @@ import numpy as np
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, ServingNeeds, StagePlacement
+from fusionai.scheduling.serving.bound import bound_tokens_per_s
 from fusionai.scheduling.serving.partition import divided
 from fusionai.scheduling.serving.pipeline import block_s
 from fusionai.scheduling.serving.planning import serving_plan
 from fusionai.scheduling.serving.prediction import (
     LoadedPipeline,
     PipelineLoad,
-    bound_tokens_per_s,
     shared_round_s,
     stage_room,
 )
 
-METHOD: Final = "pipelines like the fastest, one after the other, then divided anew; bound by work and rounds"
+METHOD: Final = (
+    "pipelines like the fastest, one after the other, then divided anew; bound by work and prices of machines"
+)
 WORTH_A_WORD: Final = 1.05
 """Least ratio of throughputs, all pipelines to one pipeline, for the pipelines to be reported; chosen."""
 SLOWER: Final = 2.0

@@ -13,6 +13,7 @@ from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Link, PeerProfile, Plan, Problem, ServingNeeds
 from fusionai.scheduling.serving import parallel
+from fusionai.scheduling.serving.bound import bound_tokens_per_s
 from fusionai.scheduling.serving.parallel import (
     MUCH_SLOWER,
     SLOWER,
@@ -23,7 +24,7 @@ from fusionai.scheduling.serving.parallel import (
     throughput_plan,
 )
 from fusionai.scheduling.serving.planning import serving_plan
-from fusionai.scheduling.serving.prediction import LoadedPipeline, bound_tokens_per_s, round_trip_s, session_tokens
+from fusionai.scheduling.serving.prediction import LoadedPipeline, round_trip_s, session_tokens
 from harness.problems import served_by
 
 MB = 10**6

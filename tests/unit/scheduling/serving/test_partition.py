@@ -14,9 +14,10 @@ from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Link, PeerProfile, Problem
 from fusionai.scheduling.serving import partition
+from fusionai.scheduling.serving.bound import bound_tokens_per_s
 from fusionai.scheduling.serving.partition import divided
 from fusionai.scheduling.serving.planning import serving_plan
-from fusionai.scheduling.serving.prediction import LoadedPipeline, bound_tokens_per_s
+from fusionai.scheduling.serving.prediction import LoadedPipeline
 from harness.problems import served_by
 
 MB = 1_000_000
