@@ -58,7 +58,7 @@ EXACT_ROWS: Final = 24
 """Up to this number of rows or passes, each number has classes of its own (chosen)."""
 ROWS_STEP: Final = 1.05
 """Ratio of the most rows or passes of a class to the fewest above that (chosen)."""
-MOST_CELLS: Final = 3_000_000
+MOST_CELLS: Final = 6_000_000
 """Most classes times machines; if there are more, classes are wider (chosen): some seconds for 5,000 machines."""
 SAMPLE: Final = 96
 """Machines on which prices are improved in a larger pool (chosen)."""
@@ -84,7 +84,8 @@ def bound_tokens_per_s(problem: Problem, chain_plan: Plan, most_sessions: int, m
     needs = problem.needs
     blocks = middle(problem)
     usable = {*chain_plan.spares, *(stage.peer for stage in chain_plan.stages if "stage" in stage.roles)}
-    peers = [peer for peer in problem.peers if peer.peer in usable]
+    # Sorted, so that sums are rounded alike in whatever order the machines are listed.
+    peers = sorted((peer for peer in problem.peers if peer.peer in usable), key=lambda peer: peer.peer)
     few = len(peers) <= BY_SETS
     machines = _machines(problem, peers, blocks)
     soonest_s = _soonest_s(machines, most_s)
