@@ -7,6 +7,7 @@ Neighbours: `test_job_local_updates`, where the owner sums; `harness.pool`.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ LLAMA = {
 CUTS = {"a": ((0, 2), (2, 4), (4, 5)), "b": ((0, 2), (2, 4), (4, 5)), "c": ((0, 3), (3, 4), (4, 5))}
 """Replica c is cut elsewhere."""
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}
-NEVER = (0, 0, 0)
+KILLS = 40
 
 
 @cache
@@ -434,3 +435,31 @@ def test_the_others_go_on_without_a_replica_that_has_lost_a_machine_for_good(poi
     assert story.behind.keys() == {"b"}
     assert story.rounds[-1].jobs == ("a", "c")
     assert_agreed(story.runs["c"].weights(STEPS), story.runs["a"].weights(STEPS))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_no_bit_changes_at_a_drawn_kill(seed: int, undisturbed: Story, with_newcomer: Story, tmp_path: Path) -> None:
+    """A machine of any replica dies at any message to or from it between the first exchange and the third."""
+    draw = random.Random(seed)
+    is_new, replica, stage = draw.random() < 0.3, draw.choice("abc"), draw.randrange(2)
+    skipped = draw.randrange(120)
+    seen: list[wire.Message] = []
+    struck: list[str] = []
+
+    def strike(jobs: dict[str, Job], sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
+        if struck or replica not in jobs:
+            return
+        job = jobs[replica]
+        victim = peer_id(job.pool.first + stage)
+        if isinstance(message, wire.ExchangePart | wire.ExchangeRound | wire.Applied | wire.DifferenceReady):
+            seen.append(message)
+        if len(seen) > skipped and victim in (sender, receiver):
+            struck.append(f"{type(message).__name__} {len(seen)}")
+            job.pool.kill(victim)
+
+    expected = with_newcomer if is_new else undisturbed
+    found = run(tmp_path / "struck", watch=strike, spared=(replica,), begun={"c": EVERY} if is_new else {})
+    for step in (EVERY, 2 * EVERY) if is_new else (STEPS,):
+        assert_same(found, expected, step)
+    assert struck, f"{len(seen)} messages"
