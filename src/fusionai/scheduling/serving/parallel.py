@@ -49,8 +49,6 @@ BUDGET: Final = 5_000
 ROOMS: Final = (1, 4)
 """Multiples of the wanted cache for which searched pipelines have room: longer pipelines are slower and hold more
 sessions. Both are tried and the better one counts."""
-MOST_DIVIDED: Final = 64
-"""Largest pool whose division among pipelines is improved (chosen)."""
 DIVIDING_PLANS: Final = 400
 """Pipelines planned for that (chosen): about a second."""
 LIKE: Final = 1.15
@@ -354,7 +352,7 @@ def _fastest(problem: Problem, left: Sequence[PeerProfile], room: int) -> tuple[
 def _divided_anew(problem: Problem, chain_plan: Plan, filled: _Filled, most_sessions: int, most_s: float) -> _Filled:
     """Return pipelines of a better division of the machines than that of `filled`, else `filled`."""
     usable = _usable(problem, chain_plan)
-    if filled.full or len(usable) > MOST_DIVIDED:
+    if filled.full:
         return filled
     links = problem.links_among({problem.owner_id, *usable})
     peers = tuple(peer for peer in problem.peers if peer.peer in usable)

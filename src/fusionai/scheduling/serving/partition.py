@@ -5,9 +5,10 @@ Up to `EXACT` machines are divided exactly, by dynamic programming over sets of 
     best(S) = max over subsets T of S of  value(T) + best(S without T)
 
 where `value(T)` is the throughput of the pipeline that has every machine of T, filled with sessions that get a token
-within the longest round allowed. Machines may stay idle. A division of more machines is improved piece by piece: the
-machines of a few pipelines, and idle ones, are divided anew exactly, for as long as that helps (large neighbourhood
-search, Shaw 1998). Equal sets of machines are planned once, so a pool of equal machines is divided quickly.
+within the longest round allowed. Machines may stay idle. Of more machines, those without a pipeline first form
+pipelines of neighbours in the order of their speeds. Then the division is improved piece by piece: the machines of a
+few pipelines, and idle ones, are divided anew exactly, for as long as that helps (large neighbourhood search, Shaw
+1998). Equal sets of machines are planned once, so a pool of equal machines is divided quickly.
 
 `scheduling.serving.parallel` opens pipelines as divided here; `scheduling.serving.planning` plans each of them.
 """
@@ -23,6 +24,7 @@ from zlib import crc32
 import msgspec
 
 from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.problem.embedding_and_head import middle
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem
 from fusionai.scheduling.serving.planning import serving_plan
@@ -38,6 +40,8 @@ PIECE: Final = 5
 """Most machines that are divided anew at a time (chosen): small pieces allow more attempts for the same time."""
 PLANS: Final = 2_000
 """Most pipelines that are planned while a division is improved (chosen): a few seconds."""
+ROW_SIZES: Final = 2
+"""Sizes of groups of neighbours that are planned from each machine on, from the least that holds the model (chosen)."""
 TRIES: Final = 60
 """Attempts in a row without a gain after which a division is final (chosen)."""
 
@@ -69,7 +73,9 @@ def divided(
     if len(numbers) <= EXACT:
         groups = values.best(frozenset(numbers.values()))
     else:
-        groups = _improved(values, [frozenset(numbers[peer] for peer in group) for group in start], most_plans)
+        groups = [frozenset(numbers[peer] for peer in group) for group in start]
+        groups += _in_a_row(values, set(numbers.values()).difference(*groups), most_plans)
+        groups = _improved(values, groups, values.planned + most_plans)
     groups = sorted(groups, key=lambda group: (-values.of(group), min(group)))
     plans = tuple(plan for group in groups if (plan := values.plan(group)) is not None)
     return Division(plans, sum(values.of(group) for group in groups))
@@ -160,6 +166,31 @@ class _Values:
         """Whether `LONGEST` of these machines, those with most memory, can hold the model."""
         largest = sorted(numbers, key=lambda number: -self.problem.peers[number].memory_bytes)[:LONGEST]
         return any(self.of(frozenset(largest[:size])) > 0 for size in range(1, LONGEST + 1))
+
+
+def _in_a_row(values: _Values, idle: Collection[int], most_plans: int) -> list[_Group]:
+    """Return pipelines of idle machines, each of neighbours in the order of speeds: the best ones, by dynamic
+    programming,
+
+        best(i) = max of best(i + 1) and, over sizes k, value(i, ..., i + k - 1) + best(i + k)
+
+    From each machine on, the `ROW_SIZES` least sizes that make a pipeline are planned, the fastest machines first."""
+    peers = values.problem.peers
+    row = sorted(idle, key=lambda number: (-peers[number].effective_flops_per_s, peers[number].peer))
+    weights_bytes = sum(block.parameter_bytes for block in middle(values.problem))
+    limit = values.planned + most_plans
+    tried: list[list[_Group]] = [[] for _ in row]
+    for first, groups in enumerate(tried):
+        for size in range(1, min(LONGEST, len(row) - first) + 1):
+            group = frozenset(row[first : first + size])
+            fits = sum(peers[number].memory_bytes for number in group) >= weights_bytes
+            if fits and values.planned < limit and len(groups) < ROW_SIZES and values.of(group) > 0:
+                groups.append(group)
+    best: list[tuple[float, list[_Group]]] = [(0.0, [])]
+    for groups in reversed(tried):  # best[-1] is of the machine behind
+        made = [(values.of(group) + best[-len(group)][0], [group, *best[-len(group)][1]]) for group in groups]
+        best.append(max([best[-1], *made], key=lambda one: one[0]))
+    return best[-1][1]
 
 
 def _improved(values: _Values, start: Sequence[_Group], most_plans: int) -> list[_Group]:

@@ -15,10 +15,11 @@ from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Link, PeerProfile, Problem
 from fusionai.scheduling.serving import partition
 from fusionai.scheduling.serving.bound import bound_tokens_per_s
-from fusionai.scheduling.serving.partition import divided
+from fusionai.scheduling.serving.parallel import MUCH_SLOWER, serving_pipelines
+from fusionai.scheduling.serving.partition import ROW_SIZES, divided
 from fusionai.scheduling.serving.planning import serving_plan
 from fusionai.scheduling.serving.prediction import LoadedPipeline
-from harness.problems import served_by
+from harness.problems import heavy_tailed, served_by
 
 MB = 1_000_000
 SESSIONS = 16
@@ -128,3 +129,37 @@ def test_a_model_that_only_all_machines_hold_gets_them_all():
 def test_machines_that_hold_no_pipeline_stay_idle():
     posed = pool(3, None, memory_bytes=12 * MB)
     assert divided(posed, SESSIONS, 1.0) == partition.Division((), 0.0)
+
+
+def in_rows(values: partition._Values, row: list[int]) -> float:
+    """Best throughput of pipelines of neighbours, by trying all."""
+    if not row:
+        return 0.0
+    found, made = in_rows(values, row[1:]), 0
+    for size in range(1, min(partition.LONGEST, len(row)) + 1):
+        if made < ROW_SIZES and (value := values.of(frozenset(row[:size]))) > 0:
+            made += 1
+            found = max(found, value + in_rows(values, row[size:]))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_neighbours_in_speed_form_the_best_pipelines(seed: int):
+    posed = heavy_tailed(10, seed)
+    chain = plan(posed)
+    values = partition._Values(posed, 16, MUCH_SLOWER * chain.step_time_s)
+    row = sorted(range(10), key=lambda number: -posed.peers[number].effective_flops_per_s)
+    groups = partition._in_a_row(values, row, 10_000)
+    assert sum(map(values.of, groups)) == pytest.approx(in_rows(values, row))
+    assert len({number for group in groups for number in group}) == sum(map(len, groups))
+
+
+@pytest.mark.parametrize(("seed", "most_idle"), [(0, 12), (2, 20)])
+def test_a_large_unequal_pool_is_not_left_idle(seed: int, most_idle: int):
+    """Copies of a few patterns left 34 and 36 of 64 machines idle."""
+    posed = heavy_tailed(64, seed)
+    chain = plan(posed)
+    found = serving_pipelines(posed, chain, 16, 1 / (MUCH_SLOWER * chain.step_time_s))
+    assert found is not None
+    assert len(found.idle) <= most_idle
+    assert found.optimality_gap < 0.25
