@@ -190,10 +190,11 @@ class JointExchange:
 
     def agrees(self, job: str, stage: int, number: int) -> None:
         """A stage has all means of a round."""
-        if not self._book.agrees(job, stage, number):
+        part = self._parts.get(job)
+        if part is None or not self._book.agrees(job, stage, number):  # left behind, or others are outstanding
             return
         if number <= self._whole:
-            self._parts[job].adopt(number, stage)
+            part.adopt(number, stage)
         elif number > self._journalling:
             self._start_journal()
 
@@ -209,15 +210,11 @@ class JointExchange:
 
     def _watch(self) -> None:
         """Start to wait for what is missing from the next round, or from the last one."""
-        step = self._awaited_step()
+        step = self._book.awaited_step
         if self._timer is not None and self._timer[0] != step:
             self._wait_no_longer()
         if step is not None and not self._held and self._timer is None:
             self._timer = step, asyncio.get_running_loop().call_later(self._deadline_s, self._go_on, step)
-
-    def _awaited_step(self) -> int | None:
-        """Return the step that ends the round which some replica waits for."""
-        return self._book.last_step if self._book.is_open else self._book.next_step()
 
     def _wait_no_longer(self) -> None:
         if self._timer is not None:
@@ -228,9 +225,9 @@ class JointExchange:
         """Leave behind what the others have waited for: replicas that have not come to the exchange after `step`, or
         that have lost a machine in it."""
         self._timer = None
-        if self._awaited_step() == step:
+        if self._book.awaited_step == step:
             lost = frozenset(job for job, part in self._parts.items() if part.is_waiting)
-            for job in sorted(self._book.missing(step) if step > self._book.last_step else self._book.stuck(lost)):
+            for job in sorted(self._book.left_out(step, lost)):
                 reason = f"the others waited {self._deadline_s:g} s for it after step {step + 1} and went on"
                 log.info("%s is left behind: %s", job, reason)
                 self.leave_behind(job, reason)
@@ -288,12 +285,13 @@ class JointExchange:
 
     def _remind(self, job: str, stage: int) -> None:
         """Repeat the present welcomes to a stage that began again, and has lost what it was to send."""
+        part = self._parts.get(job)
         joining = {(one.job, other) for one in self._book.newcomers() for other in one.stages}
         for (newcomer, other), (_, order) in self._welcomed.items():
             places = {member.job: at for at, member in enumerate(order.members)}
-            if (newcomer, other) in joining and job in places:
+            if part is not None and (newcomer, other) in joining and job in places:
                 to = [(len(order.members), self._parts[newcomer])]
-                self._parts[job].send(order, places[job], to, only=stage)
+                part.send(order, places[job], to, only=stage)
 
 
 @dataclass(frozen=True, slots=True)

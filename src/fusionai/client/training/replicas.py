@@ -376,7 +376,7 @@ class _Replicas:
     async def _welcome(self, number: int, first_step: int) -> Seat | JointSeat:
         """Prepare a late replica to start from the parameters that the others agreed on."""
         if isinstance(self.rounds.outer, JointExchange):
-            return self.rounds.outer.seat(seat_name(number), first_step)  # its stages get them from the others' stages
+            return self.rounds.seat(number, first_step)  # its stages get them from the others' stages
         seat, agreed = await self.rounds.outer.newcomer(seat_name(number))
         recipe = self.places.recipe_of(number, first_step)
         await in_background(lambda: begin_with(agreed, recipe, self.prepared, open_directory(recipe)))

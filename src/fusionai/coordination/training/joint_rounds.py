@@ -222,6 +222,16 @@ class RoundBook:
         """Return whether a stage waits for the last decided round."""
         return self.last in self.rounds and self.is_awaited(self.last)
 
+    @property
+    def awaited_step(self) -> int | None:
+        """Return the step that ends the round which some replica waits for."""
+        return self.last_step if self.is_open else self.next_step()
+
+    def left_out(self, step: int, lost: frozenset[str]) -> frozenset[str]:
+        """Return the replicas that the awaited round, which `step` ends, goes on without after the deadline. `lost`:
+        those that have lost a machine."""
+        return self.missing(step) if step > self.last_step else self.stuck(lost)
+
     def stuck(self, lost: frozenset[str]) -> frozenset[str]:
         """Return the replicas that the last decided round can't be completed with, if these have lost a machine. Before
         the round is whole it is decided again without those. Afterwards a stage that runs it again may wait for a

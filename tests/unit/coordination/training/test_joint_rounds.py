@@ -76,6 +76,8 @@ def test_a_stage_that_begins_again_agrees_again() -> None:
     made.place("a", [0, 1], 1.0)
     assert not made.agrees("b", 1, 1), "a has lost what it had"
     assert made.stuck(frozenset({"a", "z"})) == {"a"}
+    assert made.left_out(4, frozenset({"a", "z"})) == {"a"}
+    assert made.left_out(9, frozenset()) == {"a", "b"}, "of the round after, both are missing"
     assert not made.agrees("a", 0, 1)
     assert made.agrees("a", 1, 1)
     assert made.whole == 1
