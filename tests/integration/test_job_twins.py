@@ -21,6 +21,7 @@ from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
 from fusionai.coordination.training.division import spans
+from fusionai.coordination.training.exchanges import Exchanges
 from fusionai.execution.tensors import as_array
 from fusionai.execution.training.codecs import pack, unpack
 from fusionai.primitives.errors import TransportError
@@ -35,7 +36,7 @@ from harness.pool import OWNER, Data, Job, MemoryPool, Run, peer_id, tensor, tok
 
 pytestmark = pytest.mark.slow
 
-VOCABULARY, EVERY, STEPS, SEED, RATE, MOMENTUM = 1031, 3, 9, 7, 0.9, 0.5
+VOCABULARY, EVERY, LAG, STEPS, SEED, RATE, MOMENTUM = 1031, 3, 2, 9, 7, 0.9, 0.5
 LLAMA = {
     "model_type": "llama",
     "vocab_size": VOCABULARY,
@@ -160,8 +161,15 @@ def run(
         async with AsyncExitStack() as stack:
             exchange: JointExchange | Outer
             if between == "peers":
+                lag, every = changes.get("sync_lag", 0), changes.get("sync_every", EVERY)
+                assert isinstance(lag, int)
+                assert isinstance(every, int)
+                exchanges = Exchanges(every=every, lag=lag, steps=int(str(changes.get("steps", STEPS))))
                 exchange = JointExchange(
-                    JointFiles(directory / "outer"), deadline_s=deadline_s, on_round=story.rounds.append
+                    JointFiles(directory / "outer"),
+                    exchanges=exchanges,
+                    deadline_s=deadline_s,
+                    on_round=story.rounds.append,
                 )
             else:
                 rules = OuterRules(codec=codec, learning_rate=RATE, momentum=MOMENTUM)
@@ -270,10 +278,7 @@ def test_bits_are_those_of_one_process(undisturbed: Story, tmp_path: Path) -> No
         after = states(undisturbed, step)
         for key in keys:
             for name, slots in one_process(before, present, key, "int4").items():
-                for slot, value in slots.items():
-                    entry = f"model/{key}" if slot == "model" else f"optimizer/{key}/{slot}"
-                    found = after[name][entry].reshape(-1)
-                    np.testing.assert_array_equal(found, value, err_msg=f"{step} {name} {entry}")
+                assert_slots(after[name], key, slots)
 
 
 def test_the_owners_line_carries_decisions_only(undisturbed: Story, tmp_path: Path) -> None:
@@ -329,6 +334,48 @@ def test_no_bit_changes_when_a_machine_dies(point: str, undisturbed: Story, tmp_
             job.pool.kill(peer_id(job.pool.first + stage))
 
     assert_same(run(tmp_path / "struck", watch=strike, spared=("b",)), undisturbed)
+    assert struck
+
+
+@pytest.fixture(scope="module")
+def undisturbed_beside(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """Every replica trains two steps during an exchange."""
+    return run(tmp_path_factory.mktemp("beside") / "run", sync_lag=LAG)
+
+
+def test_with_overlap_all_agree_and_the_update_is_adopted_later(undisturbed_beside: Story, undisturbed: Story) -> None:
+    for name in "bc":
+        assert_agreed(undisturbed_beside.runs[name].weights(STEPS), undisturbed_beside.runs["a"].weights(STEPS))
+    beside, alone = (story.runs["a"].losses for story in (undisturbed_beside, undisturbed))
+    assert beside[: EVERY + LAG] != alone[: EVERY + LAG]
+    assert beside[:EVERY] == alone[:EVERY]
+
+
+POINTS_BESIDE: dict[str, tuple[int, Seen]] = {
+    **{point: POINTS[point] for point in ("sends a difference", "gets a mean", "its neighbour")},
+    "trains on": (0, lambda sender, receiver, m: isinstance(m, wire.Applied) and (m.stage, m.step) == (0, 6)),
+    "is about to adopt": (1, lambda sender, receiver, m: isinstance(m, wire.Commit) and m.record.step == 5 + LAG),
+    "has adopted": (0, lambda sender, receiver, m: isinstance(m, wire.Applied) and (m.stage, m.step) == (0, 5 + LAG)),
+}
+
+
+@pytest.mark.parametrize("saved_every", [EVERY, pytest.param(EVERY + 1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("point", POINTS_BESIDE)
+def test_with_overlap_no_bit_changes_when_a_machine_dies(
+    point: str, saved_every: int, undisturbed_beside: Story, tmp_path: Path
+) -> None:
+    stage, seen = POINTS_BESIDE[point]
+    struck: list[wire.Message] = []
+
+    def strike(jobs: dict[str, Job], sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
+        job = jobs["b"]
+        machines = {host.peer for host in job.pool.hosts} | {OWNER}
+        if not struck and {sender, receiver} & machines and seen(sender, receiver, message):
+            struck.append(message)
+            job.pool.kill(peer_id(job.pool.first + stage))
+
+    changes = {"spared": ("b",), "sync_lag": LAG, "checkpoint_every": saved_every}
+    assert_same(run(tmp_path / "struck", watch=strike, **changes), undisturbed_beside)
     assert struck
 
 
@@ -435,6 +482,74 @@ def test_the_others_go_on_without_a_replica_that_has_lost_a_machine_for_good(poi
     assert story.behind.keys() == {"b"}
     assert story.rounds[-1].jobs == ("a", "c")
     assert_agreed(story.runs["c"].weights(STEPS), story.runs["a"].weights(STEPS))
+
+
+@pytest.mark.parametrize(("lag", "saved_every"), [(0, EVERY), (LAG, EVERY + LAG)])
+def test_what_a_late_replica_trained_counts_in_its_next_exchange(
+    lag: int, saved_every: int, undisturbed: Story, tmp_path: Path
+) -> None:
+    """Replica b is away for the second exchange and catches up. From then on the learning rate is 0, so its difference
+    in the third exchange is what it trained before the second."""
+    usual = Job.__dataclass_fields__["learning_rate"].default
+    still = lambda step: usual(step) if step < 2 * EVERY else 0.0  # noqa: E731
+    away, tasks = list[str](), list[asyncio.Task[None]]()
+
+    async def back(job: Job) -> None:
+        await job.pool.bury(peer_id(job.pool.first))
+        await job.pool.revive(peer_id(job.pool.first))
+
+    async def pass_deadline(exchange: JointExchange) -> None:
+        while exchange._book.missing(5) != {"b"}:
+            await exchange._changed.wait()
+        exchange._go_on(5)
+
+    def watch(jobs: dict[str, Job], sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
+        machines = {name: {host.peer for host in job.pool.hosts} & {sender, receiver} for name, job in jobs.items()}
+        start = asyncio.get_running_loop().create_task
+        match message, away:
+            case wire.Commit(record=record), [] if record.step == (5 if lag else 4) and machines["b"]:
+                away.append("b")
+                jobs["b"].pool.kill(peer_id(jobs["b"].pool.first))
+                seat = jobs["a"].exchange
+                assert isinstance(seat, JointSeat)
+                tasks.append(start(pass_deadline(seat.exchange)))
+            case wire.Commit(record=record), ["b"] if record.step == 6 and machines["a"]:
+                away.append("a")  # so that the others do not reach the third exchange first
+                jobs["a"].pool.kill(peer_id(jobs["a"].pool.first))
+                tasks.append(start(back(jobs["b"])))
+            case wire.DifferenceReady(step=5), ["b", "a"] if machines["b"]:
+                away.append("none")
+                tasks.append(start(back(jobs["a"])))
+            case _:
+                pass
+
+    story = run(tmp_path / "late", watch=watch, learning_rate=still, sync_lag=lag, checkpoint_every=saved_every)
+    assert [(one.jobs, one.late) for one in story.rounds] == [
+        (("a", "b", "c"), ()),
+        (("a", "c"), ()),
+        (("a", "b", "c"), ("b",)),
+    ]
+    for name in "bc":
+        assert_agreed(story.runs[name].weights(STEPS), story.runs["a"].weights(STEPS))
+    if lag:
+        return
+    once = run(tmp_path / "once", sync_every=STEPS, sync_early=(0, EVERY, EVERY))
+    before, present, after = states(undisturbed, EVERY), states(once, 2 * EVERY), states(story, 2 * EVERY)
+    two = {name: before[name] for name in "ac"}
+    for key in first_values():
+        second = one_process(two, present, key, "int4")
+        anchor, residual = (before["b"][f"optimizer/{key}/{slot}"].reshape(-1) for slot in ("anchor", "residual"))
+        kept = (anchor - present["b"][f"model/{key}"].reshape(-1)) + residual
+        for name, slots in (second | {"b": second["a"] | {"residual": kept}}).items():
+            assert_slots(after[name], key, slots)
+        for name, slots in one_process(after, after, key, "int4").items():
+            assert_slots(story.runs[name].weights(STEPS), key, slots)
+
+
+def assert_slots(found: Mapping[str, np.ndarray], key: str, expected: Mapping[str, np.ndarray]) -> None:
+    for slot, value in expected.items():
+        entry = f"model/{key}" if slot == "model" else f"optimizer/{key}/{slot}"
+        np.testing.assert_array_equal(found[entry].reshape(-1), value, err_msg=entry)
 
 
 @pytest.mark.long

@@ -326,8 +326,6 @@ class RecipeChecks:
                 f"overlap = {replicas.overlap}: expected fewer steps than there are between two exchanges "
                 f"(every = {replicas.every}).",
             )
-        if replicas.exchange == "peers":
-            self._between_peers(table)
         self._early(replicas)
         if tables.placement.required:
             raise self.fail(
@@ -337,12 +335,6 @@ class RecipeChecks:
                 hint="Remove it.",
             )
         return replicas
-
-    def _between_peers(self, table: spec.ReplicasTable) -> None:
-        """Refuse what replicas that exchange between their machines can't do."""
-        if table.overlap:
-            problem = f"overlap = {table.overlap} has no effect, because steps wait for an exchange between peers."
-            raise self.fail("replicas", problem, hint='Remove overlap, or set exchange = "owner".')
 
     def _early(self, replicas: spec.Replicas) -> None:
         if replicas.early_steps == 0:

@@ -6,6 +6,7 @@ to the stages, with where the other replicas' stages are. Differences and means 
 the owner's machine exchange, and what two machines have no link for, passes through the drivers.
 
 A replica that begins later is welcomed: all others send its stages the state that they have agreed on, each a share.
+So is one that missed a round's deadline; its difference counts in its next round.
 
 `joint_disk` stores the rounds. `execution.training.twins` is the stages' side of a round and `newcomers` of a welcome;
 `training.outer` is the exchange that the owner sums itself."""
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusionai.coordination.round.interface import CommandFailed
+from fusionai.coordination.training.exchanges import NO_EXCHANGES, Exchanges
 from fusionai.coordination.training.joint_rounds import ExchangingReplica
 from fusionai.coordination.training.state import DriverPhase
 from fusionai.primitives.errors import ExecutionError, FusionError
@@ -38,10 +40,12 @@ class JointExchange:
         self,
         files: JointFiles,
         *,
+        exchanges: Exchanges = NO_EXCHANGES,
         deadline_s: float = 60.0,
         on_round: Callable[[RoundDone], None] = lambda _round: None,
     ) -> None:
-        """`deadline_s`: how long the first replica that waits for a round waits for others, in seconds."""
+        """`exchanges`: of the whole run. `deadline_s`: how long the first replica that waits for a round waits for
+        others, in seconds."""
         self._files = files
         self._deadline_s = deadline_s
         self._timer: tuple[int, asyncio.TimerHandle] | None = None
@@ -49,7 +53,10 @@ class JointExchange:
         self._held = False
         self.behind: dict[str, str] = {}
         """Replica -> why the others went on without it. It can begin again as one that begins later."""
+        self._begun: dict[str, int] = {}
+        """Replica -> steps of the whole run that were over when it began."""
         self._book = files.load()
+        self._book.exchanges = exchanges
         self._journalled = self._book.last
         self._whole = self._book.whole
         """Number of the last round that is journalled as whole."""
@@ -76,7 +83,7 @@ class JointExchange:
     def seat(self, job: str, begun: int = 0) -> JointSeat:
         """Return the seat of a replica that begins at step `begun` of the whole run. From now on no round that ends
         later is decided without it."""
-        self._book.expected[job] = begun
+        self._book.expected[job] = self._begun[job] = begun
         self.behind.pop(job, None)
         return JointSeat(self, job)
 
@@ -149,8 +156,10 @@ class JointExchange:
         if last is not None and last.number > self._reported and not self._book.is_awaited(last.number):
             self._reported, nbytes, self.line_bytes = last.number, self.line_bytes, 0
             jobs = tuple(member.job for member in last.members)
-            own_steps = {job: last.step - self._book.expected.get(job, 0) for job in jobs}
-            self._on_round(RoundDone(last.number, jobs, (), nbytes, own_steps))
+            own_steps = {job: last.step - self._begun.get(job, 0) for job in jobs}
+            late = tuple(job for job in jobs if job in self._book.caught_up)
+            self._book.caught_up.difference_update(late)
+            self._on_round(RoundDone(last.number, jobs, late, nbytes, own_steps))
 
     def lacks(self, job: str, number: int) -> None:
         """A stage has lost what it sent in a round: replicas that run the round again can't continue."""
@@ -187,6 +196,8 @@ class JointExchange:
         self._watch()
         if self._book.decide() is not None:
             self._start_journal()
+            for job in sorted(self._book.overtaken()):
+                self.leave_behind(job, "the others have gone on to their next exchange but one")
 
     def agrees(self, job: str, stage: int, number: int) -> None:
         """A stage has all means of a round."""
@@ -222,16 +233,19 @@ class JointExchange:
         self._timer = None
 
     def _go_on(self, step: int) -> None:
-        """Leave behind what the others have waited for: replicas that have not come to the exchange after `step`, or
-        that have lost a machine in it."""
+        """Go on without what the others have waited for: replicas that have not come to the exchange after `step`, or
+        that have lost a machine in it. Those that can't catch up are left behind."""
         self._timer = None
         if self._book.awaited_step == step:
             lost = frozenset(job for job, part in self._parts.items() if part.is_waiting)
             for job in sorted(self._book.left_out(step, lost)):
                 reason = f"the others waited {self._deadline_s:g} s for it after step {step + 1} and went on"
-                log.info("%s is left behind: %s", job, reason)
-                self.leave_behind(job, reason)
-        self._watch()
+                log.info("%s is late: %s", job, reason)
+                if self._book.may_catch_up(job, step):
+                    self._book.misses(job, step)
+                else:
+                    self.leave_behind(job, reason)
+        self._follow(())
 
     async def _journal(self, decided: Decided) -> None:
         """Save what is decided, and only then let the stages hear of it."""

@@ -67,7 +67,7 @@ class StateWanted(WireMessage, frozen=True, kw_only=True, tag="state_wanted"):
 class ExchangeRound(WireMessage, frozen=True, kw_only=True, tag="exchange_round"):
     """Driver -> stage: a round that the owner has journalled. It is sent again when a stage of another replica begins
     to wait for the round, or no longer does. Or a welcome: each member sends its share of the agreed state to a replica
-    that begins later."""
+    that begins later or was late."""
 
     fence: Fence
     stage: Count

@@ -26,11 +26,13 @@ def open_exchange(
     replicas: Replicas,
     prepared: PreparedJob,
     places: ReplicaDirectories,
-    on_round: Callable[[RoundDone], None],
+    rounds: ReplicaRounds,
 ) -> Outer | JointExchange:
     """Open the exchange as it was saved last. Blocking."""
+    on_round = rounds.round_done
     if replicas.exchange == "peers":
-        return JointExchange(JointFiles(places.outer), deadline_s=replicas.deadline_s, on_round=on_round)
+        files = JointFiles(places.outer)
+        return JointExchange(files, exchanges=rounds.exchanges, deadline_s=replicas.deadline_s, on_round=on_round)
     files = OuterFiles(places.outer)
     loaded = files.load()
     if loaded is None:

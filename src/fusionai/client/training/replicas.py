@@ -135,7 +135,7 @@ async def _opened(
     prepared = await in_background(lambda: prepare(recipe, directory, lambda text: on_event(Noted(text))))
     directory.keep_recipe(encode_recipe(recipe))
     rounds = ReplicaRounds(recipe, replicas, prepared.captured.graph, on_event)
-    rounds.outer = await in_background(lambda: open_exchange(recipe, replicas, prepared, places, rounds.round_done))
+    rounds.outer = await in_background(lambda: open_exchange(recipe, replicas, prepared, places, rounds))
     backend = await in_background(lambda: open_backend("torch", device=options.device, threads=options.threads))
     owner = owner_profile(pool.membership.peer, await in_background(backend.probe))
     return _Replicas(recipe, replicas, options, pool, prepared, places, owner, rounds, on_event)

@@ -91,6 +91,13 @@ class Exchanges:
         taken = self.over(self.begun + applied) - self.begun - 1
         return taken if taken >= 0 and applied <= self.adopted_at(taken) else None
 
+    def adopted(self, applied: int) -> int:
+        """Return the step whose outer update is the last one in a state after `applied` steps; below 0 if the state has
+        none of this job's."""
+        taken = self.over(self.begun + applied) - self.begun - 1
+        outstanding = self.outstanding(applied) is not None
+        return self.over(self.begun + taken) - self.begun - 1 if outstanding else taken
+
     def may_adopt(self, taken: int, applied: int) -> bool:
         """Return whether the outer update of step `taken` can still be adopted after `applied` steps."""
         return self.ends_round(taken) and self.adopted_at(taken) >= applied

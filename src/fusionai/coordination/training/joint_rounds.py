@@ -7,7 +7,9 @@ adopts them. Until then a replica that ends, fails or is lost is left out by dec
 until no member can need it again (`needed_from`).
 
 A replica may begin later: it takes part in the rounds from its first step on, and until its stages have the state after
-the last earlier round (`newcomers`) none of those is decided.
+the last earlier round (`newcomers`) none of those is decided. One that misses a round's deadline is late: when it comes
+to the step that ended the round, its stages get the agreed state like a newcomer's, and what it trained counts in its
+next round. It can't catch up any more when the others have decided another round.
 
 The book holds no tensor and no connection. `training.joint_exchange` journals, and sends the rounds to the stages;
 `twin_round` is a stage's part in one."""
@@ -18,6 +20,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from msgspec import Struct
+
+from fusionai.coordination.training.exchanges import NO_EXCHANGES, Exchanges
 
 
 class ExchangingReplica(Struct, frozen=True, kw_only=True):
@@ -41,8 +45,9 @@ class JointRound(Struct, frozen=True, kw_only=True):
 
 
 class Newcomer(Struct, frozen=True, kw_only=True):
-    """A replica that begins at step `begun` of the whole run and has stages without a state. `round`: number of the
-    round that ended just before. `senders`: members of that round that still run; none if they have gone on."""
+    """A replica that begins at step `begun` of the whole run, or catches up there, and has stages without the state.
+    `round`: number of the round that ended just before. `senders`: members of that round that still run; none if they
+    have gone on."""
 
     job: str
     stages: frozenset[int]
@@ -53,13 +58,13 @@ class Newcomer(Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Replica:
-    """A replica that runs. `waiting`: stage -> step whose update it waits for. `joining`: stages that need the agreed
-    state before their first step."""
+    """A replica that runs. `waiting`: stage -> step whose update it waits for. `joining`: stage that needs the agreed
+    state -> steps of the whole run that it has applied when it has it."""
 
     stages: frozenset[int]
     weight: float
     waiting: dict[int, int] = field(default_factory=dict[int, int])
-    joining: set[int] = field(default_factory=set[int])
+    joining: dict[int, int] = field(default_factory=dict[int, int])
 
     @property
     def step(self) -> int | None:
@@ -70,7 +75,8 @@ class _Replica:
 
 @dataclass(slots=True)
 class RoundBook:
-    """`rounds`: decided rounds that may be needed again, by number. `last`: number of the last decided round."""
+    """`rounds`: decided rounds that may be needed again, by number. `last`: number of the last decided round.
+    `exchanges`: of the whole run."""
 
     rounds: dict[int, JointRound] = field(default_factory=dict[int, JointRound])
     last: int = 0
@@ -80,6 +86,11 @@ class RoundBook:
     """Number of the last round that is whole."""
     expected: dict[str, int] = field(default_factory=dict[str, int])
     """Replica -> step of the whole run from which no round is decided without it."""
+    exchanges: Exchanges = NO_EXCHANGES
+    late: dict[str, int] = field(default_factory=dict[str, int])
+    """Replica that missed the deadline of a round and has not come yet -> the step that ended the round."""
+    caught_up: set[str] = field(default_factory=set[str])
+    """Replicas whose next difference has also what they trained in a round that they missed."""
     _replicas: dict[str, _Replica] = field(default_factory=dict[str, _Replica])
     _agreed: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
     """(job, stage) that have all means of the last round."""
@@ -98,24 +109,35 @@ class RoundBook:
         """A replica has ended. A round that it takes part in and that is not whole is taken back: the others decide it
         again without the replica. Return the numbers of earlier rounds that others wait for in vain."""
         self.expected.pop(job, None)
+        self.late.pop(job, None)
         self._replicas.pop(job, None)
-        if (one := self.rounds.get(self.last)) is not None and one.has(job) and self.last > self.whole:
-            del self.rounds[one.number]
-            self.last_step = one.step - 1
-            self._agreed.clear()
+        self._take_back(job)
         return [
             one.number
             for one in self.rounds.values()
             if one.number != self.last and one.has(job) and self.is_awaited(one.number)
         ]
 
+    def misses(self, job: str, step: int) -> None:
+        """The round that `step` ends goes on without a replica, which can catch up until the next one is decided."""
+        self.expected.pop(job, None)
+        self.late[job] = step
+        self._take_back(job)
+
+    def _take_back(self, job: str) -> None:
+        if (one := self.rounds.get(self.last)) is not None and one.has(job) and self.last > self.whole:
+            del self.rounds[one.number]
+            self.last_step = one.step - 1
+            self._agreed.clear()
+
     def agrees(self, job: str, stage: int, number: int) -> bool:
         """A stage has all means of a round. Return whether that makes the round whole, or it was whole before."""
+        if number == self.last:
+            self._agreed.add((job, stage))
         if number in self.rounds and number <= self.whole:
             return True
         if number != self.last or (one := self.rounds.get(number)) is None:
             return False
-        self._agreed.add((job, stage))
         stages = {
             (member.job, stage)
             for member in one.members
@@ -128,16 +150,27 @@ class RoundBook:
         return True
 
     def waits(self, job: str, stage: int, step: int) -> list[int]:
-        """A stage waits for the update of `step`. Return the decided round that it waits for, if there is one."""
+        """A stage waits for the update of `step`. Return the decided round that it waits for, if there is one. In the
+        last round without this replica, its stages get the agreed state (`newcomers`)."""
         replica = self._replicas.get(job)
         if replica is None or stage not in replica.stages:
             return []
         replica.waiting[stage] = step
+        if step == self.last_step and not self._took_part(job, step):
+            there = self.exchanges.adopted_at(step) + 1
+            replica.joining |= {stage: there for stage, at in replica.waiting.items() if at == step}
+            self.late.pop(job, None)
+            self.expected[job] = step + 1
+            self.caught_up.add(job)
         return [one.number for one in self.rounds.values() if one.step == step and one.has(job)]
 
     def is_lost(self, job: str, step: int) -> bool:
-        """Return whether a replica waits for the update of a step that was decided without it, or forgotten."""
-        return step <= self.last_step and not any(one.step == step and one.has(job) for one in self.rounds.values())
+        """Return whether a replica waits for the update of a step that was decided without it, or forgotten, before the
+        last one."""
+        return step < self.last_step and not self._took_part(job, step)
+
+    def _took_part(self, job: str, step: int) -> bool:
+        return any(one.step == step and one.has(job) for one in self.rounds.values())
 
     def applied(self, job: str, stage: int, below: int) -> list[int]:
         """A stage has applied the first `below` steps. Return rounds of these steps that stages of other replicas wait
@@ -145,10 +178,11 @@ class RoundBook:
         replica = self._replicas.get(job)
         if replica is None:
             return []
-        if replica.waiting.get(stage, below) < below:
+        if (step := replica.waiting.get(stage)) is not None and self.exchanges.adopted_at(step) < below:
             del replica.waiting[stage]
-        replica.joining.discard(stage)
-        past = [one for one in self.rounds.values() if one.step < below and one.has(job)]
+        if replica.joining.get(stage, below + 1) <= below:
+            del replica.joining[stage]
+        past = [one for one in self.rounds.values() if self.exchanges.adopted_at(one.step) < below and one.has(job)]
         return [one.number for one in past if self.is_awaited(one.number)]
 
     def decide(self) -> JointRound | None:
@@ -182,10 +216,10 @@ class RoundBook:
     def joins(self, job: str, stage: int) -> None:
         """A stage of a replica that begins later needs the agreed state."""
         if (replica := self._replicas.get(job)) is not None and stage in replica.stages:
-            replica.joining.add(stage)
+            replica.joining[stage] = self.expected.get(job, 0)
 
     def is_joining(self, job: str) -> bool:
-        """Return whether a replica has not begun to train, because it needs the agreed state."""
+        """Return whether a replica needs the agreed state to begin, or to catch up."""
         return (replica := self._replicas.get(job)) is not None and bool(replica.joining)
 
     def newcomers(self) -> list[Newcomer]:
@@ -219,8 +253,14 @@ class RoundBook:
 
     @property
     def is_open(self) -> bool:
-        """Return whether a stage waits for the last decided round."""
-        return self.last in self.rounds and self.is_awaited(self.last)
+        """Return whether a stage waits for means of the last decided round, or for others to get theirs."""
+        return self.last in self.rounds and bool(self._lacking)
+
+    @property
+    def _lacking(self) -> frozenset[tuple[str, int]]:
+        """(job, stage) that wait for the last decided round; not those that have only to adopt it."""
+        having = self._agreed if self.last == self.whole else frozenset[tuple[str, int]]()
+        return self.waiting(self.last) - having
 
     @property
     def awaited_step(self) -> int | None:
@@ -232,6 +272,15 @@ class RoundBook:
         those that have lost a machine."""
         return self.missing(step) if step > self.last_step else self.stuck(lost)
 
+    def overtaken(self) -> frozenset[str]:
+        """Return the late replicas that can't catch up, because the others have decided another round."""
+        return frozenset(job for job, step in self.late.items() if step < self.last_step)
+
+    def may_catch_up(self, job: str, step: int) -> bool:
+        """Return whether a replica that the awaited round goes on without, which `step` ends, may come later."""
+        is_whole = step == self.last_step and self.last == self.whole
+        return not is_whole and not self.is_joining(job)
+
     def stuck(self, lost: frozenset[str]) -> frozenset[str]:
         """Return the replicas that the last decided round can't be completed with, if these have lost a machine. Before
         the round is whole it is decided again without those. Afterwards a stage that runs it again may wait for a
@@ -241,7 +290,7 @@ class RoundBook:
             return frozenset(job for job in lost if one.has(job))
         if all(member.job in self._replicas for member in one.members):
             return frozenset()
-        return frozenset(job for job, _ in self.waiting(one.number))
+        return frozenset(job for job, _ in self._lacking)
 
     def is_settled(self, job: str) -> bool:
         """Return whether no stage of another replica waits for a round that this one takes part in."""
@@ -260,8 +309,9 @@ class RoundBook:
         return min(self.rounds, default=self.last + 1)
 
     def _is_needed(self, one: JointRound, needed: Mapping[str, int]) -> bool:
-        jobs = {member.job for member in one.members} & self.expected.keys()
-        return one.number == self.last or any(one.step >= needed.get(job, 0) for job in jobs)
+        jobs = {member.job for member in one.members} & (self.expected.keys() | self.late.keys())
+        adopted_at = self.exchanges.adopted_at(one.step)
+        return one.number == self.last or any(adopted_at >= needed.get(job, 0) for job in jobs)
 
     def _open_step(self, job: str) -> int | None:
         """Return the step that all stages of a replica wait at, if no round is decided for it yet."""

@@ -104,32 +104,41 @@ def adopt(
         )
 
 
+@dataclass(frozen=True, slots=True)
+class DifferenceForm:
+    """How a stage makes its differences. `codec`: packs them. `overlapped`: they are computed from the stored
+    parameters (`REPORTED`), because the stage trains on during the exchange."""
+
+    codec: Exchanged
+    overlapped: bool
+
+
 def divided_difference(
-    program: StageProgram, key: str, divided: Sequence[Span], own: int, codec: Exchanged
+    program: StageProgram, key: str, divided: Sequence[Span], own: int, form: DifferenceForm
 ) -> dict[int, Carried]:
     """Return one parameter's difference, packed in pieces: member -> the piece of its share. The own share is not
     packed, and neither are empty ones."""
-    values = as_array(_pseudo_gradient(program, key, overlapped=False)[0])
+    values = as_array(_pseudo_gradient(program, key, overlapped=form.overlapped)[0])
     return {
-        member: pack(key, _float32(values[first:below], (below - first,)), codec)
+        member: pack(key, _float32(values[first:below], (below - first,)), form.codec)
         for member, (first, below) in enumerate(divided)
         if member != own and first < below
     }
 
 
 def share_mean(
-    program: StageProgram, key: str, span: Span, own: int, others: Mapping[int, Carried], codec: Exchanged
+    program: StageProgram, key: str, span: Span, own: int, others: Mapping[int, Carried], form: DifferenceForm
 ) -> tuple[Carried, Floats]:
     """Sum the differences of one share in the order of the members, and divide by their number. Return (packed mean,
     mean). `others`: member -> its piece."""
     first, below = span
     pieces = {member: as_array(unpack(piece)) for member, piece in others.items()}
-    pieces[own] = as_array(_pseudo_gradient(program, key, overlapped=False)[0])[first:below]
+    pieces[own] = as_array(_pseudo_gradient(program, key, overlapped=form.overlapped)[0])[first:below]
     total = np.zeros(below - first, np.float32)
     for member in sorted(pieces):
         total += pieces[member]
     mean = total * np.float32(1 / len(pieces))
-    return pack(key, _float32(mean, mean.shape), codec), mean
+    return pack(key, _float32(mean, mean.shape), form.codec), mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +153,11 @@ class DividedUpdate:
 
 
 def adopt_divided(
-    program: StageProgram, key: str, update: DividedUpdate, codec: Exchanged, step: OuterOptimizer
+    program: StageProgram, key: str, update: DividedUpdate, form: DifferenceForm, step: OuterOptimizer
 ) -> None:
     """Adopt an outer update that the replicas summed in shares. What packing lost of the own share's mean is kept with
     what it lost of the own differences, times the number of members, because the next mean divides it again."""
-    tensor, anchor = _pseudo_gradient(program, key, overlapped=False)
+    tensor, anchor = _pseudo_gradient(program, key, overlapped=form.overlapped)
     difference = as_array(tensor)
     gradient, lost = np.zeros_like(difference), np.zeros_like(difference)
     for member, (first, below) in enumerate(update.divided):
@@ -157,7 +166,7 @@ def adopt_divided(
         piece = slice(first, below)
         gradient[piece] = as_array(unpack(update.means[member]))
         if member != update.own:
-            packed = pack(key, _float32(difference[piece], (below - first,)), codec)
+            packed = pack(key, _float32(difference[piece], (below - first,)), form.codec)
             lost[piece] = difference[piece] - as_array(unpack(packed))
         elif update.wanted is not None:
             lost[piece] = (update.wanted - gradient[piece]) * np.float32(len(update.divided))
@@ -166,7 +175,7 @@ def adopt_divided(
     new = host_tensor(anchor.dtype, anchor.shape, as_bytes(value, anchor.dtype))
     program.import_state(
         [
-            (f"model/{key}", new),
+            (f"model/{key}", _with_what_came_since(program, key, new) if form.overlapped else new),
             (f"optimizer/{key}/{ANCHOR}", new),
             (f"optimizer/{key}/{OUTER_MOMENTUM}", _float32(held, anchor.shape)),
             (f"optimizer/{key}/{RESIDUAL}", _float32(lost, anchor.shape)),
@@ -184,17 +193,34 @@ def agreed_piece(program: StageProgram, key: str, span: Span) -> dict[str, HostT
     }
 
 
-def begin_from(program: StageProgram, key: str, agreed: Mapping[str, Sequence[HostTensor]]) -> None:
-    """Begin with a parameter as other replicas have agreed on it. `agreed`: slot -> pieces, in order."""
+Agreed = Mapping[str, Sequence[HostTensor]]
+"""One parameter as other replicas have agreed on it: slot -> pieces, in order."""
+
+
+def begin_from(program: StageProgram, key: str, agreed: Agreed) -> None:
+    """Begin with a parameter as other replicas have agreed on it."""
     ((_, initial),) = program.export_entries([f"model/{key}"])
+    _take_over(program, key, agreed, initial, np.zeros(prod(initial.shape), np.float32), overlapped=False)
+
+
+def catch_up(program: StageProgram, key: str, agreed: Agreed, form: DifferenceForm) -> None:
+    """Continue from a parameter as other replicas have agreed on it without this one. Its difference is kept like a
+    packing error, so that it counts in the next exchange."""
+    difference, anchor = _pseudo_gradient(program, key, overlapped=form.overlapped)
+    _take_over(program, key, agreed, anchor, as_array(difference), overlapped=form.overlapped)
+
+
+def _take_over(
+    program: StageProgram, key: str, agreed: Agreed, like: HostTensor, residual: Floats, *, overlapped: bool
+) -> None:
     anchor, momentum = (np.concatenate([as_array(piece) for piece in agreed[slot]]) for slot in AGREED_SLOTS)
-    new = host_tensor(initial.dtype, initial.shape, as_bytes(anchor, initial.dtype))
+    new = host_tensor(like.dtype, like.shape, as_bytes(anchor, like.dtype))
     program.import_state(
         [
-            (f"model/{key}", new),
+            (f"model/{key}", _with_what_came_since(program, key, new) if overlapped else new),
             (f"optimizer/{key}/{ANCHOR}", new),
-            (f"optimizer/{key}/{OUTER_MOMENTUM}", _float32(momentum, initial.shape)),
-            (f"optimizer/{key}/{RESIDUAL}", _float32(np.zeros_like(momentum), initial.shape)),
+            (f"optimizer/{key}/{OUTER_MOMENTUM}", _float32(momentum, like.shape)),
+            (f"optimizer/{key}/{RESIDUAL}", _float32(residual, like.shape)),
         ]
     )
 

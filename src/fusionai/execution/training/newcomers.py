@@ -1,22 +1,32 @@
-"""The state with which a replica begins later than others: its stages get it from theirs, not from the owner.
+"""The state with which a replica begins later than others, or catches up: its stages get it from theirs, not from the
+owner.
 
 A stage of the newcomer asks its driver, which answers with a welcome: who sends, and how the parameters are divided
 among them. Every sender waits until its stage has adopted the update of the round before the newcomer's first step,
 then sends its share of the agreed parameters and outer momentum. The others can't go on to the next agreed state
-meanwhile, because no round is decided without the newcomer.
+meanwhile, because no round is decided without the newcomer. A stage of a replica that missed a round has asked for its
+update, and gets a welcome instead: it continues from the agreed state and keeps its difference for the next round.
 
 `twins` is the stages' side of rounds; `training.joint_exchange` sends the welcomes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from fusionai.coordination.training.division import Span, spans
 from fusionai.execution.host import Host
-from fusionai.execution.training.exchange import AGREED_SLOTS, agreed_piece, begin_from, keys_of
+from fusionai.execution.training.exchange import (
+    AGREED_SLOTS,
+    Agreed,
+    DifferenceForm,
+    agreed_piece,
+    begin_from,
+    catch_up,
+    keys_of,
+)
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
@@ -31,9 +41,11 @@ SENT_BYTES: Final = 2**22
 
 @dataclass(slots=True)
 class _Welcome:
-    """The state as it arrives at a stage of the newcomer. `pieces`: (sender, parameter) -> slot -> values."""
+    """The state as it arrives at a stage of the newcomer. `step`: the step that ended the round before. `pieces`:
+    (sender, parameter) -> slot -> values."""
 
     number: int
+    step: int
     divided: Mapping[str, tuple[Span, ...]]
     pieces: dict[tuple[int, str], Mapping[str, HostTensor]] = field(
         default_factory=dict[tuple[int, str], "Mapping[str, HostTensor]"]
@@ -52,6 +64,10 @@ class _Welcome:
     @property
     def nbytes(self) -> int:
         return sum(one.nbytes for piece in self.pieces.values() for one in piece.values())
+
+    def agreed(self, key: str) -> Agreed:
+        held = [self.pieces[sender, key] for sender, (first, below) in enumerate(self.divided[key]) if first < below]
+        return {slot: [piece[slot] for piece in held] for slot in AGREED_SLOTS}
 
 
 class Newcomers:
@@ -100,22 +116,22 @@ class Newcomers:
         if self._attempt is not None:
             self.ask(self._attempt + 1)
 
-    def order(self, message: wire.ExchangeRound) -> None:
-        """Follow a welcome."""
+    def order(self, message: wire.ExchangeRound, asked: int | None) -> None:
+        """Follow a welcome. `asked`: step whose update this stage waits for."""
         if message.place < len(message.weights):
             twins = [twin for twin in message.twins if twin.wants and keys_of(twin, list(self._sizes))]
             self._orders |= {(twin.job, twin.stage): message for twin in twins}
             self.serve()
-        elif self._attempt is not None:
+        elif self._attempt is not None or asked == message.step:
             divided = {key: spans(key, size, message.weights) for key, size in self._sizes.items()}
-            self._welcome = _Welcome(message.number, divided)
+            self._welcome = _Welcome(message.number, message.step, divided)
             early, self._early = self._early, []
             for part, values in early:
-                self.take(part, values)
+                self.take(part, values, asked)
 
-    def take(self, message: wire.ExchangePart, tensors: Mapping[str, HostTensor]) -> None:
+    def take(self, message: wire.ExchangePart, tensors: Mapping[str, HostTensor], asked: int | None) -> None:
         """Take a piece of the state. Raises `ExecutionError` for one that does not fit."""
-        if self._attempt is None:
+        if self._attempt is None and asked is None:
             return
         self._memory.require(sum(one.nbytes for one in tensors.values()), f"stage {self._stage.stage}")
         welcome = self._welcome
@@ -138,26 +154,42 @@ class Newcomers:
                     f"expected the agreed state of {key} from sender {message.member} as {expected}, got {found}."
                 )
             welcome.pieces[message.member, key] = piece
-        if not welcome.lacking:
-            self._attempt = None
-            self._stage.start(partial(self._begin, welcome))
+        if welcome.lacking:
+            return
+        if self._attempt is None:
+            self._stage.agreed(welcome.step)
+            return
+        self._attempt = None
+        self._stage.start(partial(self._begin, welcome))
 
     async def _begin(self, welcome: _Welcome) -> None:
-        for key, divided in welcome.divided.items():
-            held = [welcome.pieces[sender, key] for sender, (first, below) in enumerate(divided) if first < below]
-            agreed = {slot: [piece[slot] for piece in held] for slot in AGREED_SLOTS}
-            await self._compute.run(partial(begin_from, self._stage.program, key, agreed))
+        for key in welcome.divided:
+            await self._compute.run(partial(begin_from, self._stage.program, key, welcome.agreed(key)))
             if self._welcome is not welcome:
                 return
         self._welcome = None
         self._stage.begins()
+
+    def catching_up(self, step: int, form: DifferenceForm) -> Callable[[], None] | None:
+        """Return the work of adopting what the others agreed on after a step without this stage; None if it took
+        part. The work runs in the compute thread."""
+        welcome = self._welcome
+        if welcome is None or welcome.step != step or welcome.lacking:
+            return None
+        self._welcome = None
+
+        def work() -> None:
+            for key in welcome.divided:
+                catch_up(self._stage.program, key, welcome.agreed(key), form)
+
+        return work
 
     # ------------------------------------------------------------------------------------------------ of the others
 
     def serve(self) -> None:
         """Send the state to newcomers as soon as this stage has it."""
         for to, message in list(self._orders.items()):
-            if self._stage.has_agreed(message.step):
+            if self._stage.adopted == message.step:
                 del self._orders[to]
                 for twin in message.twins:
                     if (twin.job, twin.stage) == to:
@@ -172,7 +204,7 @@ class Newcomers:
                 piece, _ = await self._compute.run(partial(agreed_piece, self._stage.program, key, span))
                 pending |= {f"{slot}/{key}": tensor for slot, tensor in piece.items()}
             if pending and (key == keys[-1] or sum(one.nbytes for one in pending.values()) >= SENT_BYTES):
-                if not self._stage.has_agreed(message.step):
+                if self._stage.adopted != message.step:
                     return  # the newcomer has gone, and the others on
                 await self._send_part(message, twin, pending)
                 pending = {}
@@ -189,5 +221,5 @@ class Newcomers:
             kind="state",
             tensors=headers(tensors),
         )
-        is_wanted = partial(self._stage.has_agreed, message.step)
+        is_wanted = lambda: self._stage.adopted == message.step  # noqa: E731
         await self._stage.twins.deliver(twin, part, tuple(tensors.values()), is_wanted)

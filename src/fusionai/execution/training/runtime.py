@@ -314,14 +314,10 @@ class StageRuntime:
             return True
         return False
 
-    def has_applied(self, step: int) -> bool:
-        """Return whether the step is part of the state."""
-        return self._machine.applied > step
-
-    def has_agreed(self, step: int) -> bool:
-        """Return whether the update of this step is the last one that the state includes."""
-        exchanges = self._machine.shape.exchanges
-        return exchanges.over(exchanges.begun + self._machine.applied) == exchanges.begun + step + 1
+    @property
+    def adopted(self) -> int:
+        """Step whose outer update is the last one that the state includes; below 0 if it includes none."""
+        return self._machine.shape.exchanges.adopted(self._machine.applied)
 
     def agreed(self, step: int) -> None:
         """The outer update of a step, summed with other replicas' stages, can be adopted."""

@@ -26,6 +26,7 @@ from fusionai.execution.host import Host
 from fusionai.execution.tensors import chunks
 from fusionai.execution.training.codecs import Carried, joined, split
 from fusionai.execution.training.exchange import (
+    DifferenceForm,
     DividedUpdate,
     Floats,
     OuterOptimizer,
@@ -95,6 +96,7 @@ class Twins:
         self._compute = host.compute
         self._memory = host.memory
         self._sizes = {key: prod(shape) for key, shape in sorted(trainable.items())}
+        self._form = DifferenceForm(stage.options.sync_codec, overlapped=stage.options.sync_lag > 0)
         self._rounds: dict[int, _Round] = {}
         self._asked: int | None = None
         """Step whose update this stage waits for under its present fence."""
@@ -137,7 +139,7 @@ class Twins:
     def order(self, message: wire.ExchangeRound) -> None:
         """Follow the owner's decision about a round, or a welcome."""
         if message.is_welcome:
-            self.newcomers.order(message)
+            self.newcomers.order(message, self._asked)
             return
         for number in [number for number in self._rounds if number < message.kept_from]:
             del self._rounds[number]
@@ -157,7 +159,7 @@ class Twins:
             for part, values in early:
                 self._keep(part, values)
         if known is None:
-            if self._stage.has_applied(message.step):
+            if self._stage.adopted >= message.step:
                 self._miss(message.number)
             return
         known.twins = held
@@ -214,7 +216,7 @@ class Twins:
     def take(self, message: wire.ExchangePart, tensors: Mapping[str, HostTensor]) -> None:
         """Take pieces of another stage. Raises `ExecutionError` for ones that do not fit the round or welcome."""
         if message.kind == "state":
-            self.newcomers.take(message, tensors)
+            self.newcomers.take(message, tensors, self._asked)
             return
         values = joined(tensors, message.packed)
         if message.number in self._rounds:
@@ -241,11 +243,11 @@ class Twins:
     # ---------------------------------------------------------------------------------------------- pieces of work
 
     async def _make(self, one: _Round) -> None:
-        codec, program = self._stage.options.sync_codec, self._stage.program
+        program, form = self._stage.program, self._form
         batch_bytes = BATCH_BYTES * max(1, one.machine.members - 1)
         fresh, fresh_bytes = set[str](), 0
         for key, pieces in one.divided.items():
-            made, _ = await self._compute.run(partial(divided_difference, program, key, pieces, one.own, codec))
+            made, _ = await self._compute.run(partial(divided_difference, program, key, pieces, one.own, form))
             if self._rounds.get(one.number) is not one:
                 return
             made_bytes = sum(part.nbytes for part in made.values())
@@ -260,13 +262,13 @@ class Twins:
         self._handle(one, machine.PartsMade(frozenset(fresh)))
 
     async def _sum(self, one: _Round, keys: frozenset[str]) -> None:
-        codec, program, own = self._stage.options.sync_codec, self._stage.program, one.own
+        program, own, form = self._stage.program, one.own, self._form
         for key in sorted(keys):
             span = one.divided[key][own]
             if span[0] == span[1]:
                 continue
             others = {member: values[key] for (kind, member), values in one.arrived.items() if kind == "difference"}
-            work = partial(share_mean, program, key, span, own, others, codec)
+            work = partial(share_mean, program, key, span, own, others, form)
             (mean, wanted), _ = await self._compute.run(work)
             if self._rounds.get(one.number) is not one:
                 return
@@ -276,6 +278,16 @@ class Twins:
     async def adopt(self, step: int, complete_copies: Callable[[], None]) -> None:
         """Adopt the update of a step, for which the stage machine has got `OuterUpdateArrived`. `complete_copies` runs
         first in the compute thread: the state is about to change."""
+        if (catching_up := self.newcomers.catching_up(step, self._form)) is not None:
+
+            def caught_up() -> None:
+                complete_copies()
+                catching_up()
+
+            await self._compute.run(caught_up)
+            self._rounds = {number: one for number, one in self._rounds.items() if one.step != step}
+            self._asked = None
+            return
         (one,) = (one for one in self._rounds.values() if one.step == step)
         options, program = self._stage.options, self._stage.program
         outer = OuterOptimizer(learning_rate=options.sync_rate, momentum=options.sync_momentum)
@@ -291,7 +303,7 @@ class Twins:
                 if key in one.means:
                     means[one.own] = one.means[key]
                 update = DividedUpdate(divided=pieces, own=one.own, means=means, wanted=one.wanted.get(key))
-                adopt_divided(program, key, update, options.sync_codec, outer)
+                adopt_divided(program, key, update, self._form, outer)
 
         await self._compute.run(work)
         one.is_adopted, self._asked = True, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fusionai.coordination.training.exchanges import Exchanges
 from fusionai.coordination.training.joint_rounds import ExchangingReplica, JointRound, Newcomer, RoundBook
 
 BOTH = (ExchangingReplica(job="a", weight=1.0), ExchangingReplica(job="b", weight=2.0))
@@ -42,8 +43,8 @@ def test_a_replica_that_ended_is_not_waited_for() -> None:
     assert decided.members == BOTH[:1]
     made.expected["b"] = 0
     made.place("b", [0], 1.0)
-    assert made.is_lost("b", 4), "it can't take part any more"
-    assert not made.is_lost("a", 4)
+    assert not made.is_lost("b", 4), "it can catch up"
+    assert made.is_lost("b", 3), "it can't take part any more"
 
 
 def test_a_round_is_decided_again_without_a_replica_that_ends_in_it() -> None:
@@ -59,6 +60,10 @@ def test_a_round_is_decided_again_without_a_replica_that_ends_in_it() -> None:
     assert [late.agrees(job, stage, 1) for job, stage in agreeing] == [False, False, False, True]
     assert late.leave("b") == []
     assert late.decide() is None, "every stage has all means, and may have adopted them"
+    assert late.stuck(frozenset()) == set(), "they have only to adopt it"
+    late.place("a", [0, 1], 1.0)
+    late.waits("a", 0, 4)
+    late.waits("a", 1, 4)
     assert late.agrees("a", 0, 1), "again, after a fault"
     assert late.stuck(frozenset()) == {"a"}, "a stage of it that is not there can't get what b sent"
     late.applied("a", 0, 5)
@@ -115,6 +120,102 @@ def test_rounds_are_kept_while_a_member_may_run_them_again() -> None:
     made.needed_from("b", 20)
     made.needed_from("a", 20)
     assert sorted(made.rounds) == [3], "the last one stays"
+
+
+def test_with_overlap_a_stage_waits_until_it_has_adopted_the_update() -> None:
+    made = book()
+    made.exchanges = Exchanges(every=5, lag=2, steps=15)
+    all_wait(made, 4)
+    made.decide()
+    for job in ("a", "b"):
+        for stage in (0, 1):
+            made.applied(job, stage, 6)
+    assert made.is_awaited(1), "they train on meanwhile"
+    assert made.applied("a", 0, 7) == [1]
+    for job in ("a", "b"):
+        made.needed_from(job, 6)
+        for stage in (0, 1):
+            made.applied(job, stage, 7)
+    assert not made.is_awaited(1)
+    all_wait(made, 9)
+    made.decide()
+    assert made.rounds.keys() == {1, 2}
+    made.needed_from("a", 6)
+    assert made.kept_from == 1, "a stage that begins again with the state after six steps adopts it once more"
+    for job in ("a", "b"):
+        made.needed_from(job, 7)
+    assert made.kept_from == 2
+
+
+def late_book() -> RoundBook:
+    """Replica b has missed the round after step 4."""
+    made = with_newcomer(begun=0)
+    for stage in (0, 1):
+        for job in ("a", "c"):
+            made.waits(job, stage, 4)
+    made.waits("b", 0, 4)
+    assert made.left_out(4, frozenset()) == {"b"}
+    assert made.may_catch_up("b", 4)
+    made.misses("b", 4)
+    decided = made.decide()
+    assert decided is not None
+    assert [member.job for member in decided.members] == ["a", "c"]
+    return made
+
+
+def test_a_late_replica_gets_the_agreed_state_and_takes_part_in_the_next_round() -> None:
+    made = late_book()
+    assert made.newcomers() == [], "its last stage has not come"
+    assert made.waits("b", 1, 4) == []
+    (found,) = made.newcomers()
+    assert (found.job, found.stages, found.begun) == ("b", {0, 1}, 5)
+    assert [sender.job for sender in found.senders] == ["a", "c"]
+    assert not made.may_catch_up("b", 9), "while it does"
+    for job in ("a", "b", "c"):
+        for stage in (0, 1):
+            made.applied(job, stage, 5)
+    assert made.newcomers() == []
+    for stage in (0, 1):
+        for job in ("a", "c"):
+            made.waits(job, stage, 9)
+    assert made.decide() is None
+    assert made.missing(9) == {"b"}
+    for stage in (0, 1):
+        made.waits("b", stage, 9)
+    decided = made.decide()
+    assert decided is not None
+    assert [member.job for member in decided.members] == ["a", "b", "c"]
+    assert made.caught_up == {"b"}
+    assert made.overtaken() == set()
+
+
+def test_a_replica_that_misses_two_rounds_can_not_catch_up() -> None:
+    made = late_book()
+    assert made.overtaken() == set()
+    for step in (5, 10):
+        for stage in (0, 1):
+            for job in ("a", "c"):
+                made.applied(job, stage, step)
+                made.waits(job, stage, step + 4)
+        made.decide()
+    assert made.overtaken() == {"b"}
+    assert made.is_lost("b", 4)
+
+
+def test_a_round_with_a_late_replica_is_taken_back_unless_it_is_whole() -> None:
+    made = book()
+    all_wait(made, 4)
+    made.decide()
+    made.misses("b", 4)
+    again = made.decide()
+    assert again is not None
+    assert (again.step, [member.job for member in again.members]) == (4, ["a"])
+    made = book()
+    all_wait(made, 4)
+    made.decide()
+    for job, stage in ((job, stage) for job in ("a", "b") for stage in (0, 1)):
+        made.agrees(job, stage, 1)
+    assert not made.may_catch_up("b", 4), "others may have adopted it"
 
 
 def with_newcomer(begun: int = 5) -> RoundBook:
