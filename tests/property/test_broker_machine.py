@@ -166,6 +166,29 @@ class BrokerHistory(RuleBasedStateMachine):
         )
         self.request(owner, connection, job, members, version)
 
+    @rule(
+        owner=peers,
+        connection=connections,
+        job=jobs,
+        machines=st.integers(1, 4),
+        excluded=st.lists(peers, max_size=2, unique=True),
+        again=st.booleans(),
+    )
+    def wait_in_the_queue(
+        self, owner: PeerId, connection: int, job: JobId, machines: int, excluded: list[PeerId], again: bool
+    ) -> None:
+        known = self.desk.pool.jobs.get(job)
+        asker = owner if known is None or again else known.owner
+        self.ask(requests.AskPlace(asker, connection, job, "t", 5, machines, 0, tuple(excluded), "", again))
+
+    @rule()
+    def take_a_turn(self) -> None:
+        for job, turn in self.desk.turns.items():
+            owner = self.desk.pool.jobs[job].owner
+            self.request_job(owner, 9, job, sorted(turn.members), 0, 0)
+            assert self.desk.pool.jobs[job].phase == "requested"
+            break
+
     @rule(job=jobs, first=st.integers(0, 3), count=st.integers(1, 4), spares=st.integers(0, 2))
     def plan_with_those_who_are_there(self, job: JobId, first: int, count: int, spares: int) -> None:
         """Also with those who drain or rest: they are what the desk has to leave out."""
@@ -201,6 +224,7 @@ class BrokerHistory(RuleBasedStateMachine):
         plan = repr(members).encode()
         newest = self.desk.pool.newest_version
         before = self.desk.pool.members
+        self.desk_before = self.desk
         decision = self.ask(requests.RequestJob(owner, connection, job, "t", 5, plan, version, members))
         for command in decision.commands:
             if isinstance(command, IssueTickets):
@@ -209,6 +233,12 @@ class BrokerHistory(RuleBasedStateMachine):
                 # A version that was given out once always means the same plan.
                 assert self.granted.setdefault(command.version, minted.members) == members
                 if command.version > newest:
+                    kept = self.desk_before.line.kept
+                    growing = len(members) > sum(member.job == job for member in before.values())
+                    for peer in (PeerId(member.peer) for member in members):
+                        keeper = kept.get(peer, job)
+                        in_turn = any(peer in turn.members for turn in self.desk_before.turns.values())
+                        assert keeper == job or not (growing or in_turn)
                     for peer in (PeerId(member.peer) for member in members):
                         incumbent = before[peer].job == job
                         assert incumbent or (before[peer].phase == "idle" and not self.rests(peer))
@@ -330,6 +360,24 @@ class BrokerHistory(RuleBasedStateMachine):
         assert sorted(current) == sorted(job.job for job in pool.jobs.values() if job.live)
 
     @invariant()
+    def turns_are_of_queued_jobs_and_have_all_their_machines(self) -> None:
+        pool, turns = self.desk.pool, self.desk.turns
+        assert sum(len(turn.members) for turn in turns.values()) == len(
+            {peer for turn in turns.values() for peer in turn.members}
+        )
+        for name, turn in turns.items():
+            job = pool.jobs[name]
+            assert job.queued
+            assert job.attended
+            assert len(turn.members) >= job.need.machines
+            assert not turn.members & set(job.need.excluded)
+            for peer in turn.members:
+                assert self.desk.is_free(pool.members[peer], self.wall_s)
+        if self.desk.arranged_of:  # not since a restart
+            assert set(self.desk.line.jobs) == {job.job for job in pool.queued_jobs()}
+        assert set(self.desk.line.kept.values()) <= {job.job for job in pool.queued_jobs()}
+
+    @invariant()
     def leases_belong_to_those_present(self) -> None:
         present = {peer for peer, member in self.desk.pool.members.items() if member.phase in PRESENT}
         assert set(self.desk.leases) == present
@@ -338,7 +386,7 @@ class BrokerHistory(RuleBasedStateMachine):
 
     @invariant()
     def every_live_job_has_a_driver_or_a_deadline(self) -> None:
-        live = {job.job for job in self.desk.pool.jobs.values() if job.live}
+        live = {job.job for job in self.desk.pool.jobs.values() if job.live or job.queued}
         assert set(self.desk.drivers) | set(self.desk.waits) == live
         assert not set(self.desk.drivers) & set(self.desk.waits)
 

@@ -4,9 +4,9 @@ A message of an authenticated sender becomes a request. `coordination.broker.dec
 appended to the journal, and only then the decision is adopted and its commands are performed: certificates, tickets,
 answers, notices. If the journal fails, the state is unchanged and the sender gets an error.
 
-A stranger may only ask to join, with an invitation or with a code (`code_door`). Profiles and plans are checked against
-their schemas and size limits here. Tensors never pass through. `server` owns the connections and the timer, `transport`
-signs.
+A stranger may only ask to join, with an invitation or with a code (`code_door`). `reading` checks profiles and plans
+against their schemas and size limits. Tensors never pass through. `server` owns the connections and the timer,
+`transport` signs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fusionai.broker.code_door import CodeDoor
 from fusionai.broker.comings import coming_or_going
 from fusionai.broker.journal import Journal, JournalTaken
 from fusionai.broker.reachability import Introducer
+from fusionai.broker.reading import job_request, place_request, read_profile
 from fusionai.coordination.broker import pool, requests, state
 from fusionai.coordination.broker.decisions import check_inviter, check_welcome, handle
-from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.coordination.broker.join_code import CODE_LIFETIME_S
 from fusionai.coordination.broker.requests import Refusal, Request
 from fusionai.coordination.broker.state import BrokerRules, BrokerState, Decision, recovered
@@ -45,9 +45,6 @@ from fusionai.transport.security.signed import DRIVER_STAGE, Role, Ticket, sign_
 from fusionai.wire import messages as wire
 
 TOKEN_BYTES: Final = 32
-MAX_PROFILE_BYTES: Final = 16_384
-MAX_PLAN_BYTES: Final = 4 * 2**20
-MAX_STAGES: Final = 1024
 MAX_UNENDORSED: Final = 64
 """Refused machines that are remembered, for the broker's owner (chosen)."""
 _LOG: Final = logging.getLogger(__name__)
@@ -179,9 +176,7 @@ class BrokerService:
                 self._links[peer] = message.links
                 return self._decide(requests.Beat(peer, connection, message.boot, message.jobs))
             case wire.Register():
-                self._check_lender(peer, _check_profile(message.profile, peer))
-                profile, addresses = bytes(message.profile), vouched(message.addresses, remote.host)
-                register = requests.RegisterMember(peer, connection, message.boot, profile, addresses)
+                register = self._registration(remote, peer, connection, message)
                 return self._with_neighbours(self._decide(register), peer, remote.host)
             case wire.Leave():
                 return self._decide(requests.AskLeave(peer, connection, message.drain))
@@ -192,15 +187,17 @@ class BrokerService:
             case wire.JobQuery():
                 return Replies(answer=state.job_list(self.state, JobId(message.job) if message.job else None))
             case wire.JobRequest():
-                request = _job_request(peer, connection, message)
+                request = job_request(peer, connection, message)
                 for placement in request.members:
                     self._check_lender(PeerId(placement.peer), None)
                 return self._decide(request)
+            case wire.QueueRequest():
+                return self._decide(place_request(peer, connection, message))
             case wire.JobReport():
                 job, phase, step = JobId(message.job), message.state, message.step
                 return self._decide(requests.ReportJob(peer, connection, job, phase, step, message.detail))
             case wire.JobStop():
-                return self._decide(requests.StopJob(peer, JobId(message.job)))
+                return self._decide(requests.StopJob(peer, JobId(message.job), connection))
             case wire.InviteRequest():
                 return self._hand_out(peer, message)
             case wire.CodeRequest():
@@ -225,6 +222,21 @@ class BrokerService:
             case _:
                 tag = message.__struct_config__.tag
                 raise Refusal("bad_message", f"A broker has no answer to {tag}; jobs go between their members.")
+
+    def _registration(
+        self, remote: Remote, peer: PeerId, connection: int, message: wire.Register
+    ) -> requests.RegisterMember:
+        profile = read_profile(message.profile, peer)
+        self._check_lender(peer, profile)
+        return requests.RegisterMember(
+            peer,
+            connection,
+            message.boot,
+            bytes(message.profile),
+            vouched(message.addresses, remote.host),
+            profile.memory_bytes,
+            profile.effective_flops_per_s,
+        )
 
     def _check_lender(self, peer: PeerId, profile: PeerProfile | None) -> None:
         """Raise `Refusal` if the peer may not lend. Without `profile`, the registered one is checked again, because it
@@ -412,86 +424,11 @@ def remembered(journal: Journal) -> tuple[int, pool.Pool]:
     return kept.sequence, pool.replay(kept.facts, known)
 
 
-def _job_request(owner: PeerId, connection: int, message: wire.JobRequest) -> requests.RequestJob:
-    """Decode the plan against its schema and check what the broker relies on. Raises `Refusal`."""
-    try:
-        plan = msgspec.msgpack.decode(message.plan, type=Plan)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refusal("bad_message", f"The plan does not fit its schema: {error}.") from error
-    if len(bytes(message.plan)) > MAX_PLAN_BYTES:
-        raise Refusal("bad_message", f"Expected a plan of at most {MAX_PLAN_BYTES} bytes.")
-    if not 1 <= len(plan.stages) <= MAX_STAGES:
-        raise Refusal("bad_message", f"Expected a plan of 1 to {MAX_STAGES} stages, got {len(plan.stages)}.")
-    if len({(placement.stage, placement.replica) for placement in plan.stages}) != len(plan.stages):
-        raise Refusal("bad_message", "A stage of the plan is placed twice.")
-    if plan.version < 0 or any(not 0 <= placement.stage < MAX_STAGES for placement in plan.stages):
-        raise Refusal("bad_message", "A number of the plan is out of range.")
-    _check_standbys(plan)
-    members = _placements(plan, owner)
-    if not members:
-        raise Refusal("bad_message", "The plan places nothing on a member; it needs no pool.")
-    unversioned = msgspec.msgpack.encode(msgspec.structs.replace(plan, version=0))
-    return requests.RequestJob(
-        owner=owner,
-        connection=connection,
-        job=JobId(message.job),
-        title=message.title,
-        steps=message.steps,
-        plan=unversioned,
-        plan_version=plan.version,
-        members=members,
-    )
-
-
-def _check_standbys(plan: Plan) -> None:
-    """Raise `Refusal` unless each stage has at most one standby, on a machine that does not run the stage."""
-    runs: dict[int, set[str]] = {}
-    for placement in plan.stages:
-        runs.setdefault(placement.stage, set()).add(placement.peer)
-    if len({standby.stage for standby in plan.standbys}) != len(plan.standbys):
-        raise Refusal("bad_message", "A stage of the plan has two standbys.")
-    for standby in plan.standbys:
-        if standby.peer in runs.get(standby.stage, {standby.peer}):
-            raise Refusal("bad_message", f"Stage {standby.stage} is not in the plan or would be its own standby.")
-    if plan.snapshot_every < 0 or (plan.standbys and not plan.snapshot_every and plan.task == "train"):
-        raise Refusal("bad_message", "A plan with standbys needs a number of steps between two snapshots.")
-
-
-def _placements(plan: Plan, owner: PeerId) -> tuple[MemberPlacement, ...]:
-    """Return the stages and standbys that the plan places on each member. Stages of the owner's process (feed, loss)
-    reserve no member. Standbys are reserved like members with stages, because another job could otherwise take
-    them just when they are needed."""
-    stages: dict[str, list[int]] = {}
-    standbys: dict[str, list[int]] = {}
-    for placement in plan.stages:
-        own = placement.peer == owner and ("loss" in placement.roles or "feed" in placement.roles)
-        if not own:
-            stages.setdefault(placement.peer, []).append(placement.stage)
-    for standby in plan.standbys:
-        standbys.setdefault(standby.peer, []).append(standby.stage)
-    return tuple(
-        MemberPlacement(peer, tuple(stages.get(peer, ())), tuple(sorted(standbys.get(peer, ()))))
-        for peer in dict.fromkeys((*stages, *standbys))
-    )
-
-
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
         return False
-
-
-def _check_profile(profile: msgspec.Raw, peer: PeerId) -> PeerProfile:
-    if len(bytes(profile)) > MAX_PROFILE_BYTES:
-        raise Refusal("bad_message", f"Expected a profile of at most {MAX_PROFILE_BYTES} bytes.")
-    try:
-        decoded = msgspec.msgpack.decode(profile, type=PeerProfile)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refusal("bad_message", f"The profile does not fit its schema: {error}.") from error
-    if decoded.peer != peer:
-        raise Refusal("not_authorised", f"Expected the profile of {short(peer)}, got another's.")
-    return decoded
 
 
 def _digest(token: bytes) -> str:

@@ -142,7 +142,8 @@ def secret_text(text: str) -> str:
 
 
 def own_part_options(what: str) -> _Option[_Function]:
-    """Give a job's command the parameters `invitation`, `device` and `threads`. `what` this machine computes itself."""
+    """Give a job's command the parameters `invitation`, `device`, `threads`, `wait` and `priority`. `what` this machine
+    computes itself."""
     joining = (
         "Join the pool with this invitation first. Needed only until this machine has joined. - reads it from standard "
         "input, @FILE from a file."
@@ -151,7 +152,27 @@ def own_part_options(what: str) -> _Option[_Function]:
         click.option("--invite", "invitation", metavar="INVITE", callback=converted(secret_text), help=joining),
         device_option(f"Compute the job owner's part ({what}) on this device of this machine"),
         threads_option("Compute the job owner's part with this many threads"),
+        click.option(
+            "--wait",
+            is_flag=True,
+            help="Wait in the pool's queue if no machines are free, and start when it is this job's turn. Ctrl-C gives "
+            "the place up; `fusion jobs` lists the queue.",
+        ),
+        click.option(
+            "--priority",
+            metavar="CLASS",
+            default="",
+            help="With --wait: the job's priority class, one of those of the pool.  [default: the pool's usual one]",
+        ),
     )
+
+
+def check_waiting(given: Mapping[str, Any], can_wait: bool) -> None:
+    """Raise `UsageError` for a priority class without `--wait`, and for `--wait` in a command that can't wait."""
+    if given["priority"] and not given["wait"]:
+        raise UsageError("--priority is for a job that waits in the queue.", hint="Add --wait.")
+    if given["wait"] and not can_wait:
+        raise UsageError("--wait is for one model on a pool: it can't be combined with --local or several models.")
 
 
 recipe_argument = click.argument("recipe", metavar="RECIPE.toml", type=click.Path(path_type=Path))

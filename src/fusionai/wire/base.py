@@ -10,8 +10,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION: Final = 9
-OLDEST_PROTOCOL_VERSION: Final = 9
+PROTOCOL_VERSION: Final = 10
+OLDEST_PROTOCOL_VERSION: Final = 10
 
 Name = Annotated[str, Meta(max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -51,6 +51,8 @@ RefusalCode = Literal[
     "out_of_memory",
     "bad_message",
     "busy",
+    "queued",
+    "quota",
     "leaving",
     "failed",
 ]
@@ -72,6 +74,8 @@ REFUSAL_SENTENCES: Final[dict[str, str]] = {
     "out_of_memory": "The stage needs more memory than this peer lends.",
     "bad_message": "The message does not fit the schema or comes at the wrong moment.",
     "busy": "This peer already runs a stage of another job.",
+    "queued": "Jobs wait in the pool's queue; with --wait this job takes a place in it.",
+    "quota": "The owner's jobs would hold more than the pool's policy lets one owner have.",
     "leaving": "This peer is leaving the pool.",
     "failed": "The stage failed; the message says how.",
 }

@@ -20,6 +20,8 @@ MAX_LINKS: Final = 256
 """Most links of one peer in a report. Further ones are left out."""
 MAX_NEAR: Final = 16
 """Most nearby peers that the broker names to a new member."""
+MAX_EXCLUDED: Final = 2_048
+"""Most members that a job in the queue may exclude."""
 
 CodeShare = Annotated[bytes, Meta(min_length=33, max_length=33)]
 """One side's share of a key that both derive from a join code: a side byte and a point of Ed25519."""
@@ -234,6 +236,8 @@ class MemberView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     last_heard_s: Seconds = 0.0
     rests_s: Seconds = 0.0
     """In state `resting`: seconds until it may be given work again."""
+    kept_for: Name = ""
+    """Job that waits in the queue and for which this machine is kept free."""
     clears: Name = ""
     """Job that no longer uses this member but of which it still holds state. Until the state is cleared, the member
     gets no part in another job."""
@@ -255,6 +259,42 @@ class JobRequest(WireMessage, frozen=True, kw_only=True, tag="job_request"):
     title: Name
     plan: msgspec.Raw
     steps: Count = 0
+
+
+class QueueRequest(WireMessage, frozen=True, kw_only=True, tag="queue_request"):
+    """A job's owner asks for a place in the queue, or which place its job has now. An owner that waits asks again every
+    few seconds."""
+
+    job: Job
+    title: Name
+    steps: Count = 0
+    machines: Annotated[int, Meta(ge=1, le=100_000)] = 1
+    """Least number of machines that the job needs."""
+    memory_bytes: Count = 0
+    """Least memory that these machines must lend together."""
+    excluded: Annotated[tuple[Peer, ...], Meta(max_length=MAX_EXCLUDED)] = ()
+    """Members that the job may not use."""
+    priority: Name = ""
+    """Its priority class; empty: the pool's usual one."""
+    again: bool = False
+    """Whether the job had a place before. Then it gets no new one if it was taken out of the queue meanwhile."""
+
+
+class QueuePlace(WireMessage, frozen=True, kw_only=True, tag="queue_place"):
+    """Answer to `QueueRequest`."""
+
+    place: Count
+    """Place in the queue, from 1; 0: the job has machines already and needs none."""
+    waiting: Count = 0
+    """Number of jobs in the queue."""
+    members: Annotated[tuple[Peer, ...], Meta(max_length=100_000)] = ()
+    """In the job's turn: the machines that are kept for it; empty: it is not its turn."""
+    turn_s: Seconds = 0.0
+    """In the job's turn: for how long they are kept."""
+    why: Text = ""
+    """For people: what the job waits for."""
+    expected_s: Seconds = 0.0
+    """Estimated time until its turn; 0: not known."""
 
 
 class TicketFor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -300,6 +340,8 @@ class JobView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     steps: Count
     plan_version: Count
     started_at_s: Seconds
+    place: Count = 0
+    """Place in the queue, from 1; 0: it does not wait there."""
     story: Annotated[tuple[Text, ...], Meta(max_length=10_000)] = ()
 
 

@@ -12,8 +12,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fusionai.broker.journal import Journal
+from fusionai.broker.reading import MAX_PROFILE_BYTES
 from fusionai.broker.server import BrokerServer
-from fusionai.broker.service import MAX_PROFILE_BYTES, BrokerService, Replies, remembered
+from fusionai.broker.service import BrokerService, Replies, remembered
 from fusionai.coordination.broker.state import BrokerRules
 from fusionai.primitives.errors import ChannelClosed, StorageError
 from fusionai.primitives.ids import PeerId, short

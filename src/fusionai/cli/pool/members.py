@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fusionai.client.pool.session import PoolMember, PoolSession
 
 _STATES = {"idle": "standing by", "active": "working", "draining": "leaving", "silent": "silent", "lost": "lost"}
+_QUEUED = "queued"
 _ENDED = ("done", "failed")
 TRUSTED = "yes"
 _COLUMNS = ("peer", "name", "device", "speed", "memory", "lent", "isolated", "state", "job", "part", "links", "heard")
@@ -47,7 +48,7 @@ def pool(home: Path, json_file: Path | None) -> None:
 
     async def ask(session: PoolSession) -> tuple[str, tuple[PoolMember, ...], list[JobView]]:
         members = await session.pool()
-        running = [job for job in await session.jobs() if job.state not in _ENDED]
+        running = [job for job in await session.jobs() if job.state not in (*_ENDED, _QUEUED)]
         # Requested one by one, because the broker sends a job's story only when asked about that job.
         return session.membership.pool, members, [view for job in running for view in await session.jobs(job.job)]
 
@@ -156,6 +157,8 @@ def state_words(member: MemberView) -> str:
         return f"resting {format_seconds(member.rests_s)}"
     if member.clears:
         return f"clearing {member.clears}"
+    if member.kept_for:
+        return f"kept for {member.kept_for}"
     return _STATES.get(member.state, member.state)
 
 
@@ -191,6 +194,7 @@ def _figures(member: MemberView, profile: PeerProfile) -> dict[str, object]:
         "guards": list(member.standbys),  # its older name
         "rests_s": member.rests_s,
         "clears": member.clears or None,
+        "kept_for": member.kept_for or None,
         "addresses": list(member.addresses),
         "links": [
             {
@@ -268,6 +272,9 @@ def stop(job: str, home: Path) -> None:
     own = load_membership(own_home) if (own_home / MEMBERSHIP_FILE).is_file() else None
     mine = own is not None and own.peer == found.owner
     in_pool(home, lambda session: session.stop(job), membership=own if mine else None)
+    if found.state == _QUEUED:
+        console.line(f"{job} is taken out of the queue.")
+        return
     console.line(f"{job} was asked to stop; `fusion jobs` shows when it has stopped.")
 
 
@@ -299,7 +306,7 @@ def _job_row(job: JobView) -> tuple[str, ...]:
         job.job,
         job.title,
         short(PeerId(job.owner)),
-        job_state(job),
+        f"{job_state(job)}, place {job.place}" if job.place else job_state(job),
         _steps(job),
         str(job.plan_version),
         datetime.fromtimestamp(job.started_at_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
@@ -324,4 +331,5 @@ def _job_figures(job: JobView) -> dict[str, object]:
         "state": job_state(job),
         "steps_done": job.step + 1,
         **attributes(job, "steps plan_version started_at_s"),
+        "place": job.place or None,
     }

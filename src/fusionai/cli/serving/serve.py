@@ -232,6 +232,7 @@ def serve(
     the directory of a job of `fusion train`.
     """
     local, spares = given["local"], given.pop("spares")
+    flags.check_waiting(given, local is None and models_file is None and len(models) < 2)
     if local is not None and (given["invitation"] is not None or given["stages"] is not None):
         raise UsageError("--local starts its own pool: it can't be combined with --invite or --stages.")
     if given["draft"] is not None and given["speculate"] == "off":

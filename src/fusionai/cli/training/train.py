@@ -16,6 +16,7 @@ from fusionai.cli import console
 from fusionai.cli import options as flags
 from fusionai.cli.options import write_json
 from fusionai.cli.running import lifeline_option
+from fusionai.primitives.errors import UsageError
 from fusionai.primitives.privacy import PrivacyLevel
 
 if TYPE_CHECKING:
@@ -35,8 +36,14 @@ def train(recipe: Path, privacy: PrivacyLevel | None, lifeline: bool, json_file:
     resume. Exit code: 0 if it is done or was stopped with `fusion stop`, 130 after Ctrl-C."""
     from fusionai.corpus.recipe import load_recipe
 
+    flags.check_waiting(given, True)
     # A mistake in the recipe is said before PyTorch is imported, which takes seconds.
     loaded = load_recipe(recipe, privacy=privacy)
+    if given["wait"] and loaded.replicas is not None:
+        raise UsageError(
+            "--wait is for a job of one pipeline; each replica of this recipe is a job of its own.",
+            hint="Leave [replicas] out, or start the job when its machines are free.",
+        )
     from fusionai.cli.training.run import run_recipe
     from fusionai.client.training.train import TrainOptions
 

@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from fusionai.client.pool.place import QueuedJob, Waiting, least_machines
 from fusionai.client.pool.replanning import PoolReplanner, TrainingReplanner, kept_deployment
 from fusionai.client.pool.session import PoolMember
 from fusionai.client.training.preparation import PreparedJob, problem_for
@@ -30,6 +31,9 @@ PLAN_ATTEMPTS: Final = 15
 """Attempts to plan and assign peers (chosen). Between listing the pool and the request, a peer may be taken or lost."""
 WAITED_FOR: Final = 8
 """Attempts during which peers that still clear another job's data are waited for (chosen). Then the others are used."""
+PLANNED_AGAIN: Final = ("busy", "unknown_peer", "untrusted", "leaving")
+"""Codes of refusals after which the first plan is made again."""
+WAIT_HINT: Final = "Give --wait: the job takes a place in the queue then; `fusion jobs` lists it."
 PLAN_PAUSE_S: Final = 1.0
 """Pause between attempts, in seconds. A peer reports that it is free with its next heartbeat, after at most 3 s; one
 that slept when its job ended, with the one after."""
@@ -44,21 +48,35 @@ async def begin(
     pool_name: str,
     driving: asyncio.Event,
     note: Callable[[str], None],
+    waiting: Waiting | None = None,
 ) -> Deployment:
     """Return the deployment for a training job. `members`: the pool's members, None while its broker is away. `driving`
-    is set before the broker is asked to start the job. Raises `PlanError`, `RecipeError`, `RefusedError`,
-    `TransportError`."""
+    is set before the broker is asked to start the job. `waiting`: the job waits in the queue for machines. Raises
+    `PlanError`, `RecipeError`, `RefusedError`, `TransportError`, `LeftQueue`."""
+
+    async def anew() -> Deployment:
+        return await first_deployment(
+            replanner,
+            lambda usable: _plan(replanner, prepared, owner, usable, note),
+            pool_name=pool_name,
+            note=note,
+            fitting=lambda members: _equal_numerics(replanner, members),
+            driving=driving,
+            waiting=waiting,
+        )
+
     known = _known(replanner, prepared)
     if known is None:
         if members is None:
             raise TransportError("the pool's broker can't be reached, and a new job needs it.", hint="Try again later.")
-        return await _anew(replanner, prepared, owner, pool_name=pool_name, driving=driving, note=note)
+        return await anew()
     driving.set()
     try:
         return await replanner.renewed(Deployment(plan=known))
     except RefusedError as error:
         if error.code == "unknown_job":  # the job has ended for the pool: no peer holds its state
-            return await _anew(replanner, prepared, owner, pool_name=pool_name, driving=driving, note=note)
+            driving.clear()
+            return await anew()
         if error.code not in ("stale_fence", "untrusted"):
             raise
         return await replanner.replacement(Deployment(plan=known), frozenset(), note)
@@ -82,22 +100,15 @@ def _known(replanner: TrainingReplanner, prepared: PreparedJob) -> Plan | None:
     return plan if fits and is_believed and embedding_and_head_stay(plan, replanner.problem) else None
 
 
-async def _anew(
+async def _plan(
     replanner: TrainingReplanner,
     prepared: PreparedJob,
     owner: PeerProfile,
-    *,
-    pool_name: str,
-    driving: asyncio.Event,
+    usable: tuple[PoolMember, ...],
     note: Callable[[str], None],
-) -> Deployment:
-    async def plan_with(usable: tuple[PoolMember, ...]) -> Plan:
-        problem = _as_begun(replanner, problem_for(prepared, _equal_numerics(replanner, usable), owner, note))
-        made = await in_background(lambda: planned(problem))
-        driving.set()
-        return made
-
-    return await first_deployment(replanner, plan_with, pool_name=pool_name, note=note)
+) -> Plan:
+    problem = _as_begun(replanner, problem_for(prepared, _equal_numerics(replanner, usable), owner, note))
+    return await in_background(lambda: planned(problem))
 
 
 async def first_deployment(
@@ -106,12 +117,21 @@ async def first_deployment(
     *,
     pool_name: str,
     note: Callable[[str], None],
+    fitting: Callable[[tuple[PoolMember, ...]], tuple[PoolMember, ...]] = lambda members: members,
+    driving: asyncio.Event | None = None,
+    waiting: Waiting | None = None,
 ) -> Deployment:
-    """List the pool, plan, and ask the broker to adopt the plan; repeat if a peer was taken meanwhile. Raises
-    `PlanError`, `RefusedError`, `TransportError`."""
+    """List the pool, plan, and ask the broker to adopt the plan; repeat if a peer was taken meanwhile. `driving` is set
+    before the broker is asked. `waiting`: take a place in the queue first and plan with the machines of the job's turn,
+    which are among those that `fitting` returns. Raises `PlanError`, `RefusedError`, `TransportError`, `LeftQueue`."""
+    driving = driving or asyncio.Event()
+    if waiting is not None:
+        waited = await _in_turn(replanner, plan_with, fitting, driving, note, waiting)
+        if waited is not None:
+            return waited
     for attempt in range(PLAN_ATTEMPTS):
         members = await replanner.pool.pool()
-        usable = replanner.usable(members)
+        usable = replanner.spare(members)
         clearing = [one.profile.name for one in members if replanner.clears(one)]
         if clearing and attempt < (WAITED_FOR if usable else PLAN_ATTEMPTS - 1):
             if attempt == 0:
@@ -121,15 +141,80 @@ async def first_deployment(
         if not usable:
             raise nobody(pool_name, members, replanner.barred())
         made = await plan_with(usable)
-        made = msgspec.structs.replace(made, excluded=(*made.excluded, *replanner.barred()))
+        driving.set()
         try:
-            return await replanner.make_real(made)
+            return await replanner.make_real(_with_barred(made, replanner))
         except RefusedError as error:
-            if error.code not in ("busy", "unknown_peer", "untrusted", "leaving") or attempt + 1 == PLAN_ATTEMPTS:
+            if error.code == "queued":
+                raise RefusedError(error.message, code=error.code, hint=WAIT_HINT) from error
+            if error.code not in PLANNED_AGAIN or attempt + 1 == PLAN_ATTEMPTS:
                 raise
             note(f"planning again: {error.message}")
             await asyncio.sleep(PLAN_PAUSE_S)
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+async def _in_turn(
+    replanner: PoolReplanner,
+    plan_with: Callable[[tuple[PoolMember, ...]], Awaitable[Plan]],
+    fitting: Callable[[tuple[PoolMember, ...]], tuple[PoolMember, ...]],
+    driving: asyncio.Event,
+    note: Callable[[str], None],
+    waiting: Waiting,
+) -> Deployment | None:
+    """Wait in the queue for the job's turn, plan with its machines, and have the plan adopted; if no plan fits on them,
+    wait for more. None: the job has machines already. The place is given up on every error and when the task is
+    cancelled."""
+    place = QueuedJob(replanner, waiting, note, *least_machines(replanner.problem))
+    try:
+        place.excluded = _kept_out(replanner, await replanner.pool.pool(), fitting)
+        while (kept := await place.turn()) is not None:
+            members = await replanner.pool.pool()
+            place.excluded = _kept_out(replanner, members, fitting)
+            usable = tuple(one for one in replanner.usable(members) if one.view.peer in kept - set(place.excluded))
+            if len(usable) < place.machines:
+                await asyncio.sleep(PLAN_PAUSE_S)
+                continue
+            try:
+                made = await plan_with(usable)
+            except PlanError as error:
+                if len(usable) >= sum(one.is_present and one.view.peer not in place.excluded for one in members):
+                    raise  # on all machines of the pool that the job may use
+                place.machines = len(usable) + 1
+                note(f"queue: {len(usable)} machines don't suffice: {error.message}")
+                continue
+            driving.set()
+            try:
+                return await replanner.make_real(_with_barred(made, replanner))
+            except RefusedError as error:
+                driving.clear()
+                if error.code not in (*PLANNED_AGAIN, "queued"):
+                    raise
+                if waiting.interrupted.is_set():
+                    raise asyncio.CancelledError from error
+                note(f"planning again: {error.message}")
+                await asyncio.sleep(PLAN_PAUSE_S)
+    except BaseException:
+        await place.leave()
+        raise
+    return None
+
+
+def _kept_out(
+    replanner: PoolReplanner,
+    members: tuple[PoolMember, ...],
+    fitting: Callable[[tuple[PoolMember, ...]], tuple[PoolMember, ...]],
+) -> tuple[str, ...]:
+    """Return the members that the job may not use, even if they were free."""
+    excluded = replanner.excluded(members) | replanner.faulty_peers
+    candidates = tuple(one for one in members if one.view.peer not in excluded)
+    fit = {one.view.peer for one in fitting(candidates)} if candidates else set[str]()
+    barred = (one.peer for one in replanner.barred())
+    return tuple(sorted({*barred, *(one.view.peer for one in members if one.view.peer not in fit)}))
+
+
+def _with_barred(made: Plan, replanner: PoolReplanner) -> Plan:
+    return msgspec.structs.replace(made, excluded=(*made.excluded, *replanner.barred()))
 
 
 def _as_begun(replanner: TrainingReplanner, problem: Problem) -> Problem:
@@ -162,10 +247,7 @@ def _equal_numerics(replanner: TrainingReplanner, usable: tuple[PoolMember, ...]
 
 def nobody(pool_name: str, members: tuple[PoolMember, ...], barred: tuple[Excluded, ...] = ()) -> PlanError:
     """Return the error for a pool without a usable peer. `barred`: members that the job may not use."""
-    present = [
-        f"{member.profile.name} {'works on ' + member.view.job if member.view.job else 'is ' + member.view.state}"
-        for member in members
-    ]
+    present = [f"{member.profile.name} {_occupation(member)}" for member in members]
     present += [f"{short(PeerId(one.peer))} is {one.reason.rstrip('.')}" for one in barred]
     if barred:
         return PlanError(
@@ -174,5 +256,12 @@ def nobody(pool_name: str, members: tuple[PoolMember, ...], barred: tuple[Exclud
         )
     return PlanError(
         f"no peer is free in pool {pool_name!r}: {'; '.join(present) or 'it has no members'}.",
-        hint="Let a machine join (`fusion invite`, `fusion join`) or wait; `fusion pool` lists the members.",
+        hint="Let a machine join (`fusion invite`, `fusion join`), or give --wait to take a place in the queue; "
+        "`fusion pool` lists the members.",
     )
+
+
+def _occupation(member: PoolMember) -> str:
+    if member.view.job:
+        return f"works on {member.view.job}"
+    return f"is kept for {member.view.kept_for}" if member.view.kept_for else f"is {member.view.state}"

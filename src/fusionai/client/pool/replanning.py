@@ -293,6 +293,11 @@ class PoolReplanner:
             )
         )
 
+    def spare(self, members: tuple[PoolMember, ...]) -> tuple[PoolMember, ...]:
+        """Return the usable members that are not kept for a job in the queue: what this job may begin with or grow
+        by."""
+        return tuple(one for one in self.usable(members) if one.view.kept_for in ("", self.job))
+
     def clears(self, member: PoolMember) -> bool:
         """Return whether a member still holds data of another job; the broker assigns it to no job until then."""
         return member.view.clears not in ("", self.job)

@@ -200,6 +200,10 @@ class PoolSession:
             clock_ahead_s=clock.ahead_s,
         )
 
+    async def place(self, question: wire.QueueRequest) -> wire.QueuePlace:
+        """Ask for a place in the queue. Raises `RefusedError` (`unknown_job`: the job was taken out of it)."""
+        return await self._ask(question, wire.QueuePlace)
+
     async def report(self, report: wire.JobReport) -> None:
         await self._ask(report, wire.Done)
 

@@ -198,7 +198,7 @@ class PoolWatch(Generic[W]):
 
     def _there(self, members: tuple[PoolMember, ...]) -> tuple[PoolMember, ...]:
         """Return the members that may be used, without lost ones that are not back."""
-        return tuple(one for one in self.replanner.usable(members) if self.replanner.machines.is_back(one))
+        return tuple(one for one in self.replanner.spare(members) if self.replanner.machines.is_back(one))
 
     def _handed_over(self, members: tuple[PoolMember, ...]) -> tuple[Plan, str] | None:
         """Return a plan that replaces peers which leave cleanly. Such a peer works until it is replaced. The broker

@@ -61,6 +61,9 @@ class ServeRequest:
     """Adapters to serve beside the model, as (name for clients, directory)."""
     adapter_room: AdapterRoom | None = None
     """Allows adapters to be loaded while the model is served."""
+    wait: bool = False
+    """Whether the job waits in the queue if it finds no machines, with this priority class (empty: the usual one)."""
+    priority: str = ""
     checks: bool = True
     """Whether warm standbys recompute part of the texts to check the peers."""
 

@@ -359,7 +359,7 @@ class Pipelines:
     def _free(self, replanner: ServingReplanner, members: tuple[PoolMember, ...]) -> tuple[PoolMember, ...]:
         """Machines that have been free for `FREE_S`."""
         now_s = self.process.clock.now_s()
-        free = {member.view.peer: member for member in replanner.usable(members)}
+        free = {member.view.peer: member for member in replanner.spare(members)}
         self._free_since_s = {peer: self._free_since_s.get(peer, now_s) for peer in free}
         return tuple(member for peer, member in free.items() if now_s - self._free_since_s[peer] >= FREE_S)
 

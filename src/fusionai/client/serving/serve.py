@@ -24,6 +24,7 @@ from fusionai.capture.models.eagle import EagleFiles
 from fusionai.client.pool.beginning import first_deployment, nobody
 from fusionai.client.pool.job_process import Met, Noted, OwnerProcess, own_machine, owner_profile
 from fusionai.client.pool.local_pool import REMEMBERED, LocalPool, local_threads, own_memory_bytes, serving_pool
+from fusionai.client.pool.place import Waiting
 from fusionai.client.pool.replanning import MachineHistory
 from fusionai.client.pool.reporting import end_leftovers
 from fusionai.client.pool.session import PoolMember, near_links, owner_membership
@@ -169,7 +170,7 @@ class _Start:
         members = await process.pool.pool()
         # Raised before the model is loaded, which takes seconds. Members that only clear another job's data are
         # waited for.
-        if all(member.view.job for member in members):
+        if all(member.view.job for member in members) and not request.wait:
             raise nobody(process.pool.membership.pool, members, process.trust.barred)
         loaded = await self._load(opening, hashing, draft)
         needs = self._needs(loaded.model, members)
@@ -328,7 +329,10 @@ class _Start:
             return await in_background(lambda: planned(problem))
 
         pool_name = process.pool.membership.pool
-        deployment = await first_deployment(replanner, plan_with, pool_name=pool_name, note=process.note)
+        waiting = Waiting(self._request.priority, process.stopped) if self._request.wait else None
+        deployment = await first_deployment(
+            replanner, plan_with, pool_name=pool_name, note=process.note, waiting=waiting
+        )
         needs, sizes = replanner.problem.serving, deployment.plan.serving
         assert needs is not None
         assert sizes is not None

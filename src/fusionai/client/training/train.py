@@ -19,6 +19,7 @@ from fusionai.backends.tolerance import TOLERANCES
 from fusionai.client.pool.beginning import begin, nobody
 from fusionai.client.pool.faults import FaultRecord, FaultRecords
 from fusionai.client.pool.job_process import Met, Noted, OwnerProcess, OwnMachine, beside, own_machine, owner_profile
+from fusionai.client.pool.place import LeftQueue, Waiting
 from fusionai.client.pool.replanning import (
     Distrusted,
     MachineHistory,
@@ -98,6 +99,9 @@ class TrainOptions:
     device: str = "auto"
     threads: int | None = None
     save_base: bool = False
+    wait: bool = False
+    """Whether the job waits in the queue if it finds no machines, with this priority class (empty: the usual one)."""
+    priority: str = ""
     epilogue: Callable[[Driver, PreparedJob], Awaitable[None]] | None = None
 
 
@@ -153,6 +157,9 @@ async def train(
         asked_early = asyncio.create_task(_cancel_unless(run.driving, stop, working))
         try:
             return await working
+        except LeftQueue as error:
+            on_event(Noted(error.message))
+            return _result(recipe, directory, journal, job_id(recipe, membership.peer, directory), "fusion stop")
         except asyncio.CancelledError:
             dropped = None if part is None else part.dropped
             if dropped is None and (run.driving.is_set() or not stop.is_set()):
@@ -211,7 +218,7 @@ class _Run:
             if self.journal.plan is None:
                 raise
             return None
-        if not members:
+        if not members and not self.options.wait:
             raise nobody(self.process.pool.membership.pool, (), self.process.trust.barred)
         return members
 
@@ -227,7 +234,14 @@ class _Run:
         faulty = await in_background(lambda: distrusted(self.directory))
         replanner = await self._replanner(prepared, members or (), owner, faulty)
         name = self.process.pool.membership.pool
-        deployment = await begin(replanner, prepared, owner, members, pool_name=name, driving=self.driving, note=note)
+        waiting = Waiting(self.options.priority, self.process.stopped, self.stop) if self.options.wait else None
+        deployment = await begin(
+            *(replanner, prepared, owner, members),
+            pool_name=name,
+            driving=self.driving,
+            note=note,
+            waiting=waiting,
+        )
         plan = deployment.plan
         if part is not None and members:
             part.weigh(plan, members)

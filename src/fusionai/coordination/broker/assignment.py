@@ -1,7 +1,7 @@
 """Decides about jobs: reserving members, minting plan versions, reports of drivers, stops.
 
-Checks which sender may request, report and stop a job, and which members a plan may use. `job` is the table;
-`presence` decides when members and drivers are lost.
+Checks which sender may request, report and stop a job, and which members a plan may use. `job` is the table; `turns`
+decides whether a job must wait in the queue, `presence` when members and drivers are lost.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from fusionai.coordination.broker.job import Job
 from fusionai.coordination.broker.requests import REASON_LENGTH, Answer, Notify, Refusal
 from fusionai.coordination.broker.state import Lease
 from fusionai.coordination.broker.transaction import Transaction
+from fusionai.coordination.broker.turns import check_entry, leave_queue
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.wire.messages import (
     Done,
@@ -26,7 +27,7 @@ def request_job(turn: Transaction, request: requests.RequestJob) -> None:
     if job is not None and job.owner != request.owner:
         raise Refusal("not_authorised", f"{job.entity} belongs to {short(job.owner)}; choose another name.")
     version = _same_plan(turn, request, job) if request.plan_version else _mint(turn, request, job)
-    _attend(turn, request.job, request.connection)
+    turn.attend(request.job, request.connection)
     turn.commands.append(requests.IssueTickets(request.job, version))
     if turn.pool.jobs[request.job].phase == "stopping":
         turn.commands.append(Notify(request.connection, StopNotice(job=request.job)))
@@ -36,6 +37,10 @@ def report_job(turn: Transaction, request: requests.ReportJob) -> None:
     job = _job(turn, request.job)
     if request.sender != job.owner:
         raise Refusal("not_authorised", f"{job.entity} belongs to {short(job.owner)}.")
+    if job.queued and request.state in ("done", "failed"):
+        leave_queue(turn, job, request.detail[:REASON_LENGTH] or "its owner has taken it out of the queue")
+        turn.commands.append(Answer(Done()))
+        return
     if not job.live:
         if request.state != job.phase:
             raise Refusal("bad_message", f"{job.entity} is {job.phase} ({job.notes[-1].text}); ask for it again.")
@@ -56,7 +61,7 @@ def report_job(turn: Transaction, request: requests.ReportJob) -> None:
     if request.state in ("done", "failed"):
         turn.dismiss(job.job)
     else:
-        _attend(turn, job.job, request.connection)
+        turn.attend(job.job, request.connection)
         if detail and detail != turn.pool.jobs[job.job].notes[-1].text:
             turn.record(events.JobNoted(at_s=at_s, job=job.job, text=detail))
         if job.phase == "stopping" and request.state != "stopping":
@@ -72,9 +77,13 @@ def stop_job(turn: Transaction, request: requests.StopJob) -> None:
     sponsor = None if owner is None else owner.sponsor
     if request.sender not in (job.owner, sponsor, turn.rules.broker):
         raise Refusal("not_authorised", f"Only {job.entity}'s owner and the broker's owner may stop it.")
-    if job.live:
+    driver = turn.desk.drivers.get(job.job)
+    if job.queued:
+        leave_queue(turn, job, f"{short(request.sender)} has taken it out of the queue")
+        if driver is not None and driver != request.connection:
+            turn.commands.append(Notify(driver, StopNotice(job=job.job)))
+    elif job.live:
         _ask_to_stop(turn, job, request.sender)
-        driver = turn.desk.drivers.get(job.job)
         if driver is not None:
             turn.commands.append(Notify(driver, StopNotice(job=job.job)))
         elif not job.attended:
@@ -105,6 +114,7 @@ def _same_plan(turn: Transaction, request: requests.RequestJob, job: Job | None)
 def _mint(turn: Transaction, request: requests.RequestJob, job: Job | None) -> int:
     if job is not None and job.phase == "stopping":
         raise Refusal("bad_message", f"{job.entity} is stopping; ask again when it has ended.")
+    check_entry(turn, request, job)
     if job is None or not job.live:
         if len(turn.pool.live_jobs()) >= turn.rules.max_live_jobs:
             raise Refusal("busy", f"The pool runs {turn.rules.max_live_jobs} jobs already.")
@@ -125,6 +135,7 @@ def _mint(turn: Transaction, request: requests.RequestJob, job: Job | None) -> i
             at_s=turn.wall_s, job=request.job, version=version, plan=request.plan, members=request.members
         )
     )
+    turn.drop(request.job, "turns")
     turn.see_off()
     return version
 
@@ -160,11 +171,3 @@ def _job(turn: Transaction, name: JobId) -> Job:
     if job is None:
         raise Refusal("unknown_job", f"No job is called {name} here.")
     return job
-
-
-def _attend(turn: Transaction, name: JobId, connection: int) -> None:
-    """Record that the job's driver uses this connection. `StopNotice` is sent there."""
-    if not turn.pool.jobs[name].attended:
-        turn.record(events.JobAttended(at_s=turn.wall_s, job=name))
-    turn.put("drivers", name, connection)
-    turn.drop(name, "waits")

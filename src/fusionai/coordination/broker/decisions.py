@@ -4,8 +4,8 @@
 then does it adopt the new desk and perform the commands. If the journal refuses, nothing has happened.
 
 This module decides admission itself: invitations, certificates for newcomers, further keys of members, eviction.
-`presence` and `assignment` decide the rest, `requests` defines the vocabulary, `broker.service` is the shell and signs
-certificates and the list of evicted members."""
+`presence`, `assignment` and `turns` decide the rest, `requests` defines the vocabulary, `broker.service` is the shell
+and signs certificates and the list of evicted members."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import hmac
 from collections.abc import Callable
 from typing import Any, Final
 
-from fusionai.coordination.broker import assignment, events, presence, requests
+from fusionai.coordination.broker import assignment, events, presence, requests, turns
 from fusionai.coordination.broker.membership import Invitation
 from fusionai.coordination.broker.pool import EVICTED_KEPT_S
 from fusionai.coordination.broker.requests import REASON_LENGTH, Answer, Refusal
@@ -111,7 +111,7 @@ def evict(turn: Transaction, request: requests.EvictMember) -> None:
     for peer in evicted:
         if (member := turn.pool.members.get(peer)) is not None:
             presence.send_away(turn, member)
-    for job in turn.pool.live_jobs():
+    for job in (*turn.pool.live_jobs(), *turn.pool.queued_jobs()):
         if job.owner in keys:
             turn.fail(job, "its owner was evicted")
     turn.commands.append(requests.SpreadRevocations())
@@ -173,6 +173,7 @@ _DECIDES: Final[dict[type[requests.Request], Callable[[Transaction, Any], None]]
     requests.DeadlinePassed: presence.tick,
     requests.Stalled: presence.restart_leases,
     requests.RequestJob: assignment.request_job,
+    requests.AskPlace: turns.ask_place,
     requests.ReportJob: assignment.report_job,
     requests.StopJob: assignment.stop_job,
 }
@@ -184,6 +185,7 @@ def handle(desk: BrokerState, request: requests.Request, *, now_s: float, wall_s
     turn = Transaction(desk, now_s, wall_s)
     try:
         _DECIDES[type(request)](turn, request)
+        turns.rearrange(turn, timely=isinstance(request, requests.DeadlinePassed))
     except Refusal as refusal:
         return Decision(desk, (), (Answer(refusal.message),))
     except ForbiddenTransition as forbidden:
@@ -191,6 +193,7 @@ def handle(desk: BrokerState, request: requests.Request, *, now_s: float, wall_s
     renewed_only = (
         not turn.facts
         and turn.desk.waits is desk.waits
+        and turn.desk.turns is desk.turns
         and not isinstance(request, requests.DeadlinePassed | requests.Stalled)
     )
     return Decision(turn.desk if renewed_only else turn.desk.with_deadline(), tuple(turn.facts), tuple(turn.commands))

@@ -65,6 +65,10 @@ class MemberRegistered(_Fact, frozen=True, tag="member_registered"):
     boot: Count
     profile: Profile
     addresses: tuple[Address, ...]
+    memory_bytes: Count = 0
+    """Memory that it lends; 0 in facts of earlier versions."""
+    flops_per_s: float = 0.0
+    """Speed that it lends, its share of the time included; 0 in facts of earlier versions."""
 
 
 class MemberDraining(_Fact, frozen=True, tag="member_draining"):
@@ -98,6 +102,25 @@ class JobRequested(_Fact, frozen=True, tag="job_requested"):
     title: Name
     owner: Peer
     steps: Count
+
+
+class JobQueued(_Fact, frozen=True, tag="job_queued"):
+    """The job has a place in the queue, or, if it had one before, needs other machines than it asked for."""
+
+    job: Job
+    title: Name
+    owner: Peer
+    steps: Count
+    machines: Count
+    memory_bytes: Count
+    excluded: tuple[Peer, ...]
+    priority: Name
+
+
+class TurnMissed(_Fact, frozen=True, tag="turn_missed"):
+    """The job's turn is over and it has not taken its machines."""
+
+    job: Job
 
 
 class PlanMinted(_Fact, frozen=True, tag="plan_minted"):
@@ -159,6 +182,8 @@ Fact = (
     | MemberEvicted
     | InvitationRevoked
     | JobRequested
+    | JobQueued
+    | TurnMissed
     | PlanMinted
     | JobStarted
     | JobStopAsked

@@ -1,4 +1,4 @@
-"""One job as the pool sees it: requested, running, ended; when it holds members; the versions of its plans.
+"""One job as the pool sees it: queued, requested, running, ended; when it holds members; the versions of its plans.
 
 The broker never sees a step commit, because that is between the job's driver and stages. `unattended` is no phase: a
 running job whose driver is not connected runs on. `assignment` turns messages into these facts."""
@@ -13,8 +13,11 @@ from fusionai.coordination.broker import events
 from fusionai.coordination.machine import Machine, State, Transition, in_each
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId, PeerId, short
+from fusionai.primitives.units import format_bytes
 
 LIVE: Final = ("requested", "running", "stopping")
+QUEUED: Final = "queued"
+OPEN: Final = (QUEUED, *LIVE)
 MOST_NOTES: Final = 200
 
 
@@ -24,6 +27,17 @@ class JobNote:
 
     at_s: float
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a job that waits needs at least: `machines` that lend `memory_bytes` together, none of them `excluded`.
+    `priority` is its priority class."""
+
+    machines: int = 1
+    memory_bytes: int = 0
+    excluded: tuple[str, ...] = ()
+    priority: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +53,28 @@ class Job(State):
     step: int = -1
     """Last step, reported by the driver at the end. Progress before that is kept in memory only."""
     notes: tuple[JobNote, ...] = ()
+    need: Need = Need()
+    """What it waits for, while it is queued."""
+    queued_at_s: float = 0.0
+    """When it got its place in the queue, in seconds since 1970."""
+    missed: int = 0
+    """Turns that it let pass since."""
+    ended_at_s: float = 0.0
+    held_bytes: int = 0
+    held_flops_per_s: float = 0.0
+    """Once it has ended: when, in seconds since 1970, and what the machines that it had at last lend together."""
 
     @property
     def live(self) -> bool:
         return self.phase in LIVE
+
+    @property
+    def queued(self) -> bool:
+        return self.phase == QUEUED
+
+    @property
+    def ended(self) -> bool:
+        return self.phase not in OPEN
 
 
 def requested(fact: events.JobRequested) -> Job:
@@ -60,11 +92,49 @@ def requested(fact: events.JobRequested) -> Job:
     )
 
 
+def queued(fact: events.JobQueued) -> Job:
+    """Return a job that was unknown before and waits in the queue."""
+    return Job(
+        entity=f"job {fact.job}",
+        phase=QUEUED,
+        story=("JobQueued -> queued",),
+        job=JobId(fact.job),
+        title=fact.title,
+        owner=PeerId(fact.owner),
+        steps=fact.steps,
+        requested_at_s=fact.at_s,
+        need=_need(fact),
+        queued_at_s=fact.at_s,
+        notes=(JobNote(fact.at_s, f"queued by {short(PeerId(fact.owner))}: {_words(fact)}"),),
+    )
+
+
+def _need(fact: events.JobQueued) -> Need:
+    return Need(fact.machines, fact.memory_bytes, fact.excluded, fact.priority)
+
+
+def _words(fact: events.JobQueued) -> str:
+    machines = "1 machine" if fact.machines == 1 else f"{fact.machines} machines"
+    return f"needs at least {machines}" + (f" with {format_bytes(fact.memory_bytes)}" if fact.memory_bytes else "")
+
+
+def _queue(job: Job, fact: events.JobQueued) -> Job:
+    """Give an ended job a place, or change what a queued one needs: it keeps its place."""
+    changed = replace(job, phase=QUEUED, title=fact.title, steps=fact.steps, need=_need(fact))
+    if not job.queued:
+        changed = replace(changed, requested_at_s=fact.at_s, queued_at_s=fact.at_s, missed=0, attended=True)
+    return _noted(changed, fact.at_s, f"queued: {_words(fact)}")
+
+
+def _miss(job: Job, fact: events.TurnMissed) -> Job:
+    return _noted(replace(job, missed=job.missed + 1), fact.at_s, "its turn passed")
+
+
 def _request_again(job: Job, fact: events.JobRequested) -> Job:
     renewed = replace(
         job, phase="requested", title=fact.title, steps=fact.steps, requested_at_s=fact.at_s, attended=True
     )
-    return _noted(renewed, fact.at_s, "asked for again")
+    return _noted(renewed, fact.at_s, "its turn was taken" if job.queued else "asked for again")
 
 
 def _plan(job: Job, fact: events.PlanMinted) -> Job:
@@ -103,18 +173,22 @@ def _noted(job: Job, at_s: float, text: str) -> Job:
 JOB: Final[Machine[Job]] = Machine(
     "job",
     (
+        Transition((QUEUED,), events.JobQueued, (QUEUED,), _queue, "needs other machines"),
+        Transition((QUEUED,), events.TurnMissed, (QUEUED,), _miss),
+        Transition((QUEUED,), events.JobRequested, ("requested",), _request_again, "its turn"),
         Transition(("requested",), events.PlanMinted, ("requested",), _plan),
         Transition(("running",), events.PlanMinted, ("running",), _plan, "new placement"),
         Transition(("requested",), events.JobStarted, ("running",), _start, "the driver says so"),
         Transition(("requested", "running", "stopping"), events.JobStopAsked, ("stopping",), _stop),
-        *in_each(LIVE, events.JobUnattended, (), _unattend),
-        *in_each(LIVE, events.JobAttended, (), _attend),
-        *in_each(LIVE, events.JobNoted, (), _note),
-        Transition(LIVE, events.JobDone, ("done",), _done),
-        Transition(LIVE, events.JobFailed, ("failed",), _fail, "the driver says so, or nobody attends"),
+        *in_each(OPEN, events.JobUnattended, (), _unattend),
+        *in_each(OPEN, events.JobAttended, (), _attend),
+        *in_each(OPEN, events.JobNoted, (), _note),
+        Transition(OPEN, events.JobDone, ("done",), _done),
+        Transition(OPEN, events.JobFailed, ("failed",), _fail, "the driver says so, or nobody attends"),
         Transition(("done", "failed"), events.JobRequested, ("requested",), _request_again, "its owner resumes it"),
+        Transition(("done", "failed"), events.JobQueued, (QUEUED,), _queue, "its owner resumes it and waits"),
     ),
-    initial=("requested",),
+    initial=("requested", QUEUED),
 )
 
 

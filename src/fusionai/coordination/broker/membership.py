@@ -61,6 +61,9 @@ class Member(State):
     boot: int = 0
     profile: bytes = b""
     addresses: tuple[str, ...] = ()
+    memory_bytes: int = 0
+    flops_per_s: float = 0.0
+    """What it lends, by its profile."""
     job: JobId | None = None
     stages: tuple[int, ...] = ()
     """Stages it runs; empty for a spare that is only a standby."""
@@ -118,7 +121,14 @@ def rests_until_s(member: Member, *, losses: int, window_s: float, rest_s: float
 
 def _register(member: Member, fact: MemberRegistered) -> Member:
     """Register again from the same process. The member keeps its place if a job still reserves it."""
-    known = replace(member, boot=fact.boot, profile=fact.profile, addresses=fact.addresses)
+    known = replace(
+        member,
+        boot=fact.boot,
+        profile=fact.profile,
+        addresses=fact.addresses,
+        memory_bytes=fact.memory_bytes,
+        flops_per_s=fact.flops_per_s,
+    )
     match member.phase:
         case "active" | "draining" | "idle":
             return known

@@ -72,6 +72,9 @@ class Pool:
     def live_jobs(self) -> tuple[Job, ...]:
         return tuple(one for one in self.jobs.values() if one.live)
 
+    def queued_jobs(self) -> tuple[Job, ...]:
+        return tuple(one for one in self.jobs.values() if one.queued)
+
 
 def is_departed(member: Member) -> bool:
     """Return whether the member left or was lost and no job waits for it."""
@@ -140,7 +143,7 @@ def advance(pool: Pool, fact: Fact) -> Pool:
             return _move_member(pool, member, fact)
         case events.MemberDraining() | events.MemberLeft():
             return _move_member(pool, _member(pool, fact.peer), fact)
-        case events.JobRequested():
+        case events.JobRequested() | events.JobQueued():
             return _request(pool, fact)
         case events.PlanMinted():
             return _mint(pool, fact)
@@ -152,6 +155,7 @@ def advance(pool: Pool, fact: Fact) -> Pool:
             | events.JobUnattended()
             | events.JobAttended()
             | events.JobNoted()
+            | events.TurnMissed()
         ):
             moved = JOB.advance(_job(pool, fact.job), fact)
             return replace(pool, jobs=_with(pool.jobs, moved.job, moved))
@@ -182,11 +186,14 @@ def _register(pool: Pool, fact: events.MemberRegistered) -> Pool:
     return replace(pool, members=_with(pool.members, member.peer, membership.successor(member, fact)))
 
 
-def _request(pool: Pool, fact: events.JobRequested) -> Pool:
+def _request(pool: Pool, fact: events.JobRequested | events.JobQueued) -> Pool:
     known = pool.jobs.get(JobId(fact.job))
-    moved = job.requested(fact) if known is None else JOB.advance(known, fact)
+    if known is not None:
+        moved = JOB.advance(known, fact)
+    else:
+        moved = job.queued(fact) if isinstance(fact, events.JobQueued) else job.requested(fact)
     jobs = _with({name: one for name, one in pool.jobs.items() if name != moved.job}, moved.job, moved)
-    ended = [one for one in jobs.values() if not one.live]
+    ended = [one for one in jobs.values() if one.ended]
     dropped = {one.job for one in ended[: max(0, len(ended) - ENDED_JOBS_KEPT)]}
     return replace(
         pool,
@@ -219,9 +226,11 @@ def _mint(pool: Pool, fact: events.PlanMinted) -> Pool:
 
 
 def _end(pool: Pool, fact: events.JobDone | events.JobFailed) -> Pool:
-    ended = JOB.advance(_job(pool, fact.job), fact)
+    ended, had = JOB.advance(_job(pool, fact.job), fact), pool.members_of(JobId(fact.job))
+    held_bytes, held_flops_per_s = sum(one.memory_bytes for one in had), sum(one.flops_per_s for one in had)
+    ended = replace(ended, ended_at_s=fact.at_s, held_bytes=held_bytes, held_flops_per_s=held_flops_per_s)
     members = dict(pool.members)
-    for member in pool.members_of(ended.job):
+    for member in had:
         members[member.peer] = MEMBERSHIP.advance(member, Released())
     plans = {version: plan for version, plan in pool.plans.items() if version != ended.plan_version}
     return replace(pool, members=members, jobs=_with(pool.jobs, ended.job, ended), plans=plans)

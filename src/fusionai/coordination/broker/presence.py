@@ -21,6 +21,7 @@ from fusionai.coordination.broker.state import (
     wait_for_driver,
 )
 from fusionai.coordination.broker.transaction import Transaction
+from fusionai.coordination.broker.turns import miss_turns
 from fusionai.primitives.ids import JobId
 from fusionai.wire.messages import (
     Done,
@@ -41,6 +42,7 @@ def register(turn: Transaction, request: requests.RegisterMember) -> None:
         and member.boot == request.boot
         and member.profile == request.profile
         and member.addresses == request.addresses
+        and (member.memory_bytes, member.flops_per_s) == (request.memory_bytes, request.flops_per_s)
     )
     if not same:
         turn.record(
@@ -50,6 +52,8 @@ def register(turn: Transaction, request: requests.RegisterMember) -> None:
                 boot=request.boot,
                 profile=request.profile,
                 addresses=request.addresses,
+                memory_bytes=request.memory_bytes,
+                flops_per_s=request.flops_per_s,
             )
         )
     _grant_lease(turn, member)
@@ -106,6 +110,8 @@ def _return_to_place(turn: Transaction, member: Member) -> None:
             boot=member.boot,
             profile=member.profile,
             addresses=member.addresses,
+            memory_bytes=member.memory_bytes,
+            flops_per_s=member.flops_per_s,
         )
     )
     turn.note_job(member, f"{member.entity} is back")
@@ -191,6 +197,7 @@ def tick(turn: Transaction, _request: requests.DeadlinePassed) -> None:
     for peer, lease in turn.desk.leases.items():
         if turn.now_s >= lease.expires_at_s:
             _lose(turn, turn.pool.members[peer], f"not heard for {lease.duration_s:g} s")
+    miss_turns(turn)
     for name, grace in turn.desk.stops.items():
         if turn.now_s >= grace.expires_at_s:
             turn.fail(turn.pool.jobs[name], f"its driver did not end it within {grace.duration_s:g} s of the stop")
@@ -207,7 +214,7 @@ def tick(turn: Transaction, _request: requests.DeadlinePassed) -> None:
         elif _is_driven(turn, name):
             turn.put("waits", name, wait_for_driver(job, turn.now_s, turn.rules))
         else:
-            turn.fail(job, f"given up after {turn.rules.unattended_s:g} s without its driver")
+            turn.fail(job, f"given up after {wait.duration_s:g} s without its driver")
 
 
 def _is_driven(turn: Transaction, name: JobId) -> bool:
@@ -220,7 +227,8 @@ def _is_driven(turn: Transaction, name: JobId) -> bool:
 def restart_leases(turn: Transaction, _request: requests.Stalled) -> None:
     fresh = recovered(turn.rules, turn.pool, turn.now_s)
     waits = {name: wait for name, wait in fresh.waits.items() if name in turn.desk.waits}
-    turn.desk = replace(turn.desk, leases=fresh.leases, waits=waits, stops=fresh.stops)
+    turns = {name: replace(one, lease=one.lease.renewed(turn.now_s)) for name, one in turn.desk.turns.items()}
+    turn.desk = replace(turn.desk, leases=fresh.leases, waits=waits, stops=fresh.stops, turns=turns)
 
 
 def _lose(turn: Transaction, member: Member, reason: str) -> None:

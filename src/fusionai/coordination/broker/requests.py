@@ -47,6 +47,8 @@ class RegisterMember(Struct, frozen=True):
     boot: int
     profile: bytes
     addresses: tuple[str, ...]
+    memory_bytes: int = 0
+    flops_per_s: float = 0.0
 
 
 class Beat(Struct, frozen=True):
@@ -77,6 +79,21 @@ class RequestJob(Struct, frozen=True):
     members: tuple[MemberPlacement, ...]
 
 
+class AskPlace(Struct, frozen=True):
+    """A job's owner asks for a place in the queue or for its present one (`wire.broker.QueueRequest`)."""
+
+    owner: PeerId
+    connection: int
+    job: JobId
+    title: str
+    steps: int
+    machines: int
+    memory_bytes: int
+    excluded: tuple[str, ...] = ()
+    priority: str = ""
+    again: bool = False
+
+
 class ReportJob(Struct, frozen=True):
     sender: PeerId
     connection: int
@@ -89,6 +106,7 @@ class ReportJob(Struct, frozen=True):
 class StopJob(Struct, frozen=True):
     sender: PeerId
     job: JobId
+    connection: int = 0
 
 
 class Invite(Struct, frozen=True):
@@ -133,6 +151,7 @@ Request = (
     | Beat
     | AskLeave
     | RequestJob
+    | AskPlace
     | ReportJob
     | StopJob
     | Invite

@@ -89,9 +89,17 @@ class Transaction:
                 self.commands.append(Notify(link, LeaveNotice(drain=False)))
             self.forget(peer)
 
+    def attend(self, name: JobId, connection: int) -> None:
+        """Record that the job's driver, or the owner of a queued job, uses this connection. `StopNotice` is sent
+        there."""
+        if not self.pool.jobs[name].attended:
+            self.record(events.JobAttended(at_s=self.wall_s, job=name))
+        self.put("drivers", name, connection)
+        self.drop(name, "waits")
+
     def dismiss(self, name: JobId) -> None:
         """Forget what is kept in memory about a job that has ended."""
-        self.drop(name, "drivers", "waits", "stops", "progress")
+        self.drop(name, "drivers", "waits", "stops", "progress", "turns")
         self.see_off()
 
     def fail(self, job: Job, why: str) -> None:

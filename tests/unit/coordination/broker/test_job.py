@@ -19,6 +19,18 @@ EVENTS = {
     "plan": events.PlanMinted(
         at_s=11.0, job="job-1", version=3, plan=b"", members=(events.MemberPlacement("p", (0,)),)
     ),
+    "queue": events.JobQueued(
+        at_s=10.5,
+        job="job-1",
+        title="a title",
+        owner=OWNER,
+        steps=100,
+        machines=2,
+        memory_bytes=10**9,
+        excluded=(),
+        priority="normal",
+    ),
+    "miss": events.TurnMissed(at_s=10.7, job="job-1"),
     "start": events.JobStarted(at_s=12.0, job="job-1"),
     "stop": events.JobStopAsked(at_s=13.0, job="job-1", by=OWNER),
     "unattend": events.JobUnattended(at_s=14.0, job="job-1", reason="gone"),
@@ -27,6 +39,7 @@ EVENTS = {
     "done": events.JobDone(at_s=17.0, job="job-1", step=99, detail=""),
     "fail": events.JobFailed(at_s=18.0, job="job-1", step=5, detail="why"),
 }
+OPEN = ("requested", "running", "stopping", "queued")
 STAY = ("unattend", "attend", "note")
 ALLOWED = {
     ("requested", "plan"): "requested",
@@ -35,13 +48,18 @@ ALLOWED = {
     ("requested", "stop"): "stopping",
     ("running", "stop"): "stopping",
     ("stopping", "stop"): "stopping",
-    **{(phase, event): phase for phase in ("requested", "running", "stopping") for event in STAY},
-    **{(phase, "done"): "done" for phase in ("requested", "running", "stopping")},
-    **{(phase, "fail"): "failed" for phase in ("requested", "running", "stopping")},
+    **{(phase, event): phase for phase in OPEN for event in STAY},
+    **{(phase, "done"): "done" for phase in OPEN},
+    **{(phase, "fail"): "failed" for phase in OPEN},
+    ("queued", "queue"): "queued",
+    ("queued", "miss"): "queued",
+    ("queued", "request"): "requested",
+    ("done", "queue"): "queued",
+    ("failed", "queue"): "queued",
     ("done", "request"): "requested",
     ("failed", "request"): "requested",
 }
-PHASES = ("requested", "running", "stopping", "done", "failed")
+PHASES = (*OPEN, "done", "failed")
 
 
 def _job(phase: str) -> Job:
@@ -58,6 +76,7 @@ def test_every_pair_of_phase_and_event(phase: str, event: str):
     moved = JOB.advance(_job(phase), EVENTS[event])
     assert moved.phase == target
     assert moved.live == (target in ("requested", "running", "stopping"))
+    assert (moved.queued, moved.ended) == (target == "queued", target in ("done", "failed"))
     assert len(moved.notes) == 2
 
 

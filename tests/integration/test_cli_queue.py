@@ -1,0 +1,87 @@
+"""Two owners on a pool with machines for one: the second waits in the queue, across a restart of the broker, and starts
+when the first ends; a place is given up with Ctrl-C and with `fusion stop`. Processes of their own, on loopback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionai.cli.main import EXIT_DONE, EXIT_INTERRUPTED
+from harness.live_pool import LivePool, Process, fusion, write_recipe, write_text
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[LivePool]:
+    with LivePool(tmp_path / "pool", peers=("one", "two")) as opened:
+        entered = fusion("join", opened.invite(), "--owner", "--home", tmp_path / "pool" / "bert")
+        assert entered.code == 0, entered.err
+        yield opened
+
+
+def recipe(directory: Path, name: str, **changes: object) -> Path:
+    directory.mkdir()
+    write_text(directory / "text.txt")
+    return write_recipe(directory / "r.toml", job__name=name, placement={"stages": 2}, **changes)
+
+
+def listed(home: Path, to: Path) -> dict[str, dict[str, Any]]:
+    assert fusion("jobs", "--home", home, "--json", to).code == 0
+    return {job["title"]: job for job in json.loads(to.read_text())["jobs"]}
+
+
+def train(path: Path, home: Path, *more: object) -> Process:
+    return Process("train", path, "--home", home, "--threads", 1, *more)
+
+
+def test_a_second_owners_job_waits_and_starts_when_the_first_ends(pool: LivePool, tmp_path: Path):
+    bert, figures = pool.directory / "bert", tmp_path / "jobs.json"
+    first = train(recipe(tmp_path / "first", "first", job__steps=100_000), pool.owner)
+    first.wait_for("step 1/")
+
+    waiting = train(recipe(tmp_path / "second", "second"), bert, "--wait")
+    assert "place 1 of 1; it needs at least 2 machines" in waiting.wait_for("queue: place")
+    job = listed(pool.owner, figures)["second"]
+    assert (job["state"], job["place"]) == ("queued", 1)
+    assert "queued, place 1" in fusion("jobs", "--home", pool.owner).out
+    pool.broker.end()
+    waiting.wait_for("can't be reached")
+    pool.open_broker()
+    assert "Restored: " in pool.broker.text
+    assert listed(bert, figures)["second"]["state"] == "queued"
+
+    first.interrupt()
+    assert first.ended() == EXIT_INTERRUPTED
+    waiting.wait_for("queue: it is this job's turn")
+    assert waiting.ended() == EXIT_DONE, waiting.text
+    assert listed(bert, figures)["second"]["state"] == "done"
+
+
+@pytest.mark.long
+def test_a_place_is_given_up_with_an_interrupt_and_with_stop(pool: LivePool, tmp_path: Path):
+    bert, figures = pool.directory / "bert", tmp_path / "jobs.json"
+    first = train(recipe(tmp_path / "first", "first", job__steps=100_000), pool.owner)
+    first.wait_for("step 1/")
+    second = recipe(tmp_path / "second", "second")
+    refused = fusion("train", second, "--home", bert, "--threads", 1)
+    assert refused.code == 1
+    assert "no peer is free" in refused.err
+    assert "--wait" in refused.err
+
+    waiting = train(second, bert, "--wait")
+    waiting.wait_for("queue: place 1 of 1")
+    waiting.interrupt()
+    assert waiting.ended() == EXIT_INTERRUPTED
+    job = listed(bert, figures)["second"]
+    assert (job["state"], job["place"]) == ("stopped", None)
+
+    waiting = train(second, bert, "--wait")
+    waiting.wait_for("queue: place 1 of 1")
+    assert "is taken out of the queue" in fusion("stop", "second", "--home", bert).out
+    assert waiting.ended() == EXIT_DONE
+    assert "taken out of the queue" in waiting.text

@@ -1,0 +1,399 @@
+"""The queue's decisions: places, turns, what is kept for whom, and what a job that does not wait is answered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fusionai.coordination.broker import events, requests
+from fusionai.coordination.broker.decisions import handle
+from fusionai.coordination.broker.events import MemberPlacement
+from fusionai.coordination.broker.job_queue import PriorityClass, QueuePolicy, Quota
+from fusionai.coordination.broker.pool import Pool, freeze, replay, thaw
+from fusionai.coordination.broker.requests import Answer, IssueTickets, Notify
+from fusionai.coordination.broker.state import BrokerRules, BrokerState, Decision, job_list, pool_view, recovered
+from fusionai.coordination.broker.turns import MOST_MISSED
+from fusionai.primitives.ids import JobId, PeerId
+from fusionai.wire.messages import QueuePlace, Refused, StopNotice
+
+BROKER, ANNA, BERT, CARL = (PeerId(letter * 52) for letter in "yopq")
+A, B, C = (PeerId(letter * 52) for letter in "abc")
+GB = 10**9
+WALL_S = 1_000_000.0
+POLICY = QueuePolicy(turn_s=60.0, kept_s=1000.0)
+
+
+class Desk:
+    """A broker with machines that lend 4 GB each, and owners on connections of their own."""
+
+    def __init__(self, policy: QueuePolicy = POLICY, machines: tuple[PeerId, ...] = (A, B, C)) -> None:
+        self.now_s = 0.0
+        self.rules = BrokerRules(pool="home", broker=BROKER, queue=policy)
+        self.desk: BrokerState = recovered(self.rules, Pool(), 0.0)
+        self.facts: list[events.Fact] = []
+        for peer in (ANNA, BERT, CARL, *machines):
+            self.ask(requests.Invite(BROKER, f"for {peer}", 1, 60.0))
+            self.ask(requests.Enrol(f"for {peer}", peer, "provider"))
+        for peer in machines:
+            self.register(peer)
+
+    def register(self, peer: PeerId, *, boot: int = 1, memory_bytes: int = 4 * GB) -> None:
+        self.ask(requests.RegisterMember(peer, ord(peer[0]), boot, b"", (), memory_bytes, 1e9))
+
+    def ask(self, request: requests.Request) -> Decision:
+        decision = handle(self.desk, request, now_s=self.now_s, wall_s=WALL_S + self.now_s)
+        self.desk = decision.desk
+        self.facts += decision.facts
+        assert replay(self.facts) == self.desk.pool
+        return decision
+
+    def answer(self, request: requests.Request) -> object:
+        (found,) = [one.message for one in self.ask(request).commands if isinstance(one, Answer)]
+        return found
+
+    def place(
+        self, name: str, owner: PeerId = ANNA, machines: int = 1, memory_bytes: int = 0, **more: object
+    ) -> QueuePlace:
+        found = self.answer(want(name, owner, machines, memory_bytes, **more))
+        assert isinstance(found, QueuePlace), found
+        return found
+
+    def refused(self, request: requests.Request, code: str) -> str:
+        found = self.answer(request)
+        assert isinstance(found, Refused)
+        assert found.code == code
+        return found.reason
+
+    def start(self, name: str, *peers: PeerId, owner: PeerId = ANNA) -> None:
+        assert any(isinstance(one, IssueTickets) for one in self.ask(start(name, *peers, owner=owner)).commands)
+
+    def end(self, name: str, owner: PeerId = ANNA) -> None:
+        self.ask(requests.ReportJob(owner, ord(owner[0]), JobId(name), "done", 1, ""))
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        for peer, member in self.desk.pool.members.items():
+            if peer in self.desk.leases:
+                self.ask(requests.Beat(peer, ord(peer[0]), member.boot, (member.job,) if member.job else ()))
+        self.ask(requests.DeadlinePassed())
+
+    def restart(self) -> None:
+        """The broker starts again; its members and the owners that wait come back."""
+        self.desk = recovered(self.rules, thaw(freeze(self.desk.pool)), self.now_s)
+
+    def phase(self, name: str) -> str:
+        return self.desk.pool.jobs[JobId(name)].phase
+
+    def kept(self) -> dict[str, str]:
+        return {peer[0]: name for peer, name in self.desk.line.kept.items()}
+
+
+def want(
+    name: str, owner: PeerId = ANNA, machines: int = 1, memory_bytes: int = 0, **more: object
+) -> requests.AskPlace:
+    return requests.AskPlace(owner, ord(owner[0]), JobId(name), "title", 5, machines, memory_bytes, **more)  # pyright: ignore[reportArgumentType]
+
+
+def start(name: str, *peers: PeerId, owner: PeerId = ANNA) -> requests.RequestJob:
+    members = tuple(MemberPlacement(peer, (stage,)) for stage, peer in enumerate(peers))
+    return requests.RequestJob(owner, ord(owner[0]), JobId(name), "title", 5, b"plan", 0, members)
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_a_job_that_finds_machines_has_its_turn_at_once_with_all_that_are_free(desk: Desk):
+    found = desk.place("job-1")
+    assert (found.place, found.waiting, found.members, found.turn_s) == (1, 1, (A, B, C), 60.0)
+    desk.start("job-1", A, B)
+    assert desk.phase("job-1") == "requested"
+    assert not desk.desk.turns
+    assert desk.desk.line.jobs == ()
+
+
+def test_a_second_job_waits_and_has_its_turn_when_the_first_ends(desk: Desk):
+    desk.start("job-1", A, B, C)
+    found = desk.place("job-2", BERT)
+    assert (found.place, found.waiting, found.members) == (1, 1, ())
+    assert found.why == "it needs at least 1 machine"
+    assert desk.refused(start("job-2", A, owner=BERT), "queued").endswith("it is not its turn.")
+    desk.end("job-1")
+    assert desk.place("job-2", BERT, again=True).members == (A, B, C)
+    desk.start("job-2", A, owner=BERT)
+
+
+def test_an_owner_that_does_not_wait_is_refused_while_others_wait(desk: Desk):
+    desk.start("job-1", A, B)
+    desk.place("job-2", BERT, machines=2)
+    assert desk.refused(start("job-3", C, owner=CARL), "queued") == (
+        "1 job waits for machines in the queue of this pool."
+    )
+    desk.place("job-4", CARL, machines=3)
+    assert desk.refused(start("job-3", C, owner=CARL), "queued").startswith("2 jobs wait")
+
+
+def test_machines_are_gathered_for_the_first_job_that_they_can_suffice_for(desk: Desk):
+    desk.start("job-1", A, B)
+    assert "1 machine kept for it" in desk.place("job-2", BERT, machines=2).why
+    assert desk.kept() == {"c": "job-2"}
+    assert desk.place("job-3", CARL).members == ()
+    assert [view.kept_for for view in pool_view(desk.desk, 0.0, WALL_S).members] == ["", "", "job-2"]
+    desk.end("job-1")
+    assert len(desk.place("job-2", BERT, machines=2, again=True).members) == 2
+    assert len(desk.place("job-3", CARL, again=True).members) == 1, "what the first one leaves over"
+    assert len(desk.kept()) == 3
+
+
+def test_a_later_job_gets_what_the_first_one_cannot_use(desk: Desk):
+    desk.start("job-1", A)
+    desk.place("job-2", BERT, machines=2, excluded=(C,))
+    assert desk.place("job-3", CARL).members == (C,)
+    assert desk.kept() == {"b": "job-2", "c": "job-3"}
+
+
+def test_nothing_is_kept_for_a_job_for_which_the_whole_pool_does_not_suffice(desk: Desk):
+    found = desk.place("job-1", machines=4)
+    assert found.why == "it needs at least 4 machines and the pool has 3 machines with 12 GB: machines must join"
+    assert desk.kept() == {}
+    assert "20 GB and the pool has" in desk.place("job-1", memory_bytes=20 * GB).why
+    assert desk.place("job-2", BERT, machines=3).members == (A, B, C)
+
+
+def test_a_turn_has_the_largest_machines_and_no_more_than_needed_while_others_wait(desk: Desk):
+    desk.register(B, memory_bytes=8 * GB)
+    desk.start("job-1", A, B, C)
+    desk.place("job-2", BERT, memory_bytes=7 * GB)
+    desk.place("job-3", CARL)
+    desk.end("job-1")
+    assert desk.place("job-2", BERT, memory_bytes=7 * GB).members == (B,)
+    assert desk.place("job-3", CARL).members == (A,)
+
+
+def test_a_turn_that_is_not_taken_passes_and_after_three_the_place_is_lost(desk: Desk):
+    desk.place("job-1")
+    desk.place("job-2", BERT)
+    for missed in range(1, MOST_MISSED):
+        desk.wait(60.0)
+        assert desk.desk.pool.jobs[JobId("job-1")].missed == missed
+        assert desk.phase("job-1") == "queued"
+    desk.wait(60.0)
+    assert desk.phase("job-1") == "failed"
+    assert "3 times" in desk.desk.pool.jobs[JobId("job-1")].notes[-1].text
+
+
+def test_during_a_turn_its_machines_are_for_that_job_alone(desk: Desk):
+    desk.start("job-1", A, B)
+    desk.place("job-2", BERT)
+    assert desk.kept() == {"c": "job-2"}
+    assert "is kept for job-2" in desk.refused(start("job-1", A, B, C), "busy")
+    assert "is kept for job-2" in desk.refused(start("job-1", A, C), "busy"), "not even in place of another"
+    assert desk.refused(start("job-2", A, owner=BERT), "busy").endswith("plan again without it.")
+
+
+def test_a_running_job_may_replace_a_machine_by_one_that_is_gathered_but_not_grow(desk: Desk):
+    desk.start("job-1", A, B)
+    desk.place("job-2", BERT, machines=2)
+    assert "is kept for job-2" in desk.refused(start("job-1", A, B, C), "busy")
+    desk.start("job-1", A, C)
+    assert desk.kept() == {"b": "job-2"}
+
+
+def test_a_need_that_has_grown_ends_the_turn_and_keeps_the_place(desk: Desk):
+    desk.start("job-1", A, B)
+    desk.place("job-2", BERT)
+    desk.place("job-3", CARL)
+    asked_at_s = desk.desk.pool.jobs[JobId("job-2")].queued_at_s
+    desk.now_s += 5.0
+    found = desk.place("job-2", BERT, machines=2, again=True)
+    assert (found.place, found.members) == (1, ())
+    assert desk.desk.pool.jobs[JobId("job-2")].queued_at_s == asked_at_s
+    assert desk.kept() == {"c": "job-2"}
+    assert desk.place("job-3", CARL, again=True).members == ()
+
+
+def test_a_lost_machine_ends_a_turn_for_which_the_others_do_not_suffice(desk: Desk):
+    assert desk.place("job-1", machines=3).members == (A, B, C)
+    desk.ask(requests.AskLeave(C, 99, drain=False))
+    assert desk.place("job-1", machines=3, again=True).members == ()
+    desk.place("job-1", machines=2)
+    assert desk.place("job-1", machines=2).members == (A, B)
+
+
+def test_a_member_that_leaves_is_taken_out_of_a_turn_that_it_is_not_needed_for(desk: Desk):
+    assert desk.place("job-1").members == (A, B, C)
+    desk.ask(requests.AskLeave(C, 99, drain=False))
+    assert desk.place("job-1", again=True).members == (A, B)
+
+
+def test_a_place_outlives_its_owner_and_the_broker(desk: Desk):
+    desk.start("job-1", A, B, C)
+    desk.place("job-2", BERT)
+    desk.place("job-3", CARL)
+    desk.ask(requests.Disconnected(ord(BERT[0])))
+    desk.wait(desk.rules.lease_s)
+    assert not desk.desk.pool.jobs[JobId("job-2")].attended
+    desk.restart()
+    for peer in (A, B, C):
+        desk.register(peer)
+    assert desk.place("job-3", CARL, again=True).place == 2
+    assert desk.place("job-2", BERT).place == 1
+    desk.end("job-1")
+    assert desk.place("job-2", BERT).members != ()
+
+
+def test_an_absent_owner_gets_no_turn_and_holds_nothing_up_until_it_is_back(desk: Desk):
+    desk.start("job-1", A, B, C)
+    desk.place("job-2", BERT)
+    desk.ask(requests.Disconnected(ord(BERT[0])))
+    desk.wait(desk.rules.lease_s)
+    desk.end("job-1")
+    assert desk.kept() == {}
+    desk.start("job-3", A, B, C, owner=CARL)
+    desk.end("job-3", CARL)
+    assert desk.place("job-2", BERT).members == (A, B, C)
+
+
+def test_a_place_is_lost_when_its_owner_stays_away(desk: Desk):
+    desk.start("job-1", A, B, C)
+    desk.place("job-2", BERT)
+    desk.ask(requests.Disconnected(ord(BERT[0])))
+    desk.wait(desk.rules.lease_s)
+    desk.now_s += POLICY.kept_s - 1.0
+    desk.ask(requests.DeadlinePassed())
+    assert desk.phase("job-2") == "queued"
+    desk.now_s += 1.0
+    desk.ask(requests.DeadlinePassed())
+    assert desk.phase("job-2") == "failed"
+    assert desk.desk.pool.jobs[JobId("job-2")].notes[-1].text.startswith("failed: given up after 1000 s")
+
+
+def test_a_queued_job_can_be_taken_out_by_its_owner_and_the_brokers(desk: Desk):
+    desk.start("job-1", A, B, C)
+    for sender in (BERT, BROKER):
+        desk.place("job-2", BERT)
+        assert desk.refused(requests.StopJob(CARL, JobId("job-2")), "not_authorised")
+        stopped = desk.ask(requests.StopJob(sender, JobId("job-2"), 77))
+        assert Notify(ord(BERT[0]), StopNotice(job="job-2")) in stopped.commands
+        assert desk.phase("job-2") == "done"
+        assert desk.refused(want("job-2", BERT, again=True), "unknown_job")
+    assert JobId("job-2") not in desk.desk.drivers
+
+
+def test_the_owner_that_gives_up_its_place_is_not_notified(desk: Desk):
+    desk.start("job-1", A, B, C)
+    desk.place("job-2", BERT)
+    assert not any(
+        isinstance(one, Notify) for one in desk.ask(requests.StopJob(BERT, JobId("job-2"), ord(BERT[0]))).commands
+    )
+    desk.place("job-2", BERT)
+    desk.ask(requests.ReportJob(BERT, ord(BERT[0]), JobId("job-2"), "failed", 0, "its server was killed"))
+    assert desk.phase("job-2") == "done"
+
+
+def test_an_evicted_owners_job_leaves_the_queue(desk: Desk):
+    desk.start("job-1", A, B, C)
+    desk.place("job-2", BERT)
+    desk.ask(requests.EvictMember(BROKER, BERT))
+    assert desk.phase("job-2") == "failed"
+
+
+def test_a_job_with_machines_needs_no_place_and_names_belong_to_their_owners(desk: Desk):
+    desk.start("job-1", A)
+    assert desk.place("job-1").place == 0
+    assert desk.refused(want("job-1", BERT), "not_authorised")
+    assert desk.refused(want("job-9", PeerId("z" * 52)), "unknown_peer")
+
+
+def test_jobs_are_listed_with_their_places(desk: Desk):
+    desk.start("job-1", A, B, C)
+    desk.place("job-2", BERT)
+    desk.place("job-3", CARL)
+    assert [(view.job, view.state, view.place) for view in job_list(desk.desk).jobs] == [
+        ("job-1", "requested", 0),
+        ("job-2", "queued", 1),
+        ("job-3", "queued", 2),
+    ]
+    assert job_list(desk.desk, JobId("job-3")).jobs[0].place == 2
+
+
+def test_owners_whose_jobs_hold_less_come_first(desk: Desk):
+    desk.start("job-1", A, B)
+    desk.place("job-2", ANNA, machines=2)
+    desk.place("job-3", BERT, machines=2)
+    assert desk.desk.line.jobs == ("job-3", "job-2")
+    desk.place("job-4", BERT, machines=2)
+    desk.place("job-5", BERT, machines=2)
+    assert desk.desk.line.jobs == ("job-3", "job-2", "job-4", "job-5"), "as if each had got its machines"
+
+
+def test_a_more_urgent_class_comes_first_and_waiting_makes_urgent(desk: Desk):
+    desk.start("job-1", A, B, C)
+    desk.place("job-2", BERT, priority="low")
+    desk.now_s += 10.0
+    desk.place("job-3", CARL)
+    assert desk.desk.line.jobs == ("job-3", "job-2")
+    desk.now_s += POLICY.age_s - 10.0
+    desk.ask(requests.Stalled())
+    desk.place("job-4", ANNA, priority="low")
+    assert desk.desk.line.jobs == ("job-2", "job-3", "job-4")
+
+
+def test_classes_are_those_of_the_policy_and_of_whom_it_says(desk: Desk):
+    assert desk.refused(want("job-2", priority="urgent"), "bad_message").endswith("it has high, normal, low.")
+    assert "is not for jobs of" in desk.refused(want("job-2", priority="high"), "not_authorised")
+    classes = (PriorityClass("urgent", frozenset({BERT})), PriorityClass("normal"))
+    other = Desk(replace(POLICY, classes=classes))
+    other.start("job-1", A, B, C)
+    other.place("job-2", ANNA)
+    assert other.place("job-3", BERT, priority="urgent").place == 1
+
+
+def test_the_brokers_own_machine_may_use_every_class(desk: Desk):
+    desk.ask(requests.Vouch(BROKER, PeerId("w" * 52), "owner"))
+    assert desk.place("job-1", PeerId("w" * 52), priority="high").members == (A, B, C)
+
+
+def test_a_quota_holds_for_all_keys_of_a_machine_and_keeps_nothing_from_others():
+    desk = Desk(replace(POLICY, quota=Quota(machines=2), quotas={BERT: Quota(memory_bytes=12 * GB)}))
+    key = PeerId("v" * 52)
+    desk.ask(requests.Vouch(ANNA, key, "owner"))
+    desk.start("job-1", A)
+    assert "would hold 3 machines" in desk.refused(start("job-1", A, B, C), "quota")
+    assert desk.place("job-2", key).members == (B,)
+    desk.start("job-2", B, owner=key)
+    found = desk.place("job-3", key)
+    assert found.members == ()
+    assert found.why == (
+        "its owner's jobs hold 2 machines with 8 GB, and the pool's policy lets one owner hold 2 machines at most"
+    )
+    assert desk.refused(start("job-4", C), "queued")
+    assert desk.place("job-5", BERT).members == (C,)
+    assert desk.refused(want("job-6", key, machines=3), "quota")
+    assert "12 GB at most" in desk.refused(want("job-6", BERT, memory_bytes=13 * GB), "quota")
+
+
+def test_an_owner_without_a_queue_is_held_to_its_quota():
+    desk = Desk(replace(POLICY, quota=Quota(machines=2)))
+    desk.start("job-1", A)
+    assert desk.refused(start("job-2", B, C), "quota")
+    desk.start("job-2", B)
+
+
+def test_the_queue_has_a_limit():
+    desk = Desk(replace(POLICY, most_jobs=1))
+    desk.start("job-1", A, B, C)
+    desk.place("job-2", BERT)
+    assert desk.refused(want("job-3", CARL), "busy") == "The queue is full: 1 of 1 places are taken."
+    assert desk.place("job-2", BERT).place == 1
+
+
+def test_a_suspended_broker_gives_turns_a_new_lease(desk: Desk):
+    desk.place("job-1")
+    desk.now_s += 100.0
+    desk.ask(requests.Stalled())
+    desk.ask(requests.DeadlinePassed())
+    assert desk.desk.pool.jobs[JobId("job-1")].missed == 0
+    assert desk.place("job-1").turn_s == 60.0
