@@ -517,7 +517,7 @@ def test_what_a_late_replica_trained_counts_in_its_next_exchange(
                 away.append("a")  # so that the others do not reach the third exchange first
                 jobs["a"].pool.kill(peer_id(jobs["a"].pool.first))
                 tasks.append(start(back(jobs["b"])))
-            case wire.DifferenceReady(step=5), ["b", "a"] if machines["b"]:
+            case wire.DifferenceReady(step=5, stage=0), ["b", "a"] if machines["b"]:
                 away.append("none")
                 tasks.append(start(back(jobs["a"])))
             case _:

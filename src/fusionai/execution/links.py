@@ -25,9 +25,10 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
-from fusionai.coordination.round.liveness import Silence
+from fusionai.coordination.round.liveness import DEADLINE_S, PING_S, Silence
 from fusionai.execution.memory_budget import MemoryBudget
 from fusionai.primitives.errors import ExecutionError, FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
@@ -145,9 +146,9 @@ class KeepaliveConnection(Outbox):
                 case _:
                     return envelope
 
-    def beat(self, now_s: float) -> bool:
+    def beat(self, now_s: float, *, pings: bool = True) -> bool:
         """Send a ping unless other messages already wait. Return whether anything arrived since the last call."""
-        if self.waiting == 0:
+        if pings and self.waiting == 0:
             self.post(wire.Ping(sequence=0, sent_at_s=now_s))
         before, self._arrived_bytes = self._arrived_bytes, self.channel.stats.arrived_bytes
         return self._arrived_bytes != before
@@ -231,10 +232,11 @@ class _Dialling:
 class _Connected:
     """Connections to other members, one per peer, kept alive and watched for silence."""
 
-    def __init__(self, transport: Transport, now_s: Callable[[], float]) -> None:
+    def __init__(self, transport: Transport, now_s: Callable[[], float], silence: Silence) -> None:
         self._transport = transport
         self._now_s = now_s
-        self._silence = Silence()
+        self._silence = silence
+        self._pinged_s = -inf
         self._connections: dict[PeerId, KeepaliveConnection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         """Tasks that dial or read. The event loop alone would not keep them alive."""
@@ -247,10 +249,13 @@ class _Connected:
         return task
 
     def beat(self) -> None:
-        """Call every `Silence.ping_s`: ping all peers and end connections that were silent for too long."""
+        """Call every `PING_S`: ping all peers if it is time, and end connections that were silent for too long."""
         now_s, connections = self._now_s(), self._connections
+        pings = now_s - self._pinged_s >= self._silence.ping_s - PING_S / 2
+        if pings:
+            self._pinged_s = now_s
         for peer, connection in connections.items():
-            if connection.usable and connection.beat(now_s):
+            if connection.usable and connection.beat(now_s, pings=pings):
                 self._silence.heard(peer, now_s)
         taking = [peer for peer, connection in connections.items() if connection.channel.acknowledges is not False]
         for peer, deadline_s in self._silence.tick(now_s, taking).items():
@@ -281,7 +286,7 @@ class Links(_Connected):
         on_lost: Callable[[PeerId, str], None],
         now_s: Callable[[], float],
     ) -> None:
-        super().__init__(transport, now_s)
+        super().__init__(transport, now_s, Silence())
         self._memory = memory
         self._on_message = on_message
         self._on_lost = on_lost
@@ -389,11 +394,18 @@ class Links(_Connected):
         await super().close()
 
 
+RARE_PING_S: Final = 1.0
+"""Interval at which connections for state and for exchanges are pinged (chosen: a quarter of `DEADLINE_S`; among 64
+replicas each machine sends 63 pings a second)."""
+
+
 class StateConnections(_Connected):
-    """Sends messages to other members. `send` delivers the message or raises; it never retries."""
+    """Sends messages to other members. `send` delivers the message or raises; it never retries. A replica's machine has
+    one to a machine of each other replica. They are pinged rarely, because drivers notice the loss of a machine."""
 
     def __init__(self, transport: Transport, *, now_s: Callable[[], float]) -> None:
-        super().__init__(transport, now_s)
+        silence = Silence(ping_s=RARE_PING_S, shortest_s=DEADLINE_S, stall_s=RARE_PING_S)
+        super().__init__(transport, now_s, silence)
         self._opening: dict[PeerId, asyncio.Lock] = {}
 
     async def send(

@@ -143,11 +143,12 @@ def share_mean(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DividedUpdate:
-    """What a stage adopts for one parameter: `means`: member -> the packed mean of its share; `wanted`: the own share's
-    mean before packing."""
+    """What a stage adopts for one parameter. `sent`: member -> this stage's difference of that member's share, as
+    packed; `means`: member -> the packed mean of its share; `wanted`: the own share's mean before packing."""
 
     divided: Sequence[Span]
     own: int
+    sent: Mapping[int, Carried]
     means: Mapping[int, Carried]
     wanted: Floats | None
 
@@ -166,8 +167,7 @@ def adopt_divided(
         piece = slice(first, below)
         gradient[piece] = as_array(unpack(update.means[member]))
         if member != update.own:
-            packed = pack(key, _float32(difference[piece], (below - first,)), form.codec)
-            lost[piece] = difference[piece] - as_array(unpack(packed))
+            lost[piece] = difference[piece] - as_array(unpack(update.sent[member]))
         elif update.wanted is not None:
             lost[piece] = (update.wanted - gradient[piece]) * np.float32(len(update.divided))
     ((_, before),) = program.export_entries([f"optimizer/{key}/{OUTER_MOMENTUM}"])

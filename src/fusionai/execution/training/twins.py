@@ -79,13 +79,17 @@ class _Round:
     """Packed means of this stage's share."""
     wanted: dict[str, Floats] = field(default_factory=dict[str, Floats])
     """Means of this stage's share before packing."""
+    nbytes: int = 0
+    """Size of all that is kept, counted on the way: there may be thousands of pieces."""
     is_adopted: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        kept = [*self.parts.values(), self.means, *self.arrived.values()]
-        packed_bytes = sum(one.nbytes for values in kept for one in values.values())
-        return packed_bytes + sum(values.nbytes for values in self.wanted.values())
+    def adopted(self) -> None:
+        """Keep what other stages may need again."""
+        self.is_adopted = True
+        self.nbytes -= sum(one.nbytes for values in self.arrived.values() for one in values.values())
+        self.nbytes -= sum(values.nbytes for values in self.wanted.values())
+        self.arrived.clear()
+        self.wanted.clear()
 
 
 class Twins:
@@ -233,11 +237,16 @@ class Twins:
         if not one.machine.lacks(event):
             return
         piece_of = one.own if message.kind == "difference" else message.member
-        shapes = {key: (pieces[piece_of][1] - pieces[piece_of][0],) for key, pieces in one.divided.items()}
+        spans_of = {key: one.divided[key][piece_of] for key in values if key in one.divided}
+        shapes = {key: (below - first,) for key, (first, below) in spans_of.items()}
         what = f"the {message.kind} of member {message.member} in round {message.number}"
         check_values(values, shapes, self._stage.options.sync_codec, what)
-        self._memory.require(sum(value.nbytes for value in values.values()), f"stage {self._stage.stage}")
-        one.arrived.setdefault((message.kind, message.member), {}).update(values)
+        arrived = one.arrived.setdefault((message.kind, message.member), {})
+        fresh = {key: value for key, value in values.items() if key not in arrived}
+        fresh_bytes = sum(value.nbytes for value in fresh.values())
+        self._memory.require(fresh_bytes, f"stage {self._stage.stage}")
+        arrived.update(fresh)
+        one.nbytes += fresh_bytes
         self._handle(one, event)
 
     # ---------------------------------------------------------------------------------------------- pieces of work
@@ -252,6 +261,7 @@ class Twins:
                 return
             made_bytes = sum(part.nbytes for part in made.values())
             self._memory.require(made_bytes, "what a stage sends in an exchange")
+            one.nbytes += made_bytes
             for member, part in made.items():
                 one.parts.setdefault(member, {})[key] = part
             fresh.add(key)
@@ -273,6 +283,7 @@ class Twins:
             if self._rounds.get(one.number) is not one:
                 return
             one.means[key], one.wanted[key] = mean, wanted
+            one.nbytes += mean.nbytes + wanted.nbytes
         self._handle(one, machine.SharesSummed(keys))
 
     async def adopt(self, step: int, complete_copies: Callable[[], None]) -> None:
@@ -302,13 +313,14 @@ class Twins:
                 }
                 if key in one.means:
                     means[one.own] = one.means[key]
-                update = DividedUpdate(divided=pieces, own=one.own, means=means, wanted=one.wanted.get(key))
+                sent = {member: values[key] for member, values in one.parts.items() if key in values}
+                wanted = one.wanted.get(key)
+                update = DividedUpdate(divided=pieces, own=one.own, sent=sent, means=means, wanted=wanted)
                 adopt_divided(program, key, update, self._form, outer)
 
         await self._compute.run(work)
-        one.is_adopted, self._asked = True, None
-        one.arrived.clear()
-        one.wanted.clear()
+        one.adopted()
+        self._asked = None
 
     # ------------------------------------------------------------------------------------------------------ sending
 

@@ -270,12 +270,15 @@ def test_a_turn_spreads_what_stands_out_and_is_undone(width: int, way: str) -> N
     assert (np.abs(turning.turned(lone, starts[:1])) == 1 / 8).all()
 
 
-def test_signs_are_everybodys_for_ever() -> None:
+def test_signs_are_everybodys_for_ever(way: str) -> None:
     assert "".join("-+"[int(sign > 0)] for sign in turning.sequence()[:64]) == SIGNS
     assert turning.starts_of(4).tolist() == STARTS
-    ones = np.ones((4, 64), np.float32)
-    for group, start in zip(turning.signed(ones, turning.starts_of(4)), STARTS, strict=True):
-        assert np.array_equal(group, turning.sequence()[start : start + 64])
+    assert np.array_equal(turning.starts_of(2**16 + 3)[: 2**16], turning.starts_of(2**16))
+    one_each = np.eye(64, dtype=np.float32)
+    for start in STARTS:  # the first row of a Hadamard matrix has only ones
+        turned = turning.turned(one_each.copy(), np.full(64, start))
+        assert np.array_equal(turned[:, 0] * 8, turning.sequence()[start : start + 64])
+        assert np.array_equal(turning.turned_back(turned, np.full(64, start)), one_each)
 
 
 @pytest.mark.slow
