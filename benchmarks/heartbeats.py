@@ -29,7 +29,8 @@ HEARTBEAT_S = 3.0
 BROKER = """
 import asyncio, signal, sys
 from pathlib import Path
-from fusionai.broker.server import BrokerOptions, run_broker
+from fusionai.broker.options import BrokerOptions
+from fusionai.broker.server import run_broker
 from fusionai.cli.running import run
 
 async def main():

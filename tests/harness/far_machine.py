@@ -15,7 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from fusionai.broker.server import BrokerOptions, run_broker
+from fusionai.broker.options import BrokerOptions
+from fusionai.broker.server import run_broker
 from fusionai.cli.running import run
 from fusionai.client.pool.job_trust import job_trust
 from fusionai.client.pool.session import PoolSession

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.broker.server import Announcement, BrokerOptions, run_broker
+from fusionai.broker.options import BrokerOptions
+from fusionai.broker.server import Announcement, run_broker
 from fusionai.client.pool.session import PoolSession
 from fusionai.peer import registration
 from fusionai.peer.registration import Registration

@@ -48,7 +48,8 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import asyncio, json, signal, sys
 from pathlib import Path
-from fusionai.broker.server import BrokerOptions, run_broker
+from fusionai.broker.options import BrokerOptions
+from fusionai.broker.server import run_broker
 from fusionai.primitives.errors import FusionError
 from fusionai.cli.running import run
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.broker.server import Announcement, BrokerOptions, run_broker
+from fusionai.broker.options import BrokerOptions
+from fusionai.broker.server import Announcement, run_broker
 from fusionai.client.pool.session import PoolSession
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError, TrustError
 from fusionai.transport.code_enrolment import invitation_by_code

@@ -103,6 +103,11 @@ SUBJECTS: Final = {
             "broker.membership",
             ("unit/coordination/broker/test_membership.py", "unit/coordination/broker/test_dec*.py", BROKER),
         ),
+        Subject(
+            "broker.job_queue",
+            ("unit/coordination/broker/test_turns.py", "unit/coordination/broker/test_job_queue.py"),
+        ),
+        Subject("broker.turns", ("unit/coordination/broker/test_turns.py",)),
         Subject("machine", ("unit/coordination/test_machine.py",)),
         *(Subject(f"serving.{part}", SERVING) for part in SERVING_PARTS),
         Subject("serving.admission", ("unit/coordination/serving/test_admission_fair_queue.py", *BATCHES, *SERVING)),

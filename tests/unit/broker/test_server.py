@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.broker.server import Announcement, BrokerOptions, run_broker
+from fusionai.broker.options import BrokerOptions
+from fusionai.broker.server import Announcement, run_broker
 from fusionai.primitives.errors import RefusedError, StorageError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.conversation import Conversation

@@ -21,7 +21,8 @@ from typing import Final
 import click
 from cryptography import x509
 
-from fusionai.broker.server import DIRECTORY, Announcement, BrokerOptions, BrokerServer, run_broker
+from fusionai.broker.options import BrokerOptions
+from fusionai.broker.server import DIRECTORY, Announcement, BrokerServer, run_broker
 from fusionai.cli.page.access import LOOPBACK, SHORTEST_PASSWORD, SessionGate, gate_of
 from fusionai.cli.page.app import BrokerPage, PageAddress
 from fusionai.cli.page.desk import BrokerDesk

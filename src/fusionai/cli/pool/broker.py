@@ -89,6 +89,14 @@ ID_CHARACTERS: Final = 12
     dir_okay=False,
     exists=True,
 )
+@flags.path_option(
+    "--policy",
+    "FILE",
+    "Priority classes of the queue and quotas of owners, in TOML. Read at the start.  [default: classes high, normal "
+    "and low, no quotas]",
+    name="policy_file",
+    dir_okay=False,
+)
 @flags.options(
     click.option(
         "--page",
@@ -141,6 +149,7 @@ def broker(
     announce: bool,
     trusted_only: tuple[str, ...],
     trust_file: Path | None,
+    policy_file: Path | None,
     page: bool,
     lifeline: bool,
     home: Path,
@@ -150,7 +159,8 @@ def broker(
     """Run the broker of a pool until Ctrl-C. Prints its addresses and, at its first start, an invitation. Restarted
     with the same --home it is the same pool: members reconnect by themselves, and running jobs continue while the
     broker is away."""
-    from fusionai.broker.server import DEFAULT_PORT, BrokerOptions, run_broker
+    from fusionai.broker.options import DEFAULT_PORT, BrokerOptions
+    from fusionai.broker.server import run_broker
 
     options = BrokerOptions(
         home=home,
@@ -165,6 +175,7 @@ def broker(
         relay_bytes_per_s=relay_limit if relay else None,
         trusted_keys=frozenset(parse_key(text) for text in trusted_only),
         trust_file=trust_file,
+        policy_file=policy_file,
         announces=announce,
     )
 

@@ -53,6 +53,8 @@ class Job(State):
     step: int = -1
     """Last step, reported by the driver at the end. Progress before that is kept in memory only."""
     notes: tuple[JobNote, ...] = ()
+    begun_at_step: int = 0
+    """Steps that were done when it was asked for last."""
     need: Need = Need()
     """What it waits for, while it is queued."""
     queued_at_s: float = 0.0
@@ -132,7 +134,13 @@ def _miss(job: Job, fact: events.TurnMissed) -> Job:
 
 def _request_again(job: Job, fact: events.JobRequested) -> Job:
     renewed = replace(
-        job, phase="requested", title=fact.title, steps=fact.steps, requested_at_s=fact.at_s, attended=True
+        job,
+        phase="requested",
+        title=fact.title,
+        steps=fact.steps,
+        requested_at_s=fact.at_s,
+        begun_at_step=job.step + 1,
+        attended=True,
     )
     return _noted(renewed, fact.at_s, "its turn was taken" if job.queued else "asked for again")
 

@@ -212,14 +212,14 @@ class Arrangement:
                 break
             need, machine = job.need, machine_of(pool, job.owner)
             quota, had = self.policy.quota_of(machine), held.get(machine, NOTHING)
+            if not quota.allows(had + LentAmount(need.machines, need.memory_bytes)):
+                continue
             usable = [one for one in left.values() if one.peer not in need.excluded]
             chosen = _chosen(usable, need, quota, had, all_of_them=len(waiting) == 1)
             if chosen:
                 granted[job.job] = frozenset(one.peer for one in chosen)
                 held[machine] = had + holding(chosen)
-            elif not quota.allows(had + LentAmount(need.machines, need.memory_bytes)) or not self._ever(
-                need, present, whole
-            ):
+            elif not self._ever(need, present, whole):
                 continue
             kept.update((one.peer, job.job) for one in chosen or usable)
             for one in chosen or usable:
@@ -252,9 +252,9 @@ class Arrangement:
                 end_s = self.wall_s
                 held_bytes = sum(one.memory_bytes for one in running[job.job])
                 held_flops_per_s = sum(one.flops_per_s for one in running[job.job])
-            if (lasted_s := end_s - max(job.requested_at_s, day_ago_s)) > 0:
-                memory_s[machine] += lasted_s * held_bytes
-                speed_s[machine] += lasted_s * held_flops_per_s
+            lasted_s = max(0.0, end_s - max(job.requested_at_s, day_ago_s))
+            memory_s[machine] += lasted_s * held_bytes
+            speed_s[machine] += lasted_s * held_flops_per_s
         used_s = {
             machine: max(
                 memory_s[machine] / whole.memory_bytes if whole.memory_bytes else 0.0,
@@ -284,6 +284,8 @@ def _chosen(
 ) -> tuple[Member, ...]:
     """Return the machines for a turn: the largest ones, as few as the need allows, or as many as the quota allows if
     no other job waits; none if they don't suffice."""
+    if not holding(usable).meets(need):
+        return ()
     by_size = sorted(usable, key=lambda one: (-one.memory_bytes, -one.flops_per_s, one.peer))
     for members in (by_size, by_size[::-1]):  # a quota may leave room for several small ones only
         chosen: list[Member] = []

@@ -10,7 +10,7 @@ from typing import Final
 
 from fusionai.coordination.broker import events, requests
 from fusionai.coordination.broker.job import Job, Need
-from fusionai.coordination.broker.job_queue import NOTHING, LentAmount, Line, held_by_owners, holding, machine_of
+from fusionai.coordination.broker.job_queue import LENT, NOTHING, LentAmount, Line, held_by_owners, holding, machine_of
 from fusionai.coordination.broker.requests import Answer, Refusal
 from fusionai.coordination.broker.state import Lease, Turn
 from fusionai.coordination.broker.transaction import Transaction
@@ -34,17 +34,17 @@ def ask_place(turn: Transaction, request: requests.AskPlace) -> None:
     if job is not None and job.live:
         turn.commands.append(Answer(QueuePlace(place=0)))
         return
-    queued = job is not None and job.queued
-    if request.again and not queued:
+    queued = job if job is not None and job.queued else None
+    if request.again and queued is None:
         raise Refusal("unknown_job", f"job {request.job} was taken out of the queue.")
     policy = turn.rules.queue
     need = Need(
         request.machines, request.memory_bytes, tuple(sorted(set(request.excluded))), request.priority or policy.usual
     )
-    if job is None or not queued or job.need != need:
+    if queued is None or queued.need != need:
         _check_need(turn, request.owner, need)
         taken = len(turn.pool.queued_jobs())
-        if not queued and taken >= policy.most_jobs:
+        if queued is None and taken >= policy.most_jobs:
             raise Refusal("busy", f"The queue is full: {taken} of {policy.most_jobs} places are taken.")
         turn.record(
             events.JobQueued(
@@ -85,9 +85,8 @@ def _drop_broken_turns(turn: Transaction) -> None:
     """End turns whose machines suffice no longer: one was lost, or the job has found that it needs more."""
     for name, one in turn.desk.turns.items():
         job, known = turn.pool.jobs[name], turn.pool.members
-        there = frozenset(
-            peer for peer in one.members if peer in known and turn.desk.is_free(known[peer], turn.wall_s)
-        ) - set(job.need.excluded)
+        free = frozenset(peer for peer in one.members if turn.desk.is_free(known[peer], turn.wall_s))
+        there = free - set(job.need.excluded)
         if not job.attended or not holding(known[peer] for peer in there).meets(job.need):
             turn.drop(name, "turns")
         elif there != one.members:
@@ -177,15 +176,33 @@ def _place(turn: Transaction, job: Job) -> QueuePlace:
     if own is not None:
         left_s = max(0.0, own.lease.expires_at_s - turn.now_s)
         return QueuePlace(place=place, waiting=waiting, members=tuple(sorted(own.members)), turn_s=left_s)
-    return QueuePlace(place=place, waiting=waiting, why=_why(turn, job))
+    expected_s = _expected_s(turn, job) if place == 1 else 0.0
+    return QueuePlace(place=place, waiting=waiting, why=_why(turn, job), expected_s=expected_s)
+
+
+def _expected_s(turn: Transaction, job: Job) -> float:
+    """Return in how many seconds machines for the first job in the queue will be free, if jobs that have a number of
+    steps go on as fast as so far; 0: not known. Served jobs and jobs that have just begun have no known end."""
+    pool, need = turn.pool, job.need
+    usable = {one.peer: one for one in pool.members.values() if one.phase in LENT and one.peer not in need.excluded}
+    free = [one for one in usable.values() if turn.desk.is_free(one, turn.wall_s)]
+    ends: list[tuple[float, JobId]] = []
+    for other in pool.live_jobs():
+        done = turn.desk.progress.get(other.job, -1) + 1 - other.begun_at_step
+        left = other.steps - turn.desk.progress.get(other.job, -1) - 1
+        if other.steps and done > 0:
+            ends.append(((turn.wall_s - other.requested_at_s) / done * left, other.job))
+    for end_s, name in sorted(ends):
+        free += [one for one in usable.values() if one.job == name]
+        if holding(free).meets(need):
+            return max(1.0, end_s)
+    return 0.0
 
 
 def _why(turn: Transaction, job: Job) -> str:
     """Return what a job waits for."""
     pool, need = turn.pool, job.need
-    lent = holding(
-        one for one in pool.members.values() if one.phase in ("idle", "active") and one.peer not in need.excluded
-    )
+    lent = holding(one for one in pool.members.values() if one.phase in LENT and one.peer not in need.excluded)
     if not lent.meets(need):
         there = f"the pool has {_amount(lent)}" if lent.machines else "the pool has none"
         return f"it needs at least {_needed(need)} and {there}: machines must join"

@@ -12,7 +12,8 @@ from typing import Final
 import msgspec
 import pytest
 
-from fusionai.broker.server import BrokerOptions, BrokerServer, run_broker
+from fusionai.broker.options import BrokerOptions
+from fusionai.broker.server import BrokerServer, run_broker
 from fusionai.cli.main import main
 from fusionai.cli.page.actions import (
     ApproveMachine,

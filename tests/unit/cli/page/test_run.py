@@ -9,7 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fusionai.broker.server import Announcement, BrokerOptions
+from fusionai.broker.options import BrokerOptions
+from fusionai.broker.server import Announcement
 from fusionai.cli.main import main
 from fusionai.cli.page.programs import PagePrograms
 from fusionai.cli.page.run import KEY_FILE, OpenPage, PageOptions, open_page, run_with_page

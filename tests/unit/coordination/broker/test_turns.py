@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from fusionai.coordination.broker import events, requests
@@ -388,6 +389,7 @@ def test_the_queue_has_a_limit():
     desk.place("job-2", BERT)
     assert desk.refused(want("job-3", CARL), "busy") == "The queue is full: 1 of 1 places are taken."
     assert desk.place("job-2", BERT).place == 1
+    assert desk.place("job-2", BERT, machines=2).place == 1, "it has its place already"
 
 
 def test_a_suspended_broker_gives_turns_a_new_lease(desk: Desk):
@@ -397,3 +399,128 @@ def test_a_suspended_broker_gives_turns_a_new_lease(desk: Desk):
     desk.ask(requests.DeadlinePassed())
     assert desk.desk.pool.jobs[JobId("job-1")].missed == 0
     assert desk.place("job-1").turn_s == 60.0
+
+
+def test_an_estimate_is_given_to_the_first_where_running_jobs_have_steps(desk: Desk):
+    desk.start("job-1", A, B)
+    desk.start("job-2", C, owner=BERT)
+    assert desk.place("job-3", CARL).expected_s == 0.0, "nothing is known of jobs that have just begun"
+    desk.now_s += 20.0
+    desk.ask(requests.ReportJob(ANNA, ord(ANNA[0]), JobId("job-1"), "running", 1, ""))
+    assert desk.place("job-3", CARL).expected_s == 30.0, "2 of 5 steps took 20 s"
+    assert desk.place("job-3", CARL, machines=3).expected_s == 0.0
+    desk.ask(requests.ReportJob(BERT, ord(BERT[0]), JobId("job-2"), "running", 0, ""))
+    assert desk.place("job-3", CARL, machines=3).expected_s == 80.0
+    assert desk.place("job-3", CARL, excluded=(A, B)).expected_s == 80.0
+    assert desk.place("job-4", BERT).expected_s == 0.0, "how long those ahead will run is not known"
+
+
+def test_an_estimate_counts_only_the_steps_since_a_job_was_resumed(desk: Desk):
+    desk.start("job-1", A, B, C)
+    desk.ask(requests.ReportJob(ANNA, ord(ANNA[0]), JobId("job-1"), "done", 2, ""))
+    desk.start("job-1", A, B, C)
+    desk.now_s += 20.0
+    desk.ask(requests.ReportJob(ANNA, ord(ANNA[0]), JobId("job-1"), "running", 3, ""))
+    assert desk.place("job-2", BERT).expected_s == 20.0
+
+
+def test_a_pool_of_an_earlier_version_has_an_empty_queue():
+    """Frozen before jobs could wait: neither the jobs nor the members have the newer fields."""
+    desk = Desk()
+    desk.start("job-1", A)
+    old = msgspec.msgpack.decode(freeze(desk.desk.pool))
+    for job in old["jobs"].values():
+        for name in ("need", "queued_at_s", "missed", "ended_at_s", "held_bytes", "held_flops_per_s", "begun_at_step"):
+            del job[name]
+    for member in old["members"].values():
+        del member["memory_bytes"], member["flops_per_s"]
+    pool = thaw(msgspec.msgpack.encode(old))
+    assert pool.queued_jobs() == ()
+    assert pool.jobs[JobId("job-1")] == desk.desk.pool.jobs[JobId("job-1")]
+    desk.desk = recovered(desk.rules, pool, 0.0)
+    desk.facts = []
+    fact = events.decode(
+        msgspec.msgpack.encode(
+            {"e": "member_registered", "at_s": 1.0, "peer": A, "boot": 2, "profile": b"", "addresses": ()}
+        )
+    )
+    assert isinstance(fact, events.MemberRegistered)
+    assert (fact.memory_bytes, fact.flops_per_s) == (0, 0.0)
+
+
+def test_a_member_of_an_earlier_version_says_what_it_lends_when_it_registers_again(desk: Desk):
+    desk.register(A, memory_bytes=0)
+    assert desk.desk.pool.members[A].memory_bytes == 0
+    desk.register(A)
+    assert desk.desk.pool.members[A].memory_bytes == 4 * GB
+    assert not desk.ask(requests.RegisterMember(A, ord("a"), 1, b"", (), 4 * GB, 1e9)).facts
+
+
+def test_a_turn_ends_with_its_owners_presence(desk: Desk):
+    desk.place("job-1")
+    desk.place("job-2", BERT)
+    desk.ask(requests.Disconnected(ord(ANNA[0])))
+    desk.wait(desk.rules.lease_s)
+    assert JobId("job-1") not in desk.desk.turns
+    assert len(desk.place("job-2", BERT).members) == 3
+
+
+def test_a_job_that_ended_before_is_refused_like_a_new_one_while_others_wait(desk: Desk):
+    desk.start("job-1", A)
+    desk.end("job-1")
+    desk.start("job-2", A, B, C, owner=BERT)
+    desk.place("job-3", CARL)
+    desk.refused(start("job-1", A), "queued")
+
+
+def test_a_quota_counts_the_owners_own_jobs_alone():
+    desk = Desk(replace(POLICY, quota=Quota(machines=2)))
+    desk.start("job-1", A, owner=BERT)
+    desk.start("job-2", B, C)
+    desk.start("job-2", B, C)
+
+
+def test_no_estimate_is_made_of_machines_that_leave_and_jobs_without_an_end(desk: Desk):
+    desk.ask(replace_steps(start("job-1", A), 0))
+    desk.start("job-2", B, owner=BERT)
+    desk.start("job-3", C, owner=CARL)
+    desk.now_s += 20.0
+    for name, owner in (("job-1", ANNA), ("job-2", BERT)):
+        desk.ask(requests.ReportJob(owner, ord(owner[0]), JobId(name), "running", 1, ""))
+    assert desk.place("job-4", CARL).expected_s == 30.0
+    desk.ask(requests.AskLeave(B, 99, drain=True))
+    assert desk.place("job-4", CARL).expected_s == 0.0
+
+
+def replace_steps(request: requests.RequestJob, steps: int) -> requests.RequestJob:
+    return msgspec.structs.replace(request, steps=steps)
+
+
+def test_what_is_waited_for_leaves_out_machines_that_the_job_may_not_use(desk: Desk):
+    assert desk.place("job-1", machines=2, excluded=(A, B)).why == (
+        "it needs at least 2 machines and the pool has 1 machine with 4 GB: machines must join"
+    )
+    assert "the pool has none" in desk.place("job-1", excluded=(A, B, C)).why
+
+
+def test_the_queue_is_arranged_anew_when_the_pool_changes_and_at_most_once_a_second_otherwise(desk: Desk):
+    desk.start("job-1", A, B, C)
+    desk.now_s = 10.0
+    desk.ask(requests.DeadlinePassed())
+    assert desk.desk.arranged_s == 0.0, "nothing waits"
+    desk.place("job-2", BERT)
+    assert desk.desk.arranged_s == 10.0
+    desk.now_s = 10.9
+    desk.place("job-2", BERT)
+    assert desk.desk.arranged_s == 10.0
+    desk.now_s = 11.0
+    desk.place("job-2", BERT)
+    assert desk.desk.arranged_s == 11.0
+    desk.now_s = 15.0
+    desk.ask(requests.Beat(A, ord("a"), 1, ("job-1",)))
+    assert desk.desk.arranged_s == 11.0, "a heartbeat that changes nothing"
+    desk.place("job-3", CARL)
+    assert desk.desk.arranged_s == 15.0
+    desk.now_s = 15.1
+    desk.end("job-1")
+    assert desk.desk.arranged_s == 15.1

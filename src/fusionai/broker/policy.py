@@ -1,0 +1,119 @@
+"""Reads the policy file of a broker's owner: priority classes of the queue and quotas.
+
+Unknown keys fail and name the nearest. Without a file the defaults of `coordination.broker.job_queue` hold. The file is
+read when the broker starts."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from fusionai.coordination.broker.job_queue import PriorityClass, QueuePolicy, Quota
+from fusionai.corpus.strict import convert
+from fusionai.primitives.errors import RecipeError, UsageError
+from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId
+from fusionai.primitives.units import parse_bytes, parse_seconds
+
+_DEFAULT: Final = QueuePolicy()
+_PeerText = Annotated[str, Meta(min_length=PEER_ID_LENGTH, max_length=PEER_ID_LENGTH)]
+_CLASS_NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
+_Machines = Annotated[int, Meta(ge=1, le=100_000)] | None
+
+
+class ClassTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A priority class. `owners`: ids of the machines whose jobs may be of it; left out: all."""
+
+    name: str
+    owners: tuple[_PeerText, ...] | None = None
+
+
+class QuotaTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Most that one owner's jobs may hold at a time, e.g. `machines = 4` and `memory = "64GB"`."""
+
+    machines: _Machines = None
+    memory: str | None = None
+
+
+class OwnerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A quota for the owner with this machine, instead of the general one."""
+
+    machine: _PeerText
+    machines: _Machines = None
+    memory: str | None = None
+
+
+class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The file. `classes`: most urgent first. `usual`: class of jobs that name none. `turn`: for how long machines are
+    kept for a job in its turn; `age`: after which wait an owner counts as one class more urgent; `place`: for how long
+    the place of an absent owner is kept."""
+
+    classes: tuple[ClassTable, ...] | None = None
+    usual: str | None = None
+    turn: str | None = None
+    age: str | None = None
+    place: str | None = None
+    quota: QuotaTable = QuotaTable()
+    owners: tuple[OwnerTable, ...] = ()
+
+
+def load_policy(path: Path) -> QueuePolicy:
+    """Raises `RecipeError` for a file that can't be read or has unknown keys or values that don't fit."""
+    try:
+        table = tomllib.loads(path.read_bytes().decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise RecipeError(f"{path}: not valid TOML: {problem}.") from None
+    except OSError as problem:
+        raise RecipeError(f"{path}: can't be read ({problem.strerror}).", hint="Give a policy file in TOML.") from None
+    found = convert(table, PolicyTable, str(path))
+    classes = _DEFAULT.classes
+    if found.classes is not None:
+        classes = tuple(
+            PriorityClass(one.name, None if one.owners is None else frozenset(map(PeerId, one.owners)))
+            for one in found.classes
+        )
+    names = [one.name for one in classes]
+    if not names or len(set(names)) != len(names):
+        raise RecipeError(f"{path}: classes: expected one or more names, each once, got {names}.")
+    for name in names:
+        if not _CLASS_NAME.fullmatch(name):
+            raise RecipeError(
+                f"{path}: classes: name: expected up to 32 small letters, digits and hyphens, got {name!r}."
+            )
+    usual = found.usual if found.usual is not None else _DEFAULT.usual
+    if usual not in names:
+        raise RecipeError(f"{path}: usual: expected one of the classes {', '.join(names)}, got {usual!r}.")
+    machines = [one.machine for one in found.owners]
+    if len(set(machines)) != len(machines):
+        raise RecipeError(f"{path}: owners: a machine has two quotas.")
+    return QueuePolicy(
+        classes=classes,
+        usual=usual,
+        turn_s=_duration_s(path, "turn", found.turn, _DEFAULT.turn_s),
+        age_s=_duration_s(path, "age", found.age, _DEFAULT.age_s),
+        kept_s=_duration_s(path, "place", found.place, _DEFAULT.kept_s),
+        quota=_quota(path, "quota", found.quota.machines, found.quota.memory),
+        quotas={PeerId(one.machine): _quota(path, "owners", one.machines, one.memory) for one in found.owners},
+    )
+
+
+def _quota(path: Path, key: str, machines: int | None, memory: str | None) -> Quota:
+    try:
+        memory_bytes = None if memory is None else parse_bytes(memory)
+    except UsageError as problem:
+        raise RecipeError(f"{path}: {key}: memory: {problem.message}") from None
+    return Quota(machines, memory_bytes)
+
+
+def _duration_s(path: Path, key: str, text: str | None, default_s: float) -> float:
+    try:
+        seconds = default_s if text is None else parse_seconds(text)
+    except UsageError as problem:
+        raise RecipeError(f"{path}: {key}: {problem.message}") from None
+    if seconds < 1.0:
+        raise RecipeError(f"{path}: {key}: expected a second or more, got {text!r}.")
+    return seconds

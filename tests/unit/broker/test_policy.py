@@ -1,0 +1,84 @@
+"""The policy file: classes, quotas, durations, and how mistakes in it are worded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fusionai.broker.policy import load_policy
+from fusionai.coordination.broker.job_queue import PriorityClass, QueuePolicy, Quota
+from fusionai.primitives.errors import RecipeError
+
+ANNA, BERT = "a" * 52, "b" * 52
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "policy.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_an_empty_file_is_the_default(tmp_path: Path):
+    assert load_policy(written(tmp_path, "")) == QueuePolicy()
+
+
+def test_a_whole_file(tmp_path: Path):
+    text = f"""
+        usual = "batch"
+        turn = "2min"
+        age = "12h"
+        place = "30min"
+        [[classes]]
+        name = "urgent"
+        owners = ["{ANNA}"]
+        [[classes]]
+        name = "batch"
+        [quota]
+        machines = 4
+        memory = "64GB"
+        [[owners]]
+        machine = "{BERT}"
+        machines = 8
+        """
+    assert load_policy(written(tmp_path, text)) == QueuePolicy(
+        classes=(PriorityClass("urgent", frozenset({ANNA})), PriorityClass("batch")),
+        usual="batch",
+        turn_s=120.0,
+        age_s=43_200.0,
+        kept_s=1800.0,
+        quota=Quota(4, 64 * 10**9),
+        quotas={BERT: Quota(8, None)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("turns = '2min'", "unknown key 'turns'"),
+        ("turns = '2min'", "turn"),
+        ("[quota]\nmachine = 4", "machines"),
+        ("turn = 5", "a text"),
+        ("turn = '2 weeks'", "turn: expected a duration"),
+        ("age = '0.1s'", "age: expected a second or more"),
+        ("[quota]\nmachines = 0", "machines"),
+        ("[quota]\nmemory = 'much'", "quota: memory: expected a size"),
+        ("usual = 'urgent'", "usual: expected one of the classes high, normal, low, got 'urgent'"),
+        ("classes = []", "classes: expected one or more names"),
+        ("[[classes]]\nname = 'a'\n[[classes]]\nname = 'a'", "each once"),
+        ("[[classes]]\nname = 'Very urgent'", "expected up to 32 small letters"),
+        ("[[owners]]\nmachine = 'anna'", "machine"),
+        (f"[[owners]]\nmachine = '{ANNA}'\n[[owners]]\nmachine = '{ANNA}'", "a machine has two quotas"),
+        ("turn = ", "not valid TOML"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, text: str, words: str):
+    with pytest.raises(RecipeError) as raised:
+        load_policy(written(tmp_path, text))
+    assert words in raised.value.message
+    assert "policy.toml" in raised.value.message
+
+
+def test_a_file_that_is_not_there(tmp_path: Path):
+    with pytest.raises(RecipeError, match="can't be read"):
+        load_policy(tmp_path / "none.toml")
