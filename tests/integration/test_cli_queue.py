@@ -12,6 +12,7 @@ import pytest
 
 from fusionai.cli.main import EXIT_DONE, EXIT_INTERRUPTED
 from harness.live_pool import LivePool, Process, fusion, write_recipe, write_text
+from harness.saved_model import asked, greedy, saved_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -85,3 +86,25 @@ def test_a_place_is_given_up_with_an_interrupt_and_with_stop(pool: LivePool, tmp
     assert "is taken out of the queue" in fusion("stop", "second", "--home", bert).out
     assert waiting.ended() == EXIT_DONE
     assert "taken out of the queue" in waiting.text
+
+
+@pytest.mark.long
+def test_a_model_that_waits_is_served_when_its_turn_comes(pool: LivePool, tmp_path: Path):
+    bert, model = pool.directory / "bert", saved_model(tmp_path / "tiny")
+    first = train(recipe(tmp_path / "first", "first", job__steps=100_000), pool.owner)
+    first.wait_for("step 1/")
+    server = Process(
+        *("serve", model, "--context", 128, "--sessions", 2, "--port", 0, "--home", bert, "--threads", 1, "--wait"),
+        *("--json", tmp_path / "serve.json"),
+    )
+    server.wait_for("queue: place 1 of 1")
+    assert listed(bert, tmp_path / "jobs.json")["serve tiny"]["place"] == 1
+    first.interrupt()
+    assert first.ended() == EXIT_INTERRUPTED
+    server.wait_for("queue: it is this job's turn")
+    server.wait_for("curl ")
+    expected = greedy(model, "a pool of")
+    ready = json.loads((tmp_path / "serve.json").read_text())
+    assert asked(ready["url"], "a pool of")["choices"][0]["text"] == expected
+    server.interrupt()
+    assert server.ended() == EXIT_DONE

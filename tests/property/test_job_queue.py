@@ -209,11 +209,11 @@ def test_owners_with_work_left_have_equal_shares_over_a_day(seed: int, owners: i
     def more(owner: PeerId) -> None:
         numbers[owner] += 1
         of = names.index(owner)
-        length_s = 3600.0 + (seed // (of + 1) + 1977 * numbers[owner]) % 7200
+        length_s = 1800.0 + (seed // (of + 1) + 1977 * numbers[owner]) % 5400
         pool.submit(f"job-{of}-{numbers[owner]}", Work(owner, 1 + (of if unequal else 0), runs_s=length_s))
 
-    for owner in names:
-        for _ in range(24):
+    for _ in range(24):
+        for owner in names:
             more(owner)
     pool.take_turns()
     while pool.now_s < DAY_S:

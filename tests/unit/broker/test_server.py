@@ -195,3 +195,12 @@ def test_a_named_member_may_invite(tmp_path: Path):
     refused, peer = asyncio.run(scene(frozenset())).split()
     assert refused == "not_authorised"
     assert asyncio.run(scene(frozenset({PeerId(peer)}))).split()[0] == "invited"
+
+
+def test_a_policy_file_is_read_before_the_port_is_open(tmp_path: Path):
+    policy = tmp_path / "policy.toml"
+    policy.write_text("[quota]\nmachines = 2\n", encoding="utf-8")
+    assert run_once(options_for(tmp_path / "home", {"policy_file": policy})).addresses
+    policy.write_text("[quotas]\nmachines = 2\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"unknown .* 'quotas'"):
+        run_once(options_for(tmp_path / "home", {"policy_file": policy}))

@@ -114,6 +114,10 @@ class LentAmount:
 
 
 NOTHING: Final = LentAmount()
+MOST_MISSED: Final = 3
+"""Turns that a job may let pass; then it loses its place (chosen). As many by all jobs of an owner within `LATE_S` make
+them count as one class less urgent: otherwise an owner that asks and never starts would hold up the others for ever."""
+LATE_S: Final = 3600.0
 USED_S: Final = 86_400.0
 """For how long the machines that an owner's jobs had count when owners hold the same now."""
 
@@ -175,11 +179,12 @@ class Arrangement:
             owners[machine_of(pool, job.owner)].append(job)
         heads: list[tuple[int, float, float, float, JobId, PeerId]] = []
         served_s, used_s = self._past(whole)
+        late = self._late()
 
         def push(machine: PeerId) -> None:
             if owners[machine]:
                 job = owners[machine][-1]
-                rank = self._rank(job, max(job.queued_at_s, served_s.get(machine, 0.0)))
+                rank = self._rank(job, max(job.queued_at_s, served_s.get(machine, 0.0))) + late[machine] // MOST_MISSED
                 used = used_s.get(machine, 0.0)
                 key = (rank, shares.get(machine, 0.0), used, job.queued_at_s, job.job, machine)
                 heapq.heappush(heads, key)
@@ -263,6 +268,14 @@ class Arrangement:
             for machine in memory_s
         }
         return served_s, used_s
+
+    def _late(self) -> dict[PeerId, int]:
+        """Return the number of turns that the jobs of each owner's machine have let pass lately."""
+        late: dict[PeerId, int] = defaultdict(int)
+        for job in self.pool.jobs.values():
+            if job.missed and max(job.queued_at_s, job.ended_at_s) > self.wall_s - LATE_S:
+                late[machine_of(self.pool, job.owner)] += job.missed
+        return late
 
     @staticmethod
     def _share(need: Need, whole: LentAmount) -> float:

@@ -10,7 +10,16 @@ from typing import Final
 
 from fusionai.coordination.broker import events, requests
 from fusionai.coordination.broker.job import Job, Need
-from fusionai.coordination.broker.job_queue import LENT, NOTHING, LentAmount, Line, held_by_owners, holding, machine_of
+from fusionai.coordination.broker.job_queue import (
+    LENT,
+    MOST_MISSED,
+    NOTHING,
+    LentAmount,
+    Line,
+    held_by_owners,
+    holding,
+    machine_of,
+)
 from fusionai.coordination.broker.requests import Answer, Refusal
 from fusionai.coordination.broker.state import Lease, Turn
 from fusionai.coordination.broker.transaction import Transaction
@@ -18,8 +27,8 @@ from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.primitives.units import format_bytes
 from fusionai.wire.messages import QueuePlace
 
-MOST_MISSED: Final = 3
-"""Turns that a job may let pass; then it loses its place (chosen)."""
+MOST_OF_OWNER: Final = 200
+"""Most jobs of one owner in the queue (chosen)."""
 REARRANGED_S: Final = 1.0
 """Least time between two arrangements of the same pool, in seconds (chosen): waiting alone changes little."""
 
@@ -46,6 +55,10 @@ def ask_place(turn: Transaction, request: requests.AskPlace) -> None:
         taken = len(turn.pool.queued_jobs())
         if queued is None and taken >= policy.most_jobs:
             raise Refusal("busy", f"The queue is full: {taken} of {policy.most_jobs} places are taken.")
+        machine = machine_of(turn.pool, request.owner)
+        own = sum(machine_of(turn.pool, one.owner) == machine for one in turn.pool.queued_jobs())
+        if queued is None and own >= MOST_OF_OWNER:
+            raise Refusal("busy", f"{own} jobs of this owner wait in the queue already, which is the limit.")
         turn.record(
             events.JobQueued(
                 at_s=turn.wall_s,

@@ -10,11 +10,11 @@ import pytest
 from fusionai.coordination.broker import events, requests
 from fusionai.coordination.broker.decisions import handle
 from fusionai.coordination.broker.events import MemberPlacement
-from fusionai.coordination.broker.job_queue import PriorityClass, QueuePolicy, Quota
+from fusionai.coordination.broker.job_queue import LATE_S, MOST_MISSED, PriorityClass, QueuePolicy, Quota
 from fusionai.coordination.broker.pool import Pool, freeze, replay, thaw
 from fusionai.coordination.broker.requests import Answer, IssueTickets, Notify
 from fusionai.coordination.broker.state import BrokerRules, BrokerState, Decision, job_list, pool_view, recovered
-from fusionai.coordination.broker.turns import MOST_MISSED
+from fusionai.coordination.broker.turns import MOST_OF_OWNER
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.wire.messages import QueuePlace, Refused, StopNotice
 
@@ -524,3 +524,37 @@ def test_the_queue_is_arranged_anew_when_the_pool_changes_and_at_most_once_a_sec
     desk.now_s = 15.1
     desk.end("job-1")
     assert desk.desk.arranged_s == 15.1
+
+
+def test_an_owner_that_lets_turns_pass_comes_behind_the_others_for_an_hour(desk: Desk):
+    def order() -> tuple[str, ...]:
+        desk.start("all", A, B, C, owner=CARL)
+        desk.place("job-1", ANNA)
+        desk.place("job-2", BERT)
+        found = desk.desk.line.jobs
+        for name, owner in (("job-1", ANNA), ("job-2", BERT)):
+            desk.ask(requests.StopJob(owner, JobId(name)))
+        desk.end("all", CARL)
+        return found
+
+    for number in range(MOST_MISSED):
+        assert order() == ("job-1", "job-2")
+        desk.place(f"idle-{number}")
+        desk.wait(60.0)
+        desk.ask(requests.StopJob(ANNA, JobId(f"idle-{number}")))
+    assert order() == ("job-2", "job-1")
+    desk.now_s += LATE_S - 121.0
+    desk.ask(requests.Stalled())
+    assert order() == ("job-2", "job-1")
+    desk.now_s += 121.0
+    desk.ask(requests.Stalled())
+    assert order() == ("job-1", "job-2")
+
+
+def test_one_owner_has_a_limited_number_of_places(desk: Desk):
+    desk.start("job-0", A, B, C)
+    for number in range(MOST_OF_OWNER):
+        desk.place(f"job-{number + 1}", BERT)
+    assert "200 jobs of this owner" in desk.refused(want("job-x", BERT), "busy")
+    assert desk.place("job-1", BERT, machines=2).waiting == MOST_OF_OWNER
+    assert desk.place("job-x", CARL).waiting == MOST_OF_OWNER + 1
