@@ -21,6 +21,8 @@ from fusionai.backends.torch.packed_graph import (
 )
 from fusionai.ir.operators import OPERATORS
 
+pytestmark = pytest.mark.levels
+
 ELEMENTS: Final = 1003
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Call = Callable[[Callable[..., torch.Tensor], Operands], list[torch.Tensor]]

@@ -417,6 +417,7 @@ def test_behind_the_last_attention_only_wanted_rows_are_computed(variant: str) -
     assert some.cached == whole.cached == {0: 26}
 
 
+@pytest.mark.levels
 @pytest.mark.parametrize("form", ["fp32", "bf16", "fp16", "int8", "int4"])
 @pytest.mark.parametrize("shape", [(64, 32), (67, 40), (96, 2048), (32, 1056)])
 def test_a_row_of_a_product_is_the_same_among_any_number(form: WeightFormat, shape: tuple[int, int]) -> None:

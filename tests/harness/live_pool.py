@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Final, TypeVar, Unpack
@@ -29,7 +28,7 @@ from fusionai.cli.main import main
 from fusionai.client.pool.session import OWNER_DIRECTORY
 from fusionai.execution.measurement import FILE as MEASUREMENT
 from harness.patience import CEILING_S
-from harness.zygote import Child, Zygote
+from harness.zygote import Child, forking, of_this_process
 
 PATIENCE_S = CEILING_S
 
@@ -69,13 +68,9 @@ def fusion(*arguments: object) -> Done:
         for program in ("training.train", "serving.serve"):
             within.enter_context(patch(f"fusionai.client.{program}.set_aside_what_stays"))
         within.enter_context(patch("fusionai.client.training.preparation.capture", captured_once))
+        within.enter_context(forking())
         code = main([str(argument) for argument in arguments])
     return Done(code, out.getvalue(), err.getvalue())
-
-
-@cache
-def _zygote() -> Zygote:
-    return Zygote()
 
 
 class Process:
@@ -98,7 +93,7 @@ class Process:
                 env=environment,
             )
         else:
-            self.process = _zygote().start(command, environment)
+            self.process = of_this_process().start(command, environment)
         self.lines: list[str] = []
         self.came_at_s: list[float] = []
         """When each line came, seconds since 1970."""
@@ -169,8 +164,8 @@ class LivePool:
     port: str = "0"
     broker_options: tuple[str, ...] = ()
     measured: ClassVar[bytes] = b""
-    """What the first peer of all pools measured and kept. Each later one, and the owner, finds it in its home, as after
-    a restart: a measurement takes three seconds of a core, and for a peer a process of its own."""
+    """What the first peer of all pools measured and kept. Each later one finds it beside it, and the owner in its home,
+    as after a restart: a measurement takes three seconds of a core, and for a peer a process of its own."""
 
     def __enter__(self) -> LivePool:
         self.open_broker()
@@ -219,12 +214,13 @@ class LivePool:
 
     def start(self, name: str, *more: object, program: Sequence[object] = ()) -> Process:
         """`fusion join` in the background; without an invitation, as who it was before."""
-        if LivePool.measured and not (kept := self.directory / name / MEASUREMENT).exists():
-            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            kept.write_bytes(LivePool.measured)
+        beside = self.directory / "measured"
+        if LivePool.measured and not beside.exists():
+            beside.mkdir(parents=True)
+            (beside / MEASUREMENT).write_bytes(LivePool.measured)
         self.members[name] = Process(
             *("join", *more, "--home", self.directory / name, "--host", "127.0.0.1"),
-            *("--threads", "1", "--name", name, "--max-memory", "1GB"),
+            *("--threads", "1", "--name", name, "--max-memory", "1GB", "--measured-beside", beside),
             program=program,
         )
         return self.members[name]

@@ -9,6 +9,7 @@ The child side of this file is run by path. Neighbour: `harness.live_pool`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -20,13 +21,17 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import IO, TYPE_CHECKING, Any, Final, TextIO
+from unittest.mock import patch
 
 if TYPE_CHECKING:
     from fusionai.backends.worker.channel import Arena
 
+STARTING_S: Final = 300.0
+"""For a fork, on a machine that has other work."""
 _LENGTH: Final = struct.Struct("<I")
 _MODULES: Final = (
     "fusionai.cli.pool.broker",
@@ -47,9 +52,9 @@ _MODULES: Final = (
 class Child:
     """As far as tests use one, a `subprocess.Popen`. `stdout`: text of both streams."""
 
-    def __init__(self, zygote: Zygote, pid: int, stdout: TextIO) -> None:
+    def __init__(self, zygote: Zygote, pid: int, stdout: TextIO | None = None) -> None:
         self.pid = pid
-        self.stdout: TextIO | None = stdout
+        self.stdout = stdout
         self._zygote = zygote
 
     @property
@@ -73,44 +78,121 @@ class Child:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+class LocalChild:
+    """As far as local pools and hosts of models use one, an `asyncio.subprocess.Process`."""
+
+    def __init__(self, child: Child, stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader | None) -> None:
+        self.pid, self.stdin, self.stdout = child.pid, stdin, stdout
+        self.kill, self.terminate = child.kill, child.terminate
+        self._child = child
+
+    @property
+    def returncode(self) -> int | None:
+        return self._child.returncode
+
+    async def wait(self) -> int:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[int] = loop.create_future()
+
+        def tell(code: int) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended before the process
+                loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(code))
+
+        self._child._zygote.when_ended(self.pid, tell)
+        return await ended
+
 
 class Zygote:
-    """One of a test process; started with the first command, gone with the test process."""
+    """The process that forks, and what to say to it. Started by a test process with its first command, gone with it;
+    what it forked speaks to it by a channel of its own."""
 
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        self._channel = ours
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__)), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-        )
-        theirs.close()
+    def __init__(self, channel: socket.socket | None = None) -> None:
+        self._channel = self._begun() if channel is None else channel
         self.ended: dict[int, int] = {}
         """Pid -> exit code, as `subprocess` has it."""
         self.news = threading.Condition()
+        self._waiting: dict[int, list[Callable[[int], None]]] = {}
         self._started: queue.Queue[int] = queue.Queue()
         self._turn = threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
-        from harness.patience import CEILING_S  # not at the top: the process that forks finds only what is installed
+    def _begun(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__)), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=_environment(),
+        )
+        theirs.close()
+        return ours
 
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
+        """`fusion ARGUMENTS`, which reads nothing."""
         reading, writing = os.pipe()
         try:
-            with self._turn:
-                told = json.dumps({"arguments": list(arguments), "environment": dict(environment), "at": os.getcwd()})
-                body = told.encode()
-                socket.send_fds(self._channel, [_LENGTH.pack(len(body))], [writing])
-                self._channel.sendall(body)
-                pid = self._started.get(timeout=CEILING_S)
+            child = self._forked(arguments, environment, {writing: (1, 2)})
         finally:
             os.close(writing)
+        child.stdout = os.fdopen(reading, encoding="utf-8")
+        return child
+
+    async def start_command(self, arguments: Sequence[str], log: IO[bytes]) -> LocalChild:
+        """In the place of `fusionai.client.pool.local_pool.start_command`."""
+        given, giving = os.pipe()
+        try:
+            child = self._forked(arguments, _environment(), {given: (0,), log.fileno(): (1, 2)}, session=True)
+        finally:
+            os.close(given)
+        return LocalChild(child, await _writer(giving), None)
+
+    async def start_model(self, *command: str) -> LocalChild:
+        """In the place of `fusionai.client.serving.hosts.start_model`."""
+        (given, giving), (reading, writing) = os.pipe(), os.pipe()
+        arguments = command[command.index("fusionai") + 1 :]
+        try:
+            child = self._forked(arguments, _environment(), {given: (0,), writing: (1, 2)}, session=True)
+        finally:
+            os.close(given)
+            os.close(writing)
+        return LocalChild(child, await _writer(giving), await _reader(reading))
+
+    def when_ended(self, pid: int, tell: Callable[[int], None]) -> None:
+        """Tell the exit code, from another thread if the process still runs."""
+        with self.news:
+            if pid not in self.ended:
+                self._waiting.setdefault(pid, []).append(tell)
+                return
+        tell(self.ended[pid])
+
+    def _forked(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        streams: Mapping[int, tuple[int, ...]],
+        *,
+        session: bool = False,
+    ) -> Child:
+        """`streams`: descriptors of this process -> those that they become."""
+        told = {
+            "arguments": list(arguments),
+            "environment": dict(environment),
+            "at": os.getcwd(),
+            "streams": list(streams.values()),
+            "session": session,
+        }
+        body = json.dumps(told).encode()
+        with self._turn:
+            socket.send_fds(self._channel, [_LENGTH.pack(len(body))], list(streams))
+            self._channel.sendall(body)
+            pid = self._started.get(timeout=STARTING_S)
         if not pid:
             raise RuntimeError("the process that forks commands has ended; its error is above.")
-        return Child(self, pid, os.fdopen(reading, encoding="utf-8"))
+        return Child(self, pid)
 
     def _listen(self) -> None:
         with self._channel.makefile("rb") as lines:
@@ -118,53 +200,107 @@ class Zygote:
                 told = json.loads(line)
                 if "started" in told:
                     self._started.put(told["started"])
-                else:
-                    with self.news:
-                        self.ended[told["ended"]] = told["code"]
-                        self.news.notify_all()
+                    continue
+                with self.news:
+                    self.ended[told["ended"]] = told["code"]
+                    self.news.notify_all()
+                    waiting = self._waiting.pop(told["ended"], [])
+                for tell in waiting:
+                    tell(told["code"])
         self._started.put(0)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+async def _writer(descriptor: int) -> asyncio.StreamWriter:
+    loop = asyncio.get_running_loop()
+    pipe = os.fdopen(descriptor, "wb")
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, pipe)
+    return asyncio.StreamWriter(transport, protocol, None, loop)
+
+
+async def _reader(descriptor: int) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    pipe = os.fdopen(descriptor, "rb")
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    return reader
+
+
+@cache
+def of_this_process() -> Zygote:
+    return Zygote()
+
+
+@contextlib.contextmanager
+def forking(zygote: Callable[[], Zygote] = of_this_process) -> Generator[None]:
+    """Local pools and hosts of models that this process opens meanwhile fork what they start."""
+    from fusionai.client.pool import local_pool
+    from fusionai.client.serving import hosts
+
+    with (
+        patch.object(local_pool, "start_command", lambda *given: zygote().start_command(*given)),
+        patch.object(hosts, "start_model", lambda *given: zygote().start_model(*given)),
+    ):
+        yield
 
 
 # ------------------------------------------------------------------------------------------------------ the process
 
 
-def _serve(channel: socket.socket) -> tuple[int, dict[str, Any]] | None:
-    """In a child: the pipe it writes to, and what it is to run. In the zygote None, when nobody needs it any more."""
+def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int], socket.socket] | None:
+    """In a child: what it is to run, its streams and its channel. In the zygote None, when the test process ended."""
     waking, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    channels, asked_by = [channel], dict[int, socket.socket]()
     while True:
-        ready, _, _ = select.select([channel, waking], [], [])
-        if waking in ready:
-            os.read(waking, 4096)
-            _tell_of_the_dead(channel)
-        if channel not in ready:
-            continue
-        head, pipes, _, _ = socket.recv_fds(channel, _LENGTH.size, 1)
-        if not head:
-            return None
-        told = json.loads(_exactly(channel, _LENGTH.unpack(head)[0]))
-        pid = os.fork()
-        if pid == 0:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for descriptor in (waking, woken):
-                os.close(descriptor)
-            channel.close()
-            return pipes[0], told
-        os.close(pipes[0])
-        channel.sendall(json.dumps({"started": pid}).encode() + b"\n")
+        for ready in select.select([waking, *channels], [], [])[0]:
+            if ready == waking:
+                os.read(waking, 4096)
+                _tell_of_the_dead(asked_by)
+                continue
+            told, streams = _question(ready)
+            if told is None:
+                if ready is channel:
+                    return None
+                channels.remove(ready)
+                ready.close()
+                continue
+            ours, theirs = socket.socketpair()
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for descriptor in (waking, woken):
+                    os.close(descriptor)
+                for one in (*channels, ours):
+                    one.close()
+                return told, streams, theirs
+            theirs.close()
+            for stream in streams:
+                os.close(stream)
+            channels.append(ours)
+            asked_by[pid] = ready
+            with contextlib.suppress(OSError):
+                ready.sendall(json.dumps({"started": pid}).encode() + b"\n")
 
 
-def _exactly(channel: socket.socket, size: int) -> bytes:
-    content = b""
-    while len(content) < size:
-        content += channel.recv(size - len(content))
-    return content
+def _question(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """None when there is none left to ask."""
+    try:
+        head, streams, _, _ = socket.recv_fds(channel, _LENGTH.size, 3)
+        content, size = b"", _LENGTH.unpack(head)[0] if head else 0
+        while len(content) < size:
+            content += channel.recv(size - len(content)) or b"\0" * size
+        return (json.loads(content) if head else None), streams
+    except (OSError, ValueError):  # it was killed while it asked
+        return None, []
 
 
-def _tell_of_the_dead(channel: socket.socket) -> None:
+def _tell_of_the_dead(asked_by: dict[int, socket.socket]) -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -174,7 +310,7 @@ def _tell_of_the_dead(channel: socket.socket) -> None:
             return
         code = os.waitstatus_to_exitcode(status)
         with contextlib.suppress(OSError):
-            channel.sendall(json.dumps({"ended": pid, "code": code}).encode() + b"\n")
+            asked_by.pop(pid).sendall(json.dumps({"ended": pid, "code": code}).encode() + b"\n")
 
 
 class ForkedWorker:
@@ -241,10 +377,14 @@ def main() -> None:
     work = _serve(socket.socket(fileno=int(sys.argv[1])))
     if work is None:
         return
-    pipe, told = work
-    for stream in (1, 2):
-        os.dup2(pipe, stream)
-    os.close(pipe)
+    told, streams, channel = work
+    for stream, become in zip(streams, told["streams"], strict=True):
+        for number in become:
+            os.dup2(stream, number)
+        os.close(stream)
+    if told["session"]:
+        os.setsid()
+    sys.stdin = os.fdopen(0, "r", closefd=False)
     os.chdir(told["at"])
     os.environ.clear()
     os.environ.update(told["environment"])
@@ -253,7 +393,8 @@ def main() -> None:
     from fusionai.cli.main import entry
 
     worker_client.start_process = ForkedWorker  # pyright: ignore[reportAttributeAccessIssue]
-    entry()
+    with forking(cache(lambda: Zygote(channel))):
+        entry()
 
 
 if __name__ == "__main__":

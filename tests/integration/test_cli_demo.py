@@ -73,7 +73,8 @@ def test_two_pipelines_serve_and_the_answers_of_a_killed_machine_go_on_with_the_
     ("interrupts", "what"), [(1, ("--steps", 5, "--peers", 2, "--spares", 0)), (2, ("--steps", 5)), (1, ("--serve",))]
 )
 def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, interrupts: int, what: tuple[object, ...]):
-    demo = Process("demo", *what, "--directory", tmp_path / "shown")
+    # An interpreter of its own, which starts others: those that tests fork are not found by their commands.
+    demo = Process("demo", *what, "--directory", tmp_path / "shown", program=("-m", "fusionai"))
     demo.wait_for("starting a broker")
     demo.interrupt()
     demo.wait_for("Stopping")

@@ -16,6 +16,7 @@ from fusionai.scheduling.problem.types import ServingNeeds
 from fusionai.serving.interface import Emitted, Finished, Generation
 from harness.patience import CEILING_S
 from harness.saved_model import saved_model
+from harness.zygote import forking
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -110,6 +111,7 @@ def test_a_killed_machine_moves_its_texts_and_a_new_one_makes_a_pipeline(
             assert answers[0].tokens == before
             return answers
 
-    answers = asyncio.run(story())
+    with forking():
+        answers = asyncio.run(story())
     assert any(answer.pipelines == [1] for answer in answers)
     assert any(isinstance(event, Noted) and "pipeline 2 is dissolved" in event.text for event in events)

@@ -106,10 +106,10 @@ async def ready_worker(options: PeerOptions, clock: Clock) -> OpenWorker:
         report, measured_at_s = measured_device(
             backend,
             options.home,
-            share=options.share,
             anew=options.measure,
             clock=clock,
             measuring=lambda: open_worker(options, confined=False),
+            shared=options.measured_beside,
         )
         try:
             claim = claim_card(report, cards_directory(), lent, str(options.home))

@@ -261,6 +261,8 @@ class PeerOptions:
     """Most bytes of fetched weights on the disk; None: half of what is free for them at the start."""
     weights_beside: Path | None = None
     """Remembered hashes of files on this machine whose tensors are read in place (`storage.weight_manifest`)."""
+    measured_beside: Path | None = None
+    """Directory of peers on this machine that share one measurement."""
 
 
 @dataclass(frozen=True, slots=True)

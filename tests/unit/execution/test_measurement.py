@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ class Machine:
     clock: VirtualClock
     fingerprint: str = "bits"
     card: str = "a card"
-    share: float = 1.0
+    shared: Path | None = None
     measured: int = 0
     name: str = "null"
 
@@ -37,7 +38,7 @@ class Machine:
         return replace(NullBackend().probe(speeds), fingerprint=self.fingerprint, device_name=self.card)
 
     def start(self, *, anew: bool = False) -> tuple[DeviceReport, float | None]:
-        return measured_device(self, self.home, share=self.share, anew=anew, clock=self.clock)  # type: ignore[arg-type]
+        return measured_device(self, self.home, anew=anew, clock=self.clock, shared=self.shared)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -82,10 +83,6 @@ def _other_bits(machine: Machine) -> None:
     machine.fingerprint = "other bits"
 
 
-def _other_share(machine: Machine) -> None:
-    machine.share = 0.5
-
-
 def _other_backend(machine: Machine) -> None:
     machine.name = "other"
 
@@ -118,7 +115,7 @@ def _unknown_key(machine: Machine) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        *(_older, _other_bits, _other_share, _other_backend, _clock_set_back),
+        *(_older, _other_bits, _other_backend, _clock_set_back),
         *(_torn, _not_text, _no_speed, _unknown_key),
     ],
 )
@@ -143,3 +140,29 @@ def test_a_home_that_can_not_be_written_is_no_reason_to_fail(machine: Machine) -
     assert machine.start()[1] is None
     assert machine.start()[1] is None
     assert machine.measured == 2
+
+
+def test_of_processes_beside_each_other_one_measures_and_the_others_wait_for_it(tmp_path: Path) -> None:
+    clock, shared = VirtualClock(), tmp_path / "shared"
+    second = Machine(tmp_path / "second", clock, shared=shared)
+
+    class First(Machine):
+        def probe(self, speeds: Speeds | None = None) -> DeviceReport:
+            waiting.start()
+            return super().probe(speeds)
+
+    found: list[tuple[DeviceReport, float | None]] = []
+    waiting = threading.Thread(target=lambda: found.append(second.start()))
+    report, since = First(tmp_path / "first", clock, shared=shared).start()
+    waiting.join()
+    assert since is None
+    assert second.measured == 0
+    assert found == [(report, clock.wall_s())]
+
+
+def test_what_another_machine_measured_does_not_hold_here(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    Machine(tmp_path / "first", VirtualClock(), shared=shared).start()
+    other = Machine(tmp_path / "second", VirtualClock(), fingerprint="other bits", shared=shared)
+    assert other.start()[1] is None
+    assert other.measured == 1

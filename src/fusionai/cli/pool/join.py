@@ -206,6 +206,13 @@ _REMEMBERED: Final = frozenset(
     "owner's --home.",
     dir_okay=False,
 )
+@flags.path_option(
+    "--measured-beside",
+    "DIRECTORY",
+    "Use the speed that another `fusion join` on this machine measured and keeps in DIRECTORY. Those with the same "
+    "DIRECTORY measure one after the other, and only if there is no measurement of the last 7 days.",
+    file_okay=False,
+)
 @click.option(
     "--measure", is_flag=True, help="Measure this machine's speed even if it was measured in the last 7 days."
 )

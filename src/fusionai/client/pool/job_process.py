@@ -112,16 +112,16 @@ class OwnMachine:
 
 @asynccontextmanager
 async def own_machine(
-    device: str, threads: int | None, home: Path, note: Callable[[str], None]
+    device: str, threads: int | None, home: Path, note: Callable[[str], None], *, shared: Path | None = None
 ) -> AsyncIterator[OwnMachine]:
     """Open the torch backend and measure it, or take the measurement kept in the owner's part of `home`, which is said
-    by `note`. It computes in a thread that lasts as long as the block."""
+    by `note`. It computes in a thread that lasts as long as the block. `shared`: see `measured_device`."""
     compute = ComputeThread()
     owner_home = home / OWNER_DIRECTORY
 
     def measured() -> tuple[Backend, DeviceReport, float | None]:
         backend = open_backend("torch", device=device, threads=threads)
-        return backend, *measured_device(backend, owner_home, share=1.0, anew=False, clock=SystemClock())
+        return backend, *measured_device(backend, owner_home, anew=False, clock=SystemClock(), shared=shared)
 
     try:
         (backend, report, measured_at_s), _ = await compute.run(measured)

@@ -139,8 +139,9 @@ class _Child:
 @dataclass(slots=True)
 class LocalPool:
     """A pool, used as `async with LocalPool(directory, peers) as pool:`. `invitation` also admits a job owner. Any
-    process can be killed and started again. It keeps its home and so its identity, and the broker its port. `say`
-    receives lines about processes that ended unexpectedly and their restarts."""
+    process can be killed and started again. It keeps its home and so its identity, and the broker its port. One peer
+    measures this machine, and the others use its measurement, which is kept in `directory`. `say` receives lines about
+    processes that ended unexpectedly and their restarts."""
 
     directory: Path
     peers: Sequence[LocalPeer]
@@ -237,6 +238,7 @@ class LocalPool:
             "--upload-limit": rate,
             "--download-limit": rate,
             "--weights-beside": peer.weights_beside,
+            "--measured-beside": self.directory,
         }
         arguments += [text for name, value in limits.items() if value is not None for text in (name, str(value))]
         home = self.directory / peer.name
@@ -259,23 +261,7 @@ class LocalPool:
         show it."""
         log_path = self.directory / f"{name}.log"
         log = _log_in(home, log_path)
-        # The framework's libraries read these when loaded; without them they would start more threads than `threads`.
-        environment = {**inherited(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "fusionai",
-            *arguments,
-            "--lifeline",
-            "--home",
-            str(home),
-            stdin=asyncio.subprocess.PIPE,  # stays open as long as this process runs
-            stdout=log,
-            stderr=log,
-            env=environment,
-            # Ctrl-C on the terminal must reach only the job owner, which ends the pool afterwards.
-            start_new_session=sys.platform != "win32",
-        )
+        process = await start_command((*arguments, "--lifeline", "--home", str(home)), log)
         child = _Child(name, process, log, log_path)
         former = self._children.get(name)
         if former is not None:
@@ -352,6 +338,25 @@ class LocalPool:
         self._children.clear()
 
 
+async def start_command(arguments: Sequence[str], log: IO[bytes]) -> asyncio.subprocess.Process:
+    """Start `fusion ARGUMENTS` with a pipe as its standard input, which stays open as long as this process runs, and
+    its output in `log`."""
+    # The framework's libraries read these when loaded; without them they would start more threads than `threads`.
+    environment = {**inherited(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "fusionai",
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        env=environment,
+        # Ctrl-C on the terminal must reach only the job owner, which ends the pool afterwards.
+        start_new_session=sys.platform != "win32",
+    )
+
+
 async def _ordinary(child: _Child) -> None:
     """Give a process back its ordinary priority, with retries: the system accepts ten such requests a second, over all
     programs together."""
@@ -395,19 +400,17 @@ async def serving_pool(home: Path, count: int, spares: int, *, say: Callable[[st
     ]
     with local_home(home / "local") as directory:
         kept = home / "local" / MEASUREMENT
-        hand_out(kept, [directory / name for name in names])
+        hand_out(kept, directory)
         async with LocalPool(directory, peers, name="local", say=say) as pool:
-            hand_out(directory / names[0] / MEASUREMENT, [kept.parent])
+            hand_out(directory / MEASUREMENT, kept.parent)
             yield pool
 
 
-def hand_out(measurement: Path, homes: Sequence[Path]) -> None:
-    """Copy a kept measurement of this machine, if there is one, to these homes. Peers that it does not fit measure."""
+def hand_out(measurement: Path, directory: Path) -> None:
+    """Copy a kept measurement of this machine, if there is one, into `directory`. Peers that it does not fit
+    measure."""
     try:
-        content = measurement.read_bytes()
-        for home in homes:
-            home.mkdir(parents=True, exist_ok=True)
-            write_atomic(home / measurement.name, content)
+        write_atomic(directory / measurement.name, measurement.read_bytes())
     except (OSError, StorageError) as problem:
         log.info("peers measure this machine anew: %s", problem)
 

@@ -242,17 +242,10 @@ class ModelHosts:
                 turn.set_exception(problem)
 
     async def _spawn(self, name: str, announced: Path) -> _Child:
-        process = await asyncio.create_subprocess_exec(
+        process = await start_model(
             *(*self._command, *self._programs[name].arguments),
             *("--name", name, "--host", "127.0.0.1", "--port", "0", "--json", str(announced)),
             *("--lifeline", "--behind-gateway"),
-            stdin=asyncio.subprocess.PIPE,  # stays open as long as this process runs
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**inherited(), "PYTHONUNBUFFERED": "1"},
-            limit=_LINE_BYTES,
-            # Ctrl-C on the terminal must reach only the gateway, which ends the models afterwards.
-            start_new_session=sys.platform != "win32",
         )
         child = _Child(process, asyncio.create_task(asyncio.sleep(0)))
         child.reading = asyncio.create_task(self._read(name, child))
@@ -282,6 +275,21 @@ class ModelHosts:
                 child.process.kill()
             await child.process.wait()
         await asyncio.gather(child.reading, return_exceptions=True)
+
+
+async def start_model(*command: str) -> asyncio.subprocess.Process:
+    """Start a model's process with a pipe as its standard input, which stays open as long as this process runs, and its
+    output in another pipe."""
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**inherited(), "PYTHONUNBUFFERED": "1"},
+        limit=_LINE_BYTES,
+        # Ctrl-C on the terminal must reach only the gateway, which ends the models afterwards.
+        start_new_session=sys.platform != "win32",
+    )
 
 
 async def _url(child: _Child, announced: Path) -> str | None:

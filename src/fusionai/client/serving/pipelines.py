@@ -374,9 +374,11 @@ class Pipelines:
                 if stage.peer == owner.peer
             )
             owner = msgspec.structs.replace(owner, memory_bytes=max(0, owner.memory_bytes - mine))
+        chosen = {member.view.peer: member.profile for member in free}
+        priced = self.priced(tuple({**self.process.known.profiles, **chosen}.values())) if free else ()
         return msgspec.structs.replace(
             problem,
-            peers=self.priced(tuple(member.profile for member in free)) if free else (),
+            peers=tuple(profile for profile in priced if profile.peer in chosen),
             links=near_links(free) if self.request.local is None else {},
             owner=owner,
         )

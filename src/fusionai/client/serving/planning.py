@@ -18,7 +18,7 @@ from fusionai.ir.serving_cost import serving_costs, text_costs
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 from fusionai.scheduling.problem.calibration import typical_serving
-from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, RolePlacement, ServingNeeds
+from fusionai.scheduling.problem.types import Link, PeerProfile, Plan, Problem, RolePlacement, ServingNeeds
 
 TEXT_TOKENS: Final = 256
 """Length of the texts whose speed is predicted for encoders, unless the model takes shorter ones only; chosen: usual
@@ -138,12 +138,13 @@ def checking_sentence(plan: Plan, checkable: frozenset[int], *, spot: bool) -> s
 
 
 def equalised(profiles: tuple[PeerProfile, ...]) -> tuple[PeerProfile, ...]:
-    """Return the profiles with median speeds. Local processes are equal, but measured their speed under each other's
-    load."""
+    """Return the profiles with median speeds and the best links. Local processes are equal, but measured under each
+    other's load; a link to this machine itself was seen milliseconds slow while others started."""
     flops_per_s = median(profile.flops_per_s for profile in profiles)
     bandwidth = median(profile.memory_bandwidth_bytes_per_s for profile in profiles)
     serving = typical_serving(profiles)
     attention_flops_per_s = median(profile.attention_flops_per_s for profile in profiles)
+    uplink, downlink = best_link([one.uplink for one in profiles]), best_link([one.downlink for one in profiles])
     return tuple(
         msgspec.structs.replace(
             profile,
@@ -151,6 +152,16 @@ def equalised(profiles: tuple[PeerProfile, ...]) -> tuple[PeerProfile, ...]:
             memory_bandwidth_bytes_per_s=bandwidth,
             serving=serving,
             attention_flops_per_s=attention_flops_per_s,
+            uplink=uplink,
+            downlink=downlink,
         )
         for profile in profiles
+    )
+
+
+def best_link(links: Sequence[Link]) -> Link:
+    """Return the largest bandwidth and the smallest latency of any."""
+    return Link(
+        bandwidth_bytes_per_s=max(link.bandwidth_bytes_per_s for link in links),
+        latency_s=min(link.latency_s for link in links),
     )

@@ -231,7 +231,13 @@ class _Start:
             self._on_event(Noted(text))
         threads = request.threads or (None if request.local is None else local_threads(request.local))
         machine = await stack.enter_async_context(
-            own_machine(request.device, threads, request.home, lambda text: self._on_event(Noted(text)))
+            own_machine(
+                request.device,
+                threads,
+                request.home,
+                lambda text: self._on_event(Noted(text)),
+                shared=None if self._local is None else self._local.directory,
+            )
         )
         weights = await hashing
         stack.callback(weights.close)

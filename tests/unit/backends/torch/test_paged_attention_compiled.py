@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import platform
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,8 +24,6 @@ from fusionai.backends.torch.paged_attention import (
 from fusionai.coordination.serving.together import between, cut_before
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.serving import CacheFormat, ServeOptions
-from harness.levels import LEVELS, run_as
-from harness.patience import CEILING_S
 
 pytestmark = pytest.mark.slow
 
@@ -107,6 +102,7 @@ class Text:
         return (torch.softmax(weights, dim=-1)[..., :LONG] @ v).transpose(0, 1)
 
 
+@pytest.mark.levels
 @pytest.mark.parametrize("window", [None, 1, 40, KEYS, KEYS + 70])
 @pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (2.0, False), (None, True), (2.0, True)])
 def test_it_is_attention_and_pieces_change_no_bit(window: int | None, softcap: float | None, sinks: bool) -> None:
@@ -125,6 +121,7 @@ TOGETHER = ((0, 3), (40, 47), (60, 170), (171, 172), (KEYS - 9, 2 * KEYS + 40), 
 """Within a tile, over several, over blocks of keys, beside each other, and at both ends."""
 
 
+@pytest.mark.levels
 @pytest.mark.parametrize(
     ("window", "softcap", "sinks", "groups"),
     [
@@ -148,6 +145,7 @@ def test_positions_that_see_each_other_do_and_pieces_change_no_bit(
     assert torch.equal(causal[alone].view(torch.int32), whole[alone].view(torch.int32))
 
 
+@pytest.mark.levels
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("groups", "shared", "width", "value_width"),
@@ -164,6 +162,7 @@ def test_heads_widths_and_formats_change_no_bit_with_pieces(
     assert torch.equal(torch.cat(parts).view(torch.int32), whole.view(torch.int32))
 
 
+@pytest.mark.levels
 def test_threads_and_strides_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     text = Text(8, 3, 64, 64)
     whole = text.piece(0, LONG)
@@ -175,6 +174,7 @@ def test_threads_and_strides_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(text.piece(0, LONG), whole)
 
 
+@pytest.mark.levels
 def test_extreme_scores_and_what_is_no_number_stay_where_they_are() -> None:
     text = Text(1, 1, 16, 16)
     text.q[0, 0, 3] *= 1e4
@@ -207,14 +207,3 @@ def test_operands_that_do_not_suit_the_cache_are_refused() -> None:
         compiled_attention(text.span(0, 9), text.cache, text.q, Scores(1.0))
     with pytest.raises(ExecutionError, match="sinks"):
         text.piece(0, 9, sinks=drawn(5))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_it_is_so_at_lower_instruction_sets(level: str) -> None:
-    """This file's own tests, in a process that takes the processor for a smaller one."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        pytest.skip("levels of x86 processors")
-    command = [sys.executable, "-m", "pytest", __file__, "-k", "no_bit or extreme", "-p", "no:faulthandler"]
-    done = run_as(level, command, timeout_s=CEILING_S, directory=Path(__file__).parents[4])
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout

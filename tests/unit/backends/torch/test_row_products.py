@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import platform
-import sys
 from ctypes import CFUNCTYPE, c_int64
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,10 +29,6 @@ from fusionai.backends.torch.row_products import FEW_ROWS, HALVES, ROWS, SUMMAND
 from fusionai.ir.levels import LevelLayout, Levels
 from fusionai.ir.unpacking import FLOATS as CODED
 from fusionai.wire.serving import WeightFormat
-from harness.levels import LEVELS as PROCESSORS
-from harness.levels import run_as
-from harness.patience import CEILING_S
-from harness.variants import kept
 
 FORMS: tuple[WeightFormat, ...] = ("fp32", "bf16", "fp16", "int8", "int4")
 FLOATS: tuple[WeightFormat, ...] = ("fp32", "bf16", "fp16")
@@ -206,6 +199,7 @@ def test_blocks_of_bfloat16_hold_pairs_of_summands(columns: int, count: int) -> 
         assert torch.equal(blocks[block, :, column].reshape(-1), whole[16 * block + column])
 
 
+@pytest.mark.levels
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_products_of_many_sizes_are_float64s(way: Factor) -> None:
@@ -220,6 +214,7 @@ def test_products_of_many_sizes_are_float64s(way: Factor) -> None:
         assert bool(((got.double() - expected).abs() <= bound).all()), (columns, count, rows)
 
 
+@pytest.mark.levels
 @pytest.mark.parametrize("way", [way for way in WAYS if way.values[0] not in LAYOUT_OF])
 def test_small_whole_numbers_are_exact(way: Factor) -> None:
     """Every weight and every summand is where it belongs: sums of whole numbers round nowhere."""
@@ -232,6 +227,7 @@ def test_small_whole_numbers_are_exact(way: Factor) -> None:
             assert torch.equal(made(way, weight)(x).double(), expected)
 
 
+@pytest.mark.levels
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("columns", "count"), [(1, 7), (16, 33), (139, 21), (320, 50)])
 def test_a_rows_bits_are_the_same_whatever_rows_are_with_it(way: Factor, columns: int, count: int) -> None:
@@ -246,6 +242,7 @@ def test_a_rows_bits_are_the_same_whatever_rows_are_with_it(way: Factor, columns
     assert same_bits(product(x[order]), alone[order])
 
 
+@pytest.mark.levels
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rows_bits_are_the_same_among_hundreds_and_on_threads(way: Factor) -> None:
     """More rows than share widened blocks, and more summands than are widened at a time."""
@@ -281,6 +278,7 @@ def test_a_columns_bits_do_not_depend_on_the_columns_beside_it(way: Factor) -> N
         assert same_bits(made(way, weight[first:end].contiguous())(x), whole[:, first:end])
 
 
+@pytest.mark.levels
 @pytest.mark.parametrize("way", [way for way in WAYS if way.values[0] in LAYOUT_OF])
 @pytest.mark.parametrize("rows", [1, 3, 8, FEW_ROWS + 7])
 def test_levels_of_a_quantised_file_give_the_bits_of_the_numbers_they_stand_for(way: Factor, rows: int) -> None:
@@ -291,6 +289,7 @@ def test_levels_of_a_quantised_file_give_the_bits_of_the_numbers_they_stand_for(
     assert same_bits(blocked_product(blocks)(x), made(Factor.FP32, numbers)(x))
 
 
+@pytest.mark.levels
 @pytest.mark.parametrize("way", [way for way in WAYS if LAYOUT_OF.get(way.values[0], LevelLayout(8, 0)).floats])
 def test_each_code_of_a_small_float_has_its_value(way: Factor) -> None:
     """Infinities too; codes of E4M3 that are no numbers are refused when they come."""
@@ -396,19 +395,6 @@ def test_products_are_near_those_of_the_weights_that_came(form: WeightFormat, er
     weight, x = drawn(64, 256, 20)
     expected = x @ weight.t()
     assert float((packed(weight, form)(x) - expected).norm() / expected.norm()) < error
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", kept(PROCESSORS, ["avx2"]))
-def test_bits_do_not_depend_on_rows_at_lower_instruction_sets(level: str) -> None:
-    """This file's own tests of bits and of sums, in a process that takes the processor for a smaller one."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        pytest.skip("levels of x86 processors")
-    chosen = "rows_bits_are or float64s or whole_numbers or quantised or small_float"
-    command = [sys.executable, "-m", "pytest", __file__, "-k", chosen, "-m", "not long", "-p", "no:faulthandler"]
-    done = run_as(level, command, timeout_s=CEILING_S, directory=Path(__file__).parents[4])
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
 
 
 @pytest.mark.parametrize("form", FORMS)

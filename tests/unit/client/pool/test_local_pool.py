@@ -17,6 +17,7 @@ from fusionai.client.pool.session import PoolSession
 from fusionai.primitives.errors import FusionError
 from fusionai.transport.enrolment import load_membership
 from harness.patience import CEILING_S
+from harness.zygote import forking
 
 pytestmark = [
     pytest.mark.slow,
@@ -67,7 +68,8 @@ def test_a_killed_peer_and_a_killed_broker_are_who_they_were(tmp_path: Path) -> 
             assert not set(now.values()) & set(pids.values())
         assert not any(runs(pid) for pid in now.values())
 
-    asyncio.run(story())
+    with forking():
+        asyncio.run(story())
 
 
 def test_a_peer_that_somebody_else_kills_comes_back(tmp_path: Path) -> None:

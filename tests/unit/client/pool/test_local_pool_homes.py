@@ -44,12 +44,13 @@ def test_what_a_killed_process_left_goes_with_the_next_and_what_lives_stays(tmp_
 
 
 def test_a_measurement_is_handed_to_the_peers_of_later_pools(tmp_path: Path) -> None:
-    homes = [tmp_path / "local" / "ab" / name for name in ("tower", "desktop")]
-    hand_out(tmp_path / "local" / "measurement.json", homes)
-    assert not any((home / "measurement.json").exists() for home in homes)
-    (tmp_path / "local").mkdir()
-    (tmp_path / "local" / "measurement.json").write_bytes(b"speeds")
-    hand_out(tmp_path / "local" / "measurement.json", homes)
-    assert [(home / "measurement.json").read_bytes() for home in homes] == [b"speeds", b"speeds"]
+    kept, pool = tmp_path / "local" / "measurement.json", tmp_path / "local" / "ab"
+    pool.mkdir(parents=True)
+    hand_out(kept, pool)
+    assert not (pool / "measurement.json").exists()
+    kept.write_bytes(b"speeds")
+    hand_out(kept, pool)
+    assert (pool / "measurement.json").read_bytes() == b"speeds"
     clear_left(tmp_path / "local")
-    assert (tmp_path / "local" / "measurement.json").exists()
+    assert not pool.exists()
+    assert kept.exists()

@@ -14,6 +14,8 @@ from fusionai.execution.tensors import SIZE
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import Segment
 
+pytestmark = pytest.mark.levels
+
 WIDTH = 24
 SPECS = (RowSpec("h", "float32", (WIDTH,)), RowSpec("p", "int64"))
 SECRET = b"s" * 32
