@@ -389,6 +389,17 @@ def with_newcomer(tmp_path_factory: pytest.TempPathFactory) -> Story:
     return run(tmp_path_factory.mktemp("newcomer") / "run", begun={"c": EVERY})
 
 
+@pytest.fixture(scope="module")
+def newcomer_beside(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """The same with steps during an exchange."""
+    return run(tmp_path_factory.mktemp("newcomer beside") / "run", begun={"c": EVERY}, sync_lag=LAG)
+
+
+def test_with_overlap_a_replica_that_begins_later_has_the_others_bits(newcomer_beside: Story) -> None:
+    assert [one.jobs for one in newcomer_beside.rounds] == [("a", "b"), ("a", "b", "c"), ("a", "b", "c")]
+    assert_agreed(newcomer_beside.runs["c"].weights(2 * EVERY), newcomer_beside.runs["a"].weights(STEPS))
+
+
 def test_a_replica_that_begins_later_has_the_others_bits(
     with_newcomer: Story, undisturbed: Story, tmp_path: Path
 ) -> None:
@@ -554,11 +565,20 @@ def assert_slots(found: Mapping[str, np.ndarray], key: str, expected: Mapping[st
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(KILLS))
-def test_no_bit_changes_at_a_drawn_kill(seed: int, undisturbed: Story, with_newcomer: Story, tmp_path: Path) -> None:
-    """A machine of any replica dies at any message to or from it between the first exchange and the third."""
+def test_no_bit_changes_at_a_drawn_kill(
+    seed: int,
+    undisturbed: Story,
+    with_newcomer: Story,
+    undisturbed_beside: Story,
+    newcomer_beside: Story,
+    tmp_path: Path,
+) -> None:
+    """A machine of any replica dies at any message to or from it between the first exchange and the third. In a part of
+    the runs the replicas train on during an exchange, or one begins later, or both."""
     draw = random.Random(seed)
     is_new, replica, stage = draw.random() < 0.3, draw.choice("abc"), draw.randrange(2)
     skipped = draw.randrange(120)
+    lag = draw.choice((0, LAG))
     seen: list[wire.Message] = []
     struck: list[str] = []
 
@@ -573,8 +593,9 @@ def test_no_bit_changes_at_a_drawn_kill(seed: int, undisturbed: Story, with_newc
             struck.append(f"{type(message).__name__} {len(seen)}")
             job.pool.kill(victim)
 
-    expected = with_newcomer if is_new else undisturbed
-    found = run(tmp_path / "struck", watch=strike, spared=(replica,), begun={"c": EVERY} if is_new else {})
+    alone, beside = (with_newcomer, newcomer_beside) if is_new else (undisturbed, undisturbed_beside)
+    expected, begun = beside if lag else alone, {"c": EVERY} if is_new else {}
+    found = run(tmp_path / "struck", watch=strike, spared=(replica,), begun=begun, sync_lag=lag)
     for step in (EVERY, 2 * EVERY) if is_new else (STEPS,):
         assert_same(found, expected, step)
     assert struck, f"{len(seen)} messages"
