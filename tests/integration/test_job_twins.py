@@ -20,6 +20,7 @@ import pytest
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
+from fusionai.client.training.job_directory import go_back
 from fusionai.coordination.training.division import spans
 from fusionai.coordination.training.exchanges import Exchanges
 from fusionai.execution.tensors import as_array
@@ -27,6 +28,7 @@ from fusionai.execution.training.codecs import pack, unpack
 from fusionai.primitives.errors import TransportError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.primitives.tensors import HostTensor
+from fusionai.storage.reader import forget_after
 from fusionai.training.joint_exchange import JointExchange, JointFiles, JointSeat
 from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone, Seat, beginning
 from fusionai.training.outer_disk import OuterFiles
@@ -116,6 +118,7 @@ def run(
     owned: frozenset[int] = frozenset({2}),
     begun: Mapping[str, int] = {},
     deadline_s: float = 60.0,
+    kill_after: int | None = None,
     **changes: object,
 ) -> Story:
     story, started = Story(), dict[str, Job]()
@@ -146,7 +149,7 @@ def run(
             **fields,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
         settled = (lambda _: seat.settled()) if isinstance(seat, JointSeat) else None
-        running = asyncio.create_task(job.run(epilogue=settled))
+        running = asyncio.create_task(job.run(epilogue=settled, kill_after=kill_after))
         while not running.done():
             await asyncio.wait({running}, timeout=0.1)
             if isinstance(seat, JointSeat) and (reason := seat.exchange.behind.get(name)) is not None:
@@ -201,7 +204,7 @@ def run(
 
     directory.mkdir(exist_ok=True)
     asyncio.run(everything())
-    for name, done in story.runs.items():
+    for name, done in story.runs.items() if kill_after is None else ():
         assert done.end is not None, name
         assert done.end.failed is None, (name, done.end.failed)
     return story
@@ -493,6 +496,24 @@ def test_the_others_go_on_without_a_replica_that_has_lost_a_machine_for_good(poi
     assert story.behind.keys() == {"b"}
     assert story.rounds[-1].jobs == ("a", "c")
     assert_agreed(story.runs["c"].weights(STEPS), story.runs["a"].weights(STEPS))
+
+
+@pytest.mark.parametrize("goes_back", [True, False])
+def test_after_a_loss_of_power_all_begin_between_the_same_two_exchanges(
+    goes_back: bool, undisturbed: Story, tmp_path: Path
+) -> None:
+    """Only replica a has saved its state after the second exchange when all machines and the owner are lost."""
+    run(tmp_path / "run", kill_after=7)
+    for name in "bc":
+        forget_after(tmp_path / "run" / name, EVERY)
+    if not goes_back:  # what the test would miss
+        assert run(tmp_path / "run").behind.keys() == {"b", "c"}
+        return
+    places = {number: (tmp_path / "run" / name, 0) for number, name in enumerate("abc")}
+    assert go_back(places, Exchanges(every=EVERY, steps=STEPS)) == {0: EVERY}
+    again = run(tmp_path / "run")
+    assert_same(again, undisturbed)
+    assert again.runs["a"].losses == undisturbed.runs["a"].losses[EVERY:]
 
 
 @pytest.mark.parametrize(("lag", "saved_every"), [(0, EVERY), (LAG, EVERY + LAG)])

@@ -253,12 +253,15 @@ def sweep(root: Path) -> tuple[Path, ...]:
     return left
 
 
-def prune(root: Path, keep: int, best: int | None = None) -> tuple[Path, ...]:
-    """Remove all checkpoints but the `keep` newest and that of step `best`, and return the removed ones. An interrupted
-    removal leaves a directory that ends in `.partial`."""
+def prune(root: Path, keep: int, best: int | None = None, since: int | None = None) -> tuple[Path, ...]:
+    """Remove all checkpoints but the `keep` newest, that of step `best` and the newest of at most `since` steps. Return
+    the removed ones. An interrupted removal leaves a directory that ends in `.partial`."""
     if keep < 1:
         raise ValueError(f"at least one checkpoint is kept, got {keep}")
-    return _remove(tuple(path for path in complete_checkpoints(root)[keep:] if step_of(path) != best))
+    found = complete_checkpoints(root)
+    steps = [step for path in found if (step := step_of(path)) is not None and since is not None and step <= since]
+    kept = {best, max(steps, default=None)}
+    return _remove(tuple(path for path in found[keep:] if step_of(path) not in kept))
 
 
 def forget_after(root: Path, step: int) -> tuple[Path, ...]:

@@ -304,12 +304,12 @@ class Saving:
         if self._collection is not None:
             await self._collection.take(peer, envelope)
 
-    def prune(self, best: Evaluation | None) -> None:
-        """Remove old checkpoints, but never that of `best`. Call it only while no stage may still load one
-        (recovery rule 15)."""
+    def prune(self, best: Evaluation | None, since: int | None) -> None:
+        """Remove old checkpoints, but never that of `best`, nor the newest of at most `since` steps. Call it only while
+        no stage may still load one (recovery rule 15)."""
         checkpoints = self._checkpoints
         self._round.start_lasting(
-            asyncio.to_thread(prune, checkpoints.root, checkpoints.keep, None if best is None else best.step)
+            asyncio.to_thread(prune, checkpoints.root, checkpoints.keep, None if best is None else best.step, since)
         )
 
     async def name_best(self, best: Evaluation) -> None:

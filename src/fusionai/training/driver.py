@@ -158,7 +158,8 @@ class Driver:
     def _after(self, event: DriverEvent) -> None:
         calm = self._machine.phase in (DriverPhase.RUNNING, DriverPhase.SAVING, DriverPhase.ENDED)
         if isinstance(event, interface.CheckpointWritten) and event.step > 0 and calm:
-            self._saving.prune(self._machine.standing.best if self._job.keep_best else None)
+            best = self._machine.standing.best if self._job.keep_best else None
+            self._saving.prune(best, self._updates.saved(event.step))
 
     def stop(self, reason: str) -> None:
         """Finish the current step, save, end."""

@@ -173,6 +173,11 @@ class JointExchange:
         for job in sorted({job for job, _ in self._book.waiting(number)} - {but}):
             self.leave_behind(job, reason)
 
+    def saved(self, job: str, steps: int) -> int:
+        """A replica has a checkpoint after `steps` steps of the whole run. Return the fewest that one has: after a loss
+        of power all may have to begin there."""
+        return self._book.saved_by(job, steps)
+
     def needed_from(self, job: str, step: int) -> None:
         """No stage of this replica runs steps before `step` again."""
         self._book.needed_from(job, step)
@@ -377,10 +382,14 @@ class StageExchange(LocalUpdates):
     def begin_round(self) -> None:
         self._attempts.clear()
         stages = [stage for stage, one in enumerate(self._present.cut.stages) if one.trainable]
+        self.saved(max(0, self._present.machine.saved))
         self._seat.exchange.place(self, stages, self._seat.weight)
 
     def forget(self, below: int) -> None:
         self._seat.exchange.needed_from(self.job, self.begun + below)
+
+    def saved(self, step: int) -> int | None:
+        return max(0, self._seat.exchange.saved(self.job, self.begun + step) - self.begun)
 
     def heard(self, message: wire.Message) -> None:
         exchange = self._seat.exchange

@@ -467,6 +467,11 @@ class LocalUpdates:
             if chunk is None:
                 return
 
+    def saved(self, step: int) -> int | None:  # noqa: ARG002
+        """A checkpoint of `step` steps is complete. Return the steps from which this job may have to run again because
+        of others; None: others don't depend on it."""
+        return None
+
     def heard(self, message: wire.Message) -> None:
         """Follow what a stage reported. Only exchanges between replicas' machines need it."""
 

@@ -319,6 +319,14 @@ def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
         prune(tmp_path, 0)
 
 
+def test_pruning_keeps_the_newest_that_others_may_begin_with(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40, 50):
+        step_directory(tmp_path, step).mkdir()
+    assert prune(tmp_path, 2, since=29) == (step_directory(tmp_path, 30), step_directory(tmp_path, 10))
+    assert prune(tmp_path, 2, since=5) == (step_directory(tmp_path, 20),)
+    assert prune(tmp_path, 1, since=60) == (step_directory(tmp_path, 40),)
+
+
 @st.composite
 def tensors(draw: st.DrawFn) -> dict[str, HostTensor]:
     names = draw(

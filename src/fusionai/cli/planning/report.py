@@ -207,9 +207,9 @@ def _unknown_bandwidths(found: Plan, pool: PoolOnPaper) -> Iterator[str]:
         )
 
 
-USUAL: Final = Exchanging(every=50, codec="int4")
+USUAL: Final = Exchanging(every=50, codec="int4", between="peers")
 """Defaults of a recipe's `[replicas]` table."""
-BETWEEN_PEERS: Final = Exchanging(every=50, codec="int4", between="peers")
+OVER_OWNER: Final = Exchanging(every=50, codec="int4", between="owner")
 MOST_PEERS: Final = 32
 """Largest pool that is divided into replicas. Dividing more peers takes too long for a command (chosen)."""
 WORTH: Final = 1.05
@@ -233,15 +233,15 @@ def replica_division(problem: Problem, chain: Plan) -> ReplicaDivision | None:
     if problem.task != "train" or len(problem.peers) > MOST_PEERS or problem.stages is not None or problem.required:
         return None
     found: list[ReplicaDivision] = []
-    for exchanging in (USUAL, BETWEEN_PEERS):
+    for exchanging in (USUAL, OVER_OWNER):
         try:
             groups = fastest(anchored(problem), len(problem.peers), exchanging)
         except PlanError:
             return None  # with the memory that exchanges need, nothing fits
         tokens_per_s = steps_per_s(problem, groups, exchanging) * problem.microbatches * problem.microbatch_tokens
         found.append(ReplicaDivision(groups, tokens_per_s, exchange_s(problem, groups, exchanging), exchanging))
-    usual, between = found
-    best = between if between.tokens_per_s >= WORTH * usual.tokens_per_s else usual
+    usual, over_owner = found
+    best = over_owner if over_owner.tokens_per_s >= WORTH * usual.tokens_per_s else usual
     return best if len(best.groups) > 1 and best.tokens_per_s >= WORTH * chain.tokens_per_s else None
 
 
@@ -249,7 +249,7 @@ def described_division(found: ReplicaDivision, chain: Plan) -> str:
     """Return a sentence about the replicas' speed beside that of the one pipeline."""
     times, exchanging = found.tokens_per_s / chain.tokens_per_s, found.exchanging
     is_between = exchanging.between == "peers"
-    where = ' between the machines (exchange = "peers")' if is_between else " over the owner's line"
+    where = " between the machines" if is_between else ' over the owner\'s line (exchange = "owner")'
     return (
         f"As {len(found.groups)} replicas that synchronise every {exchanging.every} steps ([replicas] in the recipe): "
         f"{format_speed(found.tokens_per_s)} tokens/s together, {times:.3g} x the plan. Each replica trains on "

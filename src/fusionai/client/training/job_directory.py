@@ -27,6 +27,7 @@ from msgspec import Meta
 from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM, as_stored, state_entries
 from fusionai.client.pool.replanning import adopted_plan
 from fusionai.client.training.preparation import PreparedJob, checkpoint_header
+from fusionai.coordination.training.exchanges import Exchanges
 from fusionai.corpus.recipe import Recipe
 from fusionai.ir.weights import initialise
 from fusionai.primitives.errors import RecipeError, StorageError
@@ -35,7 +36,7 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.atomic import storage_errors, write_atomic
 from fusionai.storage.checkpoint import CheckpointWriter
 from fusionai.storage.commits import CommitJournal
-from fusionai.storage.reader import CheckpointReader, latest
+from fusionai.storage.reader import CheckpointReader, complete_checkpoints, forget_after, latest, step_of
 from fusionai.storage.rundir import RunDirectory
 from fusionai.telemetry.recorder import Recorder, TensorBoardCurves
 from fusionai.training import progress
@@ -267,6 +268,17 @@ class ReplicaDirectories:
             peers = tuple(dict.fromkeys(placed))
             return Past(begun.first_step, journal.committed, peers, latest(directory.checkpoints) is not None)
 
+    def go_back(self, exchanges: Exchanges, most: int) -> dict[int, int]:
+        """Let the replicas begin between the same two exchanges. Return number -> steps of those that go back. See
+        `go_back`."""
+        begun = {number: self._begun(Path(self.recipe_of(number, 0).directory)) for number in range(most)}
+        places = {
+            number: (RunDirectory(Path(self.recipe_of(number, 0).directory)).checkpoints, one.first_step)
+            for number, one in begun.items()
+            if one is not None
+        }
+        return go_back(places, exchanges)
+
     def begin(self, number: int, first_step: int) -> None:
         place = Path(self.recipe_of(number, 0).directory)
         write_atomic(place / "replica.json", msgspec.json.encode(_Begun(first_step)))
@@ -288,6 +300,31 @@ class ReplicaDirectories:
             return msgspec.json.decode(content, type=_Begun)
         except msgspec.DecodeError as problem:
             raise StorageError(f"{path} does not fit its schema: {problem}.") from problem
+
+
+def go_back(places: Mapping[int, tuple[Path, int]], exchanges: Exchanges) -> dict[int, int]:
+    """Let replicas begin between the same two exchanges: where newest checkpoints lie on both sides of an exchange and
+    all machines were lost, those with the newer ones could not repeat it, and the others need what they sent in it. The
+    newer checkpoints are removed; the journals have the records of their steps. `places`: replica -> (its checkpoints,
+    steps of the whole run that were over when it began). Return replica -> own steps of the checkpoint that it goes
+    back to. Nothing is done if they have no such checkpoints."""
+    saved: dict[int, dict[int, int]] = {}
+    for number, (root, first_step) in places.items():
+        steps = {step for path in complete_checkpoints(root) if (step := step_of(path)) is not None}
+        saved[number] = {step: exchanges.adopted(first_step + step) for step in (steps if first_step else steps | {0})}
+    newest = {number: max(after.values(), default=-1) for number, after in saved.items()}
+    common = set.intersection(*(set(after.values()) for after in saved.values())) if saved else set[int]()
+    if len(set(newest.values())) < 2 or not common:
+        return {}
+    target = max(common)
+    back = {
+        number: max(step for step, adopted in after.items() if adopted == target)
+        for number, after in saved.items()
+        if newest[number] > target
+    }
+    for number, step in back.items():
+        forget_after(places[number][0], step)
+    return back
 
 
 def begin_with(

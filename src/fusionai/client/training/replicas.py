@@ -248,6 +248,10 @@ class _Replicas:
                 await in_background(partial(self.places.begin, number, 0))
                 await self._start(number, None)
         else:
+            if isinstance(self.rounds.outer, JointExchange):
+                back = await in_background(lambda: self.places.go_back(self.rounds.exchanges, self.replicas.most))
+                for number, step in sorted(back.items()):
+                    self._note(f"replica {number} goes back to step {step}: another one was saved before an exchange")
             for number, past in enumerate(pasts):
                 if past is not None:
                     self._crews.give(number, past.peers)

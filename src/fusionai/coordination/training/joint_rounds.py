@@ -94,6 +94,8 @@ class RoundBook:
     _replicas: dict[str, _Replica] = field(default_factory=dict[str, _Replica])
     _agreed: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
     """(job, stage) that have all means of the last round."""
+    _saved: dict[str, int] = field(default_factory=dict[str, int])
+    """Job -> steps of the whole run after which it saved its state last."""
     _needed: dict[str, int] = field(default_factory=dict[str, int])
     """Job -> first step that one of its stages may run again."""
 
@@ -291,6 +293,11 @@ class RoundBook:
         if all(member.job in self._replicas for member in one.members):
             return frozenset()
         return frozenset(job for job, _ in self._lacking)
+
+    def saved_by(self, job: str, steps: int) -> int:
+        """A replica has saved its state after `steps` steps. Return the fewest that a replica has saved."""
+        self._saved[job] = steps
+        return min(self._saved.get(job, begun) for job, begun in ({job: steps} | self.expected).items())
 
     def is_settled(self, job: str) -> bool:
         """Return whether no stage of another replica waits for a round that this one takes part in."""

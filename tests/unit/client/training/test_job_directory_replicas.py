@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from fusionai.client.training.job_directory import ReplicaDirectories
+from fusionai.coordination.training.exchanges import Exchanges
 from fusionai.corpus.recipe import recipe_from_table
 from fusionai.primitives.errors import StorageError
 from fusionai.scheduling.planner import plan as planned
@@ -60,3 +61,43 @@ def test_what_is_not_understood_is_said(places: ReplicaDirectories, content: byt
     (Path(places.recipe_of(0, 0).directory) / "replica.json").write_bytes(content)
     with pytest.raises(StorageError, match="does not fit its schema"):
         places.past(0)
+
+
+def saved_at(places: ReplicaDirectories, number: int, first_step: int, *steps: int) -> None:
+    places.begin(number, first_step)
+    checkpoints = RunDirectory(Path(places.recipe_of(number, 0).directory)).checkpoints
+    for step in steps:
+        (checkpoints / f"step-{step:08d}").mkdir()
+
+
+def steps_of(places: ReplicaDirectories, number: int) -> list[str]:
+    checkpoints = RunDirectory(Path(places.recipe_of(number, 0).directory)).checkpoints
+    return sorted(path.name for path in checkpoints.iterdir())
+
+
+def test_replicas_go_back_to_checkpoints_between_the_same_two_exchanges(places: ReplicaDirectories) -> None:
+    exchanges = Exchanges(every=10, steps=100)
+    saved_at(places, 0, 0, 15, 25, 35)
+    saved_at(places, 1, 0, 15, 25)
+    saved_at(places, 2, 10, 5, 15, 25)
+    assert places.go_back(exchanges, 4) == {0: 25, 2: 15}
+    assert steps_of(places, 0) == ["step-00000015", "step-00000025"]
+    assert steps_of(places, 2) == ["step-00000005", "step-00000015"]
+    assert places.go_back(exchanges, 4) == {}, "they are level"
+
+
+def test_replicas_go_back_to_the_start_if_they_have_nothing_else_in_common(places: ReplicaDirectories) -> None:
+    exchanges = Exchanges(every=10, lag=2, steps=100)
+    saved_at(places, 0, 0, 11)
+    saved_at(places, 1, 0)
+    assert places.go_back(exchanges, 2) == {}, "both before the first update is adopted"
+    saved_at(places, 0, 0, 12)
+    assert places.go_back(exchanges, 2) == {0: 11}
+    assert places.go_back(exchanges, 0) == {}
+
+
+def test_replicas_without_common_checkpoints_stay_where_they_are(places: ReplicaDirectories) -> None:
+    saved_at(places, 0, 0, 25)
+    saved_at(places, 1, 10, 25)
+    assert places.go_back(Exchanges(every=10, steps=100), 2) == {}
+    assert steps_of(places, 1) == ["step-00000025"]

@@ -147,6 +147,15 @@ def test_with_overlap_a_stage_waits_until_it_has_adopted_the_update() -> None:
     assert made.kept_from == 2
 
 
+def test_what_all_replicas_have_saved() -> None:
+    made = with_newcomer(begun=5)
+    assert made.saved_by("a", 12) == 0, "nothing is known of b"
+    assert made.saved_by("b", 14) == 5, "c began there"
+    assert made.saved_by("c", 10) == 10
+    made.leave("c")
+    assert made.saved_by("b", 20) == 12
+
+
 def late_book() -> RoundBook:
     """Replica b has missed the round after step 4."""
     made = with_newcomer(begun=0)
