@@ -73,6 +73,19 @@ def fusion(*arguments: object) -> Done:
     return Done(code, out.getvalue(), err.getvalue())
 
 
+def processes_at(directory: Path) -> list[int]:
+    """Other processes whose command names the directory, or that have something open below it: what is forked has no
+    command of its own."""
+    found: list[int] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            links = [os.readlink(link) for link in (process / "fd").iterdir()]
+            named = [(process / "cmdline").read_bytes().decode(errors="replace"), *links]
+            if int(process.name) != os.getpid() and any(str(directory) in one for one in named):
+                found.append(int(process.name))
+    return found
+
+
 class Process:
     """One command in a process of its own, its lines as they come (stdout and stderr together)."""
 

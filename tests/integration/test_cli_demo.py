@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.live_pool import Process, fusion
+from harness.live_pool import Process, fusion, processes_at
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ def test_what_is_killed_is_recovered_and_nothing_is_lost(tmp_path: Path):
     assert "was killed" not in done.err
     report = Path(seen["report"]).read_text(encoding="utf-8")
     assert "bit for bit, through 2 faults" in report
-    assert not _processes_naming(str(tmp_path))
+    assert not processes_at(tmp_path)
 
 
 @pytest.mark.long
@@ -65,7 +65,7 @@ def test_two_pipelines_serve_and_the_answers_of_a_killed_machine_go_on_with_the_
     assert len(seen["answers"]) == 8
     assert all(answer["is_equal"] and len(answer["tokens"]) > 100 for answer in seen["answers"])
     assert "Everything agrees" in done.out
-    assert not _processes_naming(str(tmp_path))
+    assert not processes_at(tmp_path)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc to find processes")
@@ -83,7 +83,7 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, interrupts: int, 
     # The second may come when everything has ended: then there is nothing left to give up.
     assert demo.ended() in {1: {1}, 2: {1, 130}}[interrupts], demo.text
     assert "Traceback" not in demo.text
-    assert not _processes_naming(str(tmp_path))
+    assert not processes_at(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,3 @@ def test_what_can_not_be_shown(tmp_path: Path, more: tuple[str, ...], said: str)
     done = fusion("demo", "--directory", tmp_path / "shown", *more)
     assert (done.code, said in done.err) == (2, True), done.err
     assert not (tmp_path / "shown").exists()
-
-
-def _processes_naming(text: str) -> list[str]:
-    found = [path.read_bytes().replace(b"\0", b" ").decode() for path in Path("/proc").glob("[0-9]*/cmdline")]
-    return [line for line in found if text in line]
