@@ -395,7 +395,8 @@ class SendEvidence(WireMessage, frozen=True, kw_only=True, tag="send_evidence"):
 
 class EvidenceMissing(WireMessage, frozen=True, kw_only=True, tag="evidence_missing"):
     """Member -> driver, answer to a `SendEvidence` that it can't obey: some of what `stage` sent to `about` is not
-    retained."""
+    retained. Or a standby's to a `PassSnapshot` to the owner: it does not have that snapshot of `about`, which `stage`
+    is then too."""
 
     fence: Fence
     stage: Count

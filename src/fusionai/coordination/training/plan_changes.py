@@ -208,11 +208,15 @@ class SpotChecks:
         return [] if check is None else [GatherEvidence(check)]
 
     def on_evidence_lost(self, event: EvidenceLost) -> list[DriverCommand]:
-        """End a check without an opinion, because a neighbour no longer has what it sent to the checked stage."""
+        """End a check without an opinion, because a neighbour no longer has what it sent to the checked stage, or the
+        stage's standby the snapshots that the owner's machine needs."""
         check = self.open_check(event.about)
-        if check is None or self.job.roles.places.get(event.stage) != event.peer:
+        runs = self.job.roles.places.get(event.stage) == event.peer
+        stands_by = event.stage == event.about and self.job.standbys.get(event.stage) == event.peer
+        if check is None or not (runs or stands_by):
             return []
-        void = Opinion(void=f"stage {event.stage} no longer has everything that it sent")
+        lost = "everything that it sent" if runs else "its snapshots"
+        void = Opinion(void=f"{'' if runs else 'the standby of '}stage {event.stage} no longer has {lost}")
         return self.on_checked(StageChecked(check, void))
 
     def on_checked(self, event: StageChecked) -> list[DriverCommand]:

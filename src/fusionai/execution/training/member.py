@@ -298,6 +298,7 @@ class JobMember(RoundMember):
             return
         to_owner = order.peer == self.owner  # the owner rechecks from there
         if to_owner and self.kept.store.whole(order.stage, order.step) is None:
+            self.to_driver(wire.EvidenceMissing(fence=order.fence, stage=order.stage, about=order.stage))
             return
 
         async def send(message: wire.Snapshot, tensors: Sequence[HostTensor]) -> None:
@@ -384,7 +385,7 @@ class JobMember(RoundMember):
         """Return a snapshot for a recheck. A standby must have it already; for other members it is sent."""
         if not has_standby:
             return await self.kept.whole(stage, step)
-        entries = self.kept.store.whole(stage, step)
+        entries = self.kept.store.keep_for_check(stage, step)
         if entries is None:
             raise ExecutionError(f"the snapshot of step {step} of stage {stage} is not kept here any more.")
         return entries

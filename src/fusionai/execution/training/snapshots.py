@@ -10,7 +10,8 @@ in parts and counts once it is complete. Names, dtypes and shapes can't be check
 and the program that loads the snapshot checks the rest. Per stage the two newest are kept, none below the retention
 watermark. A snapshot that arrives under a newer fence with a lower step shows that the job went back, so later ones are
 dropped. A snapshot that does not fit is refused with `ExecutionError`. It is not acknowledged, and the member tells the
-driver, which stops using the standby for that stage.
+driver, which stops using the standby for that stage. The two that a check begins and ends with also stay until the
+watermark passes them, because the owner's machine may have to run the same steps; they go first if memory is short.
 
 `MemberSnapshots` decides which peers may send a snapshot: the peer that runs the stage, if this member stands by for
 it, and any named member, if the stage runs (or is rechecked) here. It also passes snapshots on and waits for ones it
@@ -82,6 +83,8 @@ class SnapshotStore:
         self._whole: dict[tuple[int, int], _Snapshot] = {}
         self._arriving: dict[int, _Snapshot] = {}
         self._partition = ""
+        self._of_checks: set[tuple[int, int]] = set()
+        """(stage, step) of snapshots that a check uses."""
         self._counted_bytes: int | None = 0
         """Bytes of all snapshots; None after a change. They are asked for with every tensor that arrives here."""
 
@@ -111,6 +114,12 @@ class SnapshotStore:
         snapshot = self._whole.get((stage, step))
         return None if snapshot is None else snapshot.entries
 
+    def keep_for_check(self, stage: int, step: int) -> Mapping[str, HostTensor] | None:
+        """Return the entries as `whole` does, and keep them until the watermark passes them."""
+        if (stage, step) in self._whole:
+            self._of_checks.add((stage, step))
+        return self.whole(stage, step)
+
     def take(self, sender: PeerId, message: wire.Snapshot, tensors: Mapping[str, HostTensor]) -> bool:
         """Take one part and return whether the snapshot is complete. A new snapshot of a stage replaces one that was
         arriving. Raises `ExecutionError` if there is no room, an entry comes twice, or the snapshot that has the rest
@@ -130,6 +139,11 @@ class SnapshotStore:
         others_bytes = self.nbytes
         needed_bytes = _bytes_of((*self._whole.values(), *self._arriving.values(), arriving)) - others_bytes
         room_bytes = self._make_room(needed_bytes)
+        if needed_bytes > room_bytes and self._of_checks:
+            self._of_checks.clear()
+            self._drop_old(message.stage)
+            others_bytes = self.nbytes
+            room_bytes = self._make_room(needed_bytes)
         if needed_bytes > room_bytes or len(arriving.entries) > MAX_ENTRIES:
             raise ExecutionError(
                 f"no room for a snapshot of stage {message.stage}: {others_bytes + needed_bytes} bytes of snapshots, "
@@ -162,14 +176,20 @@ class SnapshotStore:
             if other.step > snapshot.step and other.fence < snapshot.fence:
                 del self._whole[other.stage, other.step]
         self._whole[snapshot.stage, snapshot.step] = snapshot
-        steps = sorted(step for stage, step in self._whole if stage == snapshot.stage)
+        self._drop_old(snapshot.stage)
+
+    def _drop_old(self, stage: int) -> None:
+        self._counted_bytes = None
+        steps = sorted(step for of, step in self._whole if of == stage)
         for step in steps[:-WHOLE_PER_STAGE]:
-            del self._whole[snapshot.stage, step]
+            if (stage, step) not in self._of_checks:
+                del self._whole[stage, step]
 
     def begin_round(self, partition: str) -> None:
         """Drop incomplete snapshots, whose fence is old, and all snapshots of another partition."""
         self._counted_bytes = None
         self._arriving.clear()
+        self._of_checks.clear()
         if partition != self._partition:
             self._whole.clear()
         self._partition = partition
@@ -188,6 +208,7 @@ class SnapshotStore:
     def drop_below(self, watermark: int) -> None:
         self._counted_bytes = None
         self._whole = {at: snapshot for at, snapshot in self._whole.items() if at[1] >= watermark}
+        self._of_checks = {at for at in self._of_checks if at[1] >= watermark}
 
     def clear(self) -> None:
         self._counted_bytes = None

@@ -1616,6 +1616,20 @@ def test_a_check_ends_without_an_opinion_when_a_neighbour_lost_what_it_sent():
     assert machine.handle(EvidenceLost("p1", 1, 0))[0] == ReportCheck(started[0], "void", lost)
 
 
+def test_the_owners_check_ends_without_an_opinion_when_the_standby_lost_its_snapshots():
+    machine = checked()
+    commit(machine, 0)
+    commit(machine, 1)
+    started = checks(kept(machine, 2))
+    again = checks(machine.handle(StageChecked(started[0], Opinion(own="its result"))))[0]
+    assert again.verifier == "owner"
+    assert machine.handle(EvidenceLost("g1", 0, 0)) == [], "it stands by for another stage"
+    report = machine.handle(EvidenceLost("g0", 0, 0))[0]
+    assert isinstance(report, ReportCheck)
+    assert (report.check, report.outcome) == (again, "void")
+    assert "the standby of stage 0 no longer has its snapshots" in report.reason
+
+
 def test_a_standby_needs_links_only_while_a_stage_loads():
     machine = checked()
     assert [machine.needs_links(peer) for peer in ("p0", "owner", "g0")] == [True, True, False]

@@ -97,6 +97,32 @@ def test_parts_of_different_snapshots_make_none(change: dict[str, object]):
     assert store.held == ()
 
 
+def test_those_of_a_check_stay_until_the_watermark_passes_them():
+    store = Store()
+    for step in (0, 2):
+        store.all(step)
+        assert store.keep_for_check(1, step) == store.whole(1, step)
+    assert store.keep_for_check(1, 3) is None
+    for step in (4, 6, 8):
+        store.all(step)
+    assert store.held == at((1, 0), (1, 2), (1, 6), (1, 8))
+    assert store.nbytes == 8 * PART_BYTES
+    store.all(10, watermark=2)
+    assert store.held == at((1, 2), (1, 8), (1, 10))
+    store.all(12, watermark=3)
+    assert store.held == at((1, 10), (1, 12))
+
+
+def test_those_of_a_check_give_way_to_newer_ones_when_memory_is_short():
+    store = Store(room_bytes=6 * PART_BYTES)
+    for step in (0, 2):
+        store.all(step)
+        store.keep_for_check(1, step)
+    assert store.all(4)
+    assert store.all(6)
+    assert store.held == at((1, 4), (1, 6))
+
+
 def test_the_two_newest_of_each_stage_stay():
     store = Store()
     for step in (2, 4, 6):
