@@ -8,7 +8,7 @@ import pytest
 from fusionai.execution.memory_budget import MemoryBudget
 from fusionai.execution.training.arrivals import WaitingTensors
 from fusionai.execution.training.boundary import RetainedMessages
-from fusionai.execution.training.snapshots import SnapshotStore
+from fusionai.execution.training.snapshot_store import SnapshotStore
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire
@@ -172,7 +172,7 @@ def test_what_there_is_no_room_for_is_refused_with_all_that_follows_of_it():
 
 
 def test_entries_are_bounded_too(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusionai.execution.training.snapshots.MAX_ENTRIES", 5)
+    monkeypatch.setattr("fusionai.execution.training.snapshot_store.MAX_ENTRIES", 5)
     store = Store()
     many = {str(number): host_tensor("uint8", (0,), b"") for number in range(6)}
     with pytest.raises(ExecutionError, match="6 entries"):
