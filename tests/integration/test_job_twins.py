@@ -320,24 +320,32 @@ def test_machines_without_a_link_exchange_through_the_owner(undisturbed: Story, 
     assert done.nbytes > 10 * undisturbed.rounds[0].nbytes, "and the round states it"
 
 
+@dataclass
+class Strike:
+    """Kills the machine of a replica's stage at the first message of this replica that `seen` names."""
+
+    replica: str
+    stage: int
+    seen: Seen
+    done: bool = False
+
+    def __call__(self, jobs: dict[str, Job], sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
+        pool = jobs[self.replica].pool
+        machines = {host.peer for host in pool.hosts} | {OWNER}
+        if not self.done and {sender, receiver} & machines and self.seen(sender, receiver, message):
+            self.done = True
+            pool.kill(peer_id(pool.first + self.stage))
+
+
 def is_part(message: wire.Message, kind: str) -> bool:
     return isinstance(message, wire.ExchangePart) and (message.kind, message.number) == (kind, ROUND)
 
 
 @pytest.mark.parametrize("point", POINTS)
 def test_no_bit_changes_when_a_machine_dies(point: str, undisturbed: Story, tmp_path: Path) -> None:
-    stage, seen = POINTS[point]
-    struck: list[wire.Message] = []
-
-    def strike(jobs: dict[str, Job], sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
-        job = jobs["b"]
-        machines = {host.peer for host in job.pool.hosts} | {OWNER}
-        if not struck and {sender, receiver} & machines and seen(sender, receiver, message):
-            struck.append(message)
-            job.pool.kill(peer_id(job.pool.first + stage))
-
+    strike = Strike("b", *POINTS[point])
     assert_same(run(tmp_path / "struck", watch=strike, spared=("b",)), undisturbed)
-    assert struck
+    assert strike.done
 
 
 @pytest.fixture(scope="module")
@@ -367,19 +375,10 @@ POINTS_BESIDE: dict[str, tuple[int, Seen]] = {
 def test_with_overlap_no_bit_changes_when_a_machine_dies(
     point: str, saved_every: int, undisturbed_beside: Story, tmp_path: Path
 ) -> None:
-    stage, seen = POINTS_BESIDE[point]
-    struck: list[wire.Message] = []
-
-    def strike(jobs: dict[str, Job], sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
-        job = jobs["b"]
-        machines = {host.peer for host in job.pool.hosts} | {OWNER}
-        if not struck and {sender, receiver} & machines and seen(sender, receiver, message):
-            struck.append(message)
-            job.pool.kill(peer_id(job.pool.first + stage))
-
+    strike = Strike("b", *POINTS_BESIDE[point])
     changes = {"spared": ("b",), "sync_lag": LAG, "checkpoint_every": saved_every}
     assert_same(run(tmp_path / "struck", watch=strike, **changes), undisturbed_beside)
-    assert struck
+    assert strike.done
 
 
 AGREED = ("anchor", "outer_momentum")
@@ -462,18 +461,10 @@ def is_state(message: wire.Message) -> bool:
 def test_a_newcomer_begins_with_the_same_bits_when_a_machine_dies(
     point: str, with_newcomer: Story, tmp_path: Path
 ) -> None:
-    replica, stage, seen = NEWCOMER_POINTS[point]
-    struck: list[wire.Message] = []
-
-    def strike(jobs: dict[str, Job], sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
-        job = jobs[replica]
-        machines = {host.peer for host in job.pool.hosts} | {OWNER}
-        if not struck and {sender, receiver} & machines and seen(sender, receiver, message):
-            struck.append(message)
-            job.pool.kill(peer_id(job.pool.first + stage))
-
+    replica = NEWCOMER_POINTS[point][0]
+    strike = Strike(*NEWCOMER_POINTS[point])
     assert_same(run(tmp_path / "struck", watch=strike, spared=(replica,), begun={"c": EVERY}), with_newcomer, EVERY)
-    assert struck
+    assert strike.done
 
 
 @pytest.mark.parametrize("point", ["its neighbour", "gets a difference", "sends a mean"])

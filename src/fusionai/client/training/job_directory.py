@@ -3,7 +3,7 @@
 Also writes telemetry and TensorBoard curves. A recipe is bound to a directory from the first committed step on; until
 then errors in it can be corrected. A job of several replicas has in its directory
 
-    outer/              state that the replicas agree on (`training.outer_disk`)
+    outer/              what the replicas agreed on (`training.joint_disk`, or `training.outer_disk` over the owner)
     replica-0/ ...      a job directory each (`storage.rundir`), with
         replica.json    the number of the job's steps that were over when the replica started
 

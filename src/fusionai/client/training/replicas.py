@@ -1,7 +1,8 @@
 """Runs a job of several replicas: pipelines that train one model, each on its own machines.
 
 Every replica is a job as run by `client.training.train`, with its share of the machines and of the data and its own
-directory. The replicas synchronise through `training.outer`, in this process. `_Replicas.run` starts the replicas that
+directory. The replicas' machines exchange with each other (`training.joint_exchange`), or through this process
+(`training.outer`). `_Replicas.run` starts the replicas that
 have machines, then handles those that end, those that may start, and a stop. It decides when a waiting replica starts.
 The job is over when one replica has taken all its steps; the work of replicas that are behind is included as far as
 they took part in the synchronisation.
