@@ -1,11 +1,12 @@
 """Measures an exchange between replicas: its time against the bound, and the bytes on the owner's line.
 
     python benchmarks/exchange.py [--part both|real|simulated] [--replicas 8] [--stages 2] [--mbit 20] [--one-way 0.02]
-        [--width 256] [--layers 8] [--rounds 3] [--between peers,owner] [--json FILE]
+        [--width 256] [--layers 8] [--rounds 3] [--json FILE]
 
 Real: every machine is a `fusion join` process of its own on this machine, behind a proxy that adds the latency
 (`truth`), and keeps to the bandwidth in both directions (`--upload-limit`, `--download-limit`). Each replica has
-`stages` machines. The same job runs with the exchange between the machines and over the owner, in turn.
+`stages` machines. The bytes on the owner's line stand beside what they would be if it summed the differences: as much
+as all replicas' packed parameters, each way.
 
 An exchange begins when the last replica has done the step that ends a round. It ends before the next step, which takes
 as long as the others (median); the last exchange of a job is not counted. The bound is twice the packed shares that the
@@ -64,7 +65,7 @@ from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.network import LinkDirection
 from fusionai.simulator.step import Rules, simulate_steps
 from fusionai.storage.atomic import write_atomic
-from fusionai.training.outer import RoundDone
+from fusionai.training.joint_exchange import RoundDone
 from fusionai.training.progress import StepDone
 from fusionai.wire.codecs import bytes_on_link
 from fusionai.wire.messages import Fence
@@ -83,7 +84,7 @@ LATENCY_S: Final = 0.04
 """One way between any two machines, in the simulated case."""
 
 
-def measured(options: argparse.Namespace, between: str) -> dict[str, Any]:
+def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Run one job and return what its exchanges took."""
     case = truth.Case(
         number=0,
@@ -129,7 +130,7 @@ def measured(options: argparse.Namespace, between: str) -> dict[str, Any]:
         result = await train_replicas(recipe, recipe.replicas, training, on_event=see, stop=asyncio.Event())
         assert not result.failed, result.failed
 
-    replicas = {"count": options.replicas, "every": EVERY, "codec": CODEC, "exchange": between, "early_steps": 0}
+    replicas = {"count": options.replicas, "every": EVERY, "codec": CODEC, "early_steps": 0}
     truth.in_pool(case, job, steps=EVERY * options.rounds, declared=True, replicas=replicas)
     ends = range(EVERY - 1, EVERY * options.rounds, EVERY)
     usual = {
@@ -150,6 +151,7 @@ def measured(options: argparse.Namespace, between: str) -> dict[str, Any]:
         "simulated_s": simulated_s,
         "bound_s": 2 * share_bytes / case.bandwidth_bytes_per_s,
         "owner_line_bytes": line_bytes,
+        "differences_bytes": 2 * options.replicas * bytes_on_link(CODEC, 4 * trained[0]),
         "trained_parameters": trained[0],
         "step_s": statistics.median(usual.values()),
         "busy": cores_s / whole_s / (os.cpu_count() or 1),
@@ -321,30 +323,23 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--between", default="peers,owner")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     report: dict[str, Any] = {"schema": "fusionai.benchmark.exchange/1", "cores": os.cpu_count()}
     report["case"] = {name: getattr(options, name) for name in ("replicas", "stages", "mbit", "one_way", "rounds")}
     if options.part != "real":
         report["simulated"] = simulated()
-    for between in options.between.split(",") if options.part != "simulated" else ():
-        report[between] = found = measured(options, between)
+    if options.part != "simulated":
+        report["real"] = found = measured(options)
         median_s = statistics.median(found["exchange_s"])
         line_bytes = statistics.median(found["owner_line_bytes"])
         print(
-            f"{between}: an exchange takes {median_s:.2f} s ({median_s / found['bound_s']:.2f} of the bound between "
-            f"machines, {found['bound_s']:.2f} s; simulated {found['simulated_s']:.2f} s), {line_bytes / 1e3:.1f} kB "
-            f"over the owner's line; {found['trained_parameters'] / 1e6:.1f}M parameters, cores {found['busy']:.0%} "
+            f"an exchange takes {median_s:.2f} s ({median_s / found['bound_s']:.2f} of the bound, {found['bound_s']:.2f} "
+            f"s; simulated {found['simulated_s']:.2f} s), {line_bytes / 1e3:.1f} kB over the owner's line "
+            f"({line_bytes / found['differences_bytes']:.2%} of all differences); {found['trained_parameters'] / 1e6:.1f}M parameters, cores {found['busy']:.0%} "
             "busy",
             flush=True,
         )
-    if {"peers", "owner"} <= report.keys():
-        ratio = statistics.median(report["peers"]["owner_line_bytes"]) / statistics.median(
-            report["owner"]["owner_line_bytes"]
-        )
-        print(f"owner's line: {ratio:.2%} of the exchange over the owner")
-        report["line_ratio"] = ratio
     if options.json is not None:
         write_atomic(options.json, json.dumps(report, indent=2).encode() + b"\n")
 

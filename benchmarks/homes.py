@@ -12,8 +12,8 @@ rounds, exchanges included.
 
 Simulated: fifty RTX 3080 with the catalogue's figures on equal home links, the planner's plan for each codec, and the
 step that the simulator computes for it. `adaptive` chooses a codec per boundary. `local updates`: the number of groups
-that takes most steps together, with `adaptive` inside each. Every 50 steps all groups send and receive every parameter
-in int4 over the job owner's line, which is like all other lines, one after the other and not overlapped.
+that takes most steps together, with `adaptive` inside each. Every 50 steps the machines of all groups exchange every
+parameter in int4 with each other, as the planner counts it, and no step overlaps the exchange.
 
 `compression` measures what a codec costs in loss, `local_updates` what local updates cost; with `--loss` and
 `--local-loss` their results are in the same table. A measured row takes some minutes and is written at once; rows that
@@ -42,10 +42,10 @@ from fusionai.corpus.recipe import Recipe
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem
-from fusionai.scheduling.training.replicated import Group, fastest
+from fusionai.scheduling.training.replicated import Exchanging, Group, exchange_s, fastest
 from fusionai.simulator.step import Rules, simulate_steps
 from fusionai.storage.atomic import write_atomic
-from fusionai.training.outer import RoundDone
+from fusionai.training.joint_exchange import RoundDone
 from fusionai.training.progress import StepDone
 from fusionai.wire.codecs import Compression, Exchanged, bytes_on_link
 from random_pools import BYTES_PER_PARAMETER, DEVICES, GB, MODELS, POOL_ROLES, REACHED, TOKENS
@@ -83,7 +83,7 @@ every {EVERY} steps in {EXCHANGED} (a real job would take 50). "Simulated over r
 SIMULATED_WORDS: Final = f"""\
 A cell shows tokens per second of the planner's plan, by the discrete-event simulator, and the number of machines it
 uses. Local updates: groups that train apart, with `adaptive` inside each group, and exchange every {SIMULATED_EVERY}
-steps in {EXCHANGED} over the job owner's line."""
+steps in {EXCHANGED} between their machines."""
 _, PEAK_FLOPS, CARD_BYTES, CARD_BANDWIDTH = DEVICES[1]
 
 
@@ -255,20 +255,19 @@ def _simulated_local(problem: Problem) -> dict[str, Any] | None:
     kept = problem.optimizer_bytes_per_trainable_byte + ANCHORED
     problem = msgspec.structs.replace(problem, optimizer_bytes_per_trainable_byte=kept)
     try:
-        groups = fastest(problem, HOMES)
+        exchanging = Exchanging(every=SIMULATED_EVERY, codec=EXCHANGED)
+        groups = fastest(problem, HOMES, exchanging)
     except PlanError:
         return None
     step_s = max(_step_s(problem, group) for group in groups)
-    parameters = sum(block.trainable_bytes for block in problem.blocks) / BYTES_PER_PARAMETER
-    exchanged_bytes = len(groups) * bytes_on_link(EXCHANGED, 4 * parameters)
-    exchange_s = 2 * exchanged_bytes / problem.peers[0].uplink.bandwidth_bytes_per_s
+    exchanging_s = exchange_s(problem, groups, exchanging)
     tokens = len(groups) * problem.microbatches * problem.microbatch_tokens
     return {
-        "tokens_per_s": tokens * SIMULATED_EVERY / (SIMULATED_EVERY * step_s + exchange_s),
+        "tokens_per_s": tokens * SIMULATED_EVERY / (SIMULATED_EVERY * step_s + exchanging_s),
         "replicas": len(groups),
         "machines": sum(len({stage.peer for stage in group.plan.stages}) for group in groups),
         "step_s": step_s,
-        "exchange_s": exchange_s,
+        "exchange_s": exchanging_s,
     }
 
 

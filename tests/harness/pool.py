@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -37,7 +36,6 @@ from fusionai.training.checkpoints import Checkpoints
 from fusionai.training.deployment import Cut, StateSource, TrainingJob, cut, stage_options
 from fusionai.training.driver import Driver
 from fusionai.training.joint_exchange import JointSeat
-from fusionai.training.outer import Seat
 from fusionai.transport.interface import Accept, Channel, Listener, Transport
 from fusionai.transport.security.identity import peer_of, public_bytes
 from fusionai.transport.security.signed import Seal, Ticket, sign_ticket
@@ -382,7 +380,7 @@ class Job:
     """Whether stages may move among machines of unlike numerics."""
     replans: bool = False
     """Whether there is a broker to ask for another plan; otherwise the job ends."""
-    exchange: Seat | JointSeat | None = None
+    exchange: JointSeat | None = None
     """With other jobs that train the same model."""
     sync_every: int = 0
     sync_lag: int = 0
@@ -390,7 +388,6 @@ class Job:
     sync_codec: Codec = "none"
     sync_rate: float = 1.0
     sync_momentum: float = 0.0
-    sync_between: Literal["owner", "peers"] = "owner"
     sync_begun: int = 0
     secret: bytes = b""
     """Of spot checks; empty: there are none."""
@@ -459,7 +456,6 @@ class Job:
                 sync_codec=self.sync_codec,
                 sync_rate=self.sync_rate,
                 sync_momentum=self.sync_momentum,
-                sync_between=self.sync_between,
                 sync_begun=self.sync_begun,
                 base_stays=self.base_stays,
             ),

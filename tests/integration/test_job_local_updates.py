@@ -1,15 +1,13 @@
-"""Jobs that train one model alone for some steps and then agree: DiLoCo's numbers, the same bits everywhere, whoever
-dies.
+"""Jobs that train one model alone for some steps and then agree: DiLoCo's numbers, the same bits everywhere, whenever
+the owner's process is killed.
 
-Neighbours: `test_job_replicas`, where gradients are summed at every step; `harness.pool`.
+Neighbours: `test_job_twins`, where machines die; `test_job_replicas`, where gradients are summed at every step;
+`harness.exchanging`.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -18,51 +16,33 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.optimizers import make_optimizer
-from fusionai.capture.capture import Captured, capture
-from fusionai.capture.models.source import ConfigSource
-from fusionai.primitives.tensors import HostTensor
-from fusionai.training import progress
-from fusionai.training.outer import Outer, OuterRules, OuterState, OuterUpdate, beginning
-from fusionai.training.outer_disk import OuterFiles
+from fusionai.primitives.ids import PeerId
+from fusionai.storage.commits import CommitJournal
 from fusionai.wire import messages as wire
-from fusionai.wire.codecs import Codec
-from harness.pool import Data, Job, MemoryPool, Run, array, peer_id, tokens
+from fusionai.wire.codecs import Exchanged
+from harness.exchanging import (
+    EVERY,
+    LAG,
+    LLAMA,
+    MOMENTUM,
+    RATE,
+    STEPS,
+    VOCABULARY,
+    Restart,
+    Story,
+    assert_agreed,
+    assert_same,
+    data_of,
+    first_values,
+    run,
+)
+from harness.pool import Job, array
 
 pytestmark = pytest.mark.slow
 LONG = pytest.mark.long
 
-VOCABULARY, EVERY, LAG, STEPS, SEED = 31, 3, 2, 9, 7
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 8,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 16,
-    "tie_word_embeddings": False,
-}
-TWO_AND_LOSS = ((0, 3), (3, 5), (5, 6))
-JOBS = ("a", "b")
-PATIENT = OuterRules(codec="none", deadline_s=60.0)
-
-
-def backend() -> TorchBackend:
-    return TorchBackend(device="cpu", threads=1)
-
-
-@cache
-def llama() -> Captured:
-    return capture(ConfigSource(LLAMA), batch=(1, 4), sequence=(1, 16))
-
-
-def data_of(job: str) -> Data:
-    """Each job sees other batches."""
-    make = tokens(VOCABULARY, 2, 6)
-    return Data(lambda step, microbatch: make(step, 100 * JOBS.index(job) + microbatch))
+JOBS = "ab"
 
 
 def transformers_model() -> nn.Module:
@@ -70,98 +50,7 @@ def transformers_model() -> nn.Module:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **fields))
 
 
-Watch = Callable[[MemoryPool, Job, wire.Message], None]
-
-
-@dataclass(repr=False)  # as `Run`
-class Story:
-    """`runs`: of each job, one for each start of its driver. `told`: what each was told."""
-
-    runs: dict[str, list[Run]]
-    told: dict[str, list[OuterUpdate]]
-    agreed: dict[str, np.ndarray]
-    rounds: int
-
-
-def run(
-    directory: Path,
-    watch: Watch = lambda pool, job, message: None,
-    *,
-    rules: OuterRules = PATIENT,
-    starts: Sequence[dict[str, object]] = ({},),
-    watched: str = "b",
-    on_end: Mapping[str, Callable[[], None]] | None = None,
-    **changes: object,
-) -> Story:
-    async def one(outer: Outer, name: str) -> list[Run]:
-        standbys = changes.get("standbys", {})
-        assert isinstance(standbys, dict)
-        async with MemoryPool(2 + len(standbys), backend) as pool:
-            fields: dict[str, object] = {
-                "ranges": TWO_AND_LOSS,
-                "owned": frozenset({2}),
-                "data": data_of(name),
-                "steps": STEPS,
-                "microbatches": 2,
-                "replans": True,
-                "sync_every": EVERY,
-                "sync_codec": rules.codec,
-                "sync_rate": rules.learning_rate,
-                "sync_momentum": rules.momentum,
-                "seed": SEED,
-                **changes,
-            }
-            (directory / name).mkdir(exist_ok=True)
-            job = Job(
-                pool=pool,
-                directory=directory / name,
-                graph=llama().graph,
-                state=llama().state,
-                exchange=outer.seat(name),
-                **fields,  # pyright: ignore[reportArgumentType]
-            )
-            if name == watched:
-                pool.on_message = lambda sender, receiver, message: watch(pool, job, message)
-            done = [await job.run(**start) for start in (starts if name == watched else ({},))]  # pyright: ignore
-            outer.leave(name)
-            (on_end or {}).get(name, lambda: None)()
-            return done
-
-    async def both() -> Story:
-        files = OuterFiles(directory / "outer")
-        state, rounds = files.load() or (OuterState.first(first_values()), {})
-        outer = Outer(state, rules, files, rounds)
-        try:
-            runs = await asyncio.gather(*(one(outer, name) for name in JOBS))
-        finally:
-            await outer.close()
-        agreed = {key: value.reshape(outer._state.shapes[key]).copy() for key, value in outer._state.anchor.items()}
-        told = {name: outer.updates(name, 0) for name in JOBS}
-        return Story(dict(zip(JOBS, runs, strict=True)), told, agreed, outer.round)
-
-    directory.mkdir(exist_ok=True)
-    return asyncio.run(both())
-
-
-@cache
-def first_values() -> dict[str, HostTensor]:
-    return beginning(llama().graph, SEED, llama().state)
-
-
-def assert_ended(story: Story) -> None:
-    for runs in story.runs.values():
-        assert runs[-1].end is not None
-        assert runs[-1].end.failed is None
-
-
-def assert_all_agree(story: Story) -> None:
-    for runs in story.runs.values():
-        weights = runs[-1].weights(STEPS)
-        for key, value in story.agreed.items():
-            np.testing.assert_array_equal(weights[f"model/{key}"], value, err_msg=key)
-
-
-def plain(rules: OuterRules, lag: int, ends: Collection[int]) -> dict[str, list[float]]:
+def plain(lag: int, ends: Collection[int]) -> dict[str, list[float]]:
     """Two models, two AdamW, and torch's SGD with Nesterov's momentum on what is agreed after `ends` steps, adopted
     `lag` steps late."""
     models = {name: transformers_model() for name in JOBS}
@@ -171,7 +60,7 @@ def plain(rules: OuterRules, lag: int, ends: Collection[int]) -> dict[str, list[
     rate = Job.__dataclass_fields__["learning_rate"].default
     inner = {name: make_optimizer(spec, list(model.parameters())) for name, model in models.items()}
     agreed = [nn.Parameter(value.detach().clone()) for value in models["a"].parameters()]
-    outer = torch.optim.SGD(agreed, lr=rules.learning_rate, momentum=rules.momentum, nesterov=True)
+    outer = torch.optim.SGD(agreed, lr=RATE, momentum=MOMENTUM, nesterov=True)
     losses: dict[str, list[float]] = {name: [] for name in JOBS}
     told: dict[str, list[torch.Tensor]] = {}
     due = -1
@@ -216,236 +105,80 @@ def plain(rules: OuterRules, lag: int, ends: Collection[int]) -> dict[str, list[
     ids=["at once", "beside", "early"],
 )
 def test_it_is_diloco(lag: int, early: tuple[int, int, int], ends: Collection[int], tmp_path: Path) -> None:
-    story = run(tmp_path, sync_lag=lag, sync_early=early)
-    assert_ended(story)
-    assert story.rounds == len(ends)
-    assert_all_agree(story)
-    for name, losses in plain(PATIENT, lag, ends).items():
-        np.testing.assert_allclose(story.runs[name][-1].losses, losses, rtol=1e-5)
+    story = run(tmp_path / "run", jobs=JOBS, codec="none", sync_lag=lag, sync_early=early)
+    assert len(story.rounds) == len(ends)
+    assert_agreed(story.runs["b"].weights(STEPS), story.runs["a"].weights(STEPS))
+    for name, losses in plain(lag, ends).items():
+        np.testing.assert_allclose(story.runs[name].losses, losses, rtol=1e-5)
 
 
-@pytest.mark.parametrize("codec", ["int8", *(pytest.param(codec, marks=LONG) for codec in ("int4", "int2")), "topk"])
-def test_packed_all_have_the_same_bits(codec: Codec, tmp_path: Path) -> None:
-    story = run(tmp_path, rules=OuterRules(codec=codec, deadline_s=60.0))
-    assert_ended(story)
-    assert_all_agree(story)
+@pytest.mark.parametrize("codec", ["int8", *(pytest.param(codec, marks=LONG) for codec in ("ternary", "int2")), "topk"])
+def test_packed_all_have_the_same_bits(codec: Exchanged, tmp_path: Path) -> None:
+    story = run(tmp_path / "run", codec=codec)
+    for name in "bc":
+        assert_agreed(story.runs[name].weights(STEPS), story.runs["a"].weights(STEPS))
+
+
+def test_ends_may_stay_with_each_drivers_owner(tmp_path: Path) -> None:
+    """What the owner trains takes part in exchanges like what its peers train."""
+    pool = run(tmp_path / "pool", jobs=JOBS)
+    split = run(tmp_path / "split", jobs=JOBS, ranges=((0, 1), (1, 4), (4, 5)), owned=frozenset({0, 2}))
+    for name in JOBS:
+        assert split.runs[name].losses == pool.runs[name].losses
+    assert_same(split, pool)
 
 
 DIES: dict[str, Callable[[wire.Message], bool]] = {
-    "a forward before": lambda m: isinstance(m, wire.Forward) and (m.step, m.microbatch) == (5, 1) and m.producer >= 0,
     "the commit": lambda m: isinstance(m, wire.Commit) and m.record.step == 5,
-    "its difference": lambda m: isinstance(m, wire.PseudoGradient) and (m.step, m.last) == (5, False),
-    "the end of its difference": lambda m: isinstance(m, wire.PseudoGradient) and (m.step, m.last) == (5, True),
-    "the agreement": lambda m: isinstance(m, wire.OuterUpdateChunk) and (m.step, m.last) == (5, False),
-    "the end of the agreement": lambda m: isinstance(m, wire.OuterUpdateChunk) and (m.step, m.last) == (5, True),
-    "that it has adopted it": lambda m: isinstance(m, wire.Applied) and m.step == 5,
+    "a stage waits": lambda m: isinstance(m, wire.DifferenceReady) and m.step == 5,
+    "a round is decided": lambda m: isinstance(m, wire.ExchangeRound) and m.number == 2,
+    "a difference": lambda m: isinstance(m, wire.ExchangePart) and (m.kind, m.number) == ("difference", 2),
+    "a mean": lambda m: isinstance(m, wire.ExchangePart) and (m.kind, m.number) == ("mean", 2),
+    "a stage has all means": lambda m: isinstance(m, wire.ExchangeWhole) and m.number == 2,
+    "a stage may adopt": lambda m: isinstance(m, wire.ExchangeAdopt) and m.number == 2,
+    "a stage has adopted": lambda m: isinstance(m, wire.Applied) and m.step == 5,
     "a forward behind": lambda m: isinstance(m, wire.Forward) and (m.step, m.microbatch) == (7, 0) and m.producer >= 0,
 }
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    return run(tmp_path_factory.mktemp("undisturbed"), rules=OuterRules(codec="int8", deadline_s=60.0))
-
-
-@pytest.fixture(scope="module")
-def undisturbed_beside(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    rules = OuterRules(codec="int8", deadline_s=60.0)
-    story = run(tmp_path_factory.mktemp("beside"), rules=rules, sync_lag=LAG)
-    assert_ended(story)
-    assert_all_agree(story)
-    return story
-
-
-def assert_nothing_changed(story: Story, undisturbed: Story) -> None:
-    assert_ended(story)
-    for name, runs in story.runs.items():
-        by_step: dict[int, float] = {}
-        for one in runs:
-            by_step |= {done.record.step: done.record.loss for done in one.steps()}
-        assert by_step == dict(enumerate(undisturbed.runs[name][-1].losses)), name
-        before, after = undisturbed.runs[name][-1].weights(STEPS), runs[-1].weights(STEPS)
-        assert before.keys() == after.keys()
-        for entry, value in before.items():
-            np.testing.assert_array_equal(value, after[entry], err_msg=entry)
-
-
-@pytest.mark.parametrize(
-    ("standbys", "victim"),
-    [(True, 1), *(pytest.param(*case, marks=LONG) for case in ((False, 0), (True, 0), (False, 1)))],
-    ids=["with-1", "without-0", "with-0", "without-1"],
-)
-@pytest.mark.parametrize("at", DIES)
-def test_a_stage_dies_around_an_exchange_and_no_bit_changes(
-    at: str, victim: int, standbys: bool, undisturbed: Story, tmp_path: Path
-) -> None:
-    strike_a_stage(DIES[at], victim, standbys, undisturbed, tmp_path, lag=0)
-
-
 DIES_BESIDE: dict[str, Callable[[wire.Message], bool]] = {
-    "its difference": DIES["its difference"],
+    "a stage waits": DIES["a stage waits"],
     "the step behind": lambda m: isinstance(m, wire.Applied) and m.step == 6,
-    "the agreement": DIES["the agreement"],
+    "a mean": DIES["a mean"],
     "the last commit before it counts": lambda m: isinstance(m, wire.Commit) and m.record.step == 5 + LAG,
-    "that it has adopted it": lambda m: isinstance(m, wire.Applied) and m.step == 5 + LAG,
-    "the end of the last agreement": lambda m: isinstance(m, wire.OuterUpdateChunk) and (m.step, m.last) == (8, True),
+    "a stage has adopted": lambda m: isinstance(m, wire.Applied) and m.step == 5 + LAG,
+    "the last update": lambda m: isinstance(m, wire.ExchangeAdopt) and m.number == 3,
 }
-OFTEN_BESIDE = [
-    "the step behind",
-    "the last commit before it counts",
-    *(
-        pytest.param(at, marks=LONG)
-        for at in DIES_BESIDE
-        if at not in ("the step behind", "the last commit before it counts")
-    ),
+OFTEN_BESIDE = ("the step behind", "the last commit before it counts")
+CASES = [
+    *((at, 0) for at in DIES),
+    *(pytest.param(at, LAG, marks=() if at in OFTEN_BESIDE else LONG) for at in DIES_BESIDE),
 ]
 
 
-@pytest.mark.parametrize(
-    ("standbys", "victim"),
-    [(True, 1), *(pytest.param(*case, marks=LONG) for case in ((False, 0), (True, 0), (False, 1)))],
-    ids=["with-1", "without-0", "with-0", "without-1"],
-)
-@pytest.mark.parametrize("at", OFTEN_BESIDE)
-def test_a_stage_dies_beside_an_exchange_and_no_bit_changes(
-    at: str, victim: int, standbys: bool, undisturbed_beside: Story, tmp_path: Path
-) -> None:
-    strike_a_stage(DIES_BESIDE[at], victim, standbys, undisturbed_beside, tmp_path, lag=LAG)
-
-
-EARLY = (2, 6, 1)
-"""Rounds of 2, 1, 1, 1, 1 and 3 steps: in between, every step ends in an exchange."""
-
-
 @pytest.fixture(scope="module")
-def undisturbed_early(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    rules = OuterRules(codec="int8", deadline_s=60.0)
-    story = run(tmp_path_factory.mktemp("early"), rules=rules, sync_early=EARLY)
-    assert_ended(story)
-    assert story.rounds == 6
-    return story
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Story]:
+    """By `sync_lag`."""
+    return {lag: run(tmp_path_factory.mktemp("undisturbed") / "run", jobs=JOBS, sync_lag=lag) for lag in (0, LAG)}
 
 
-@pytest.mark.parametrize("standbys", [True, pytest.param(False, marks=LONG)], ids=["standbys", "without"])
-@pytest.mark.parametrize("at", ["the end of its difference", "that it has adopted it"])
-def test_a_stage_dies_in_an_early_round_and_no_bit_changes(
-    at: str, standbys: bool, undisturbed_early: Story, tmp_path: Path
+@pytest.mark.parametrize("power_cut", [False, pytest.param(True, marks=LONG)], ids=["its process", "all processes"])
+@pytest.mark.parametrize(("at", "lag"), CASES)
+def test_the_owners_process_is_killed_around_an_exchange_and_no_bit_changes(
+    at: str, lag: int, power_cut: bool, undisturbed: dict[int, Story], tmp_path: Path
 ) -> None:
-    strike_a_stage(DIES[at], 1, standbys, undisturbed_early, tmp_path, lag=0, early=EARLY)
-
-
-def strike_a_stage(
-    due: Callable[[wire.Message], bool],
-    victim: int,
-    standbys: bool,
-    undisturbed: Story,
-    directory: Path,
-    *,
-    lag: int,
-    early: tuple[int, int, int] = (0, 0, 0),
-) -> None:
-    struck: list[wire.Message] = []
-    returned: list[asyncio.Task[None]] = []
-
-    def watch(pool: MemoryPool, job: Job, message: wire.Message) -> None:
-        if not struck and due(message):
-            struck.append(message)
-            pool.kill(peer_id(victim))
-            if not standbys:
-                returned.append(asyncio.get_running_loop().create_task(back(pool)))
-
-    async def back(pool: MemoryPool) -> None:
-        await pool.bury(peer_id(victim))
-        await pool.revive(peer_id(victim))
-
-    story = run(
-        directory,
-        watch,
-        rules=OuterRules(codec="int8", deadline_s=60.0),
-        standbys={0: 2, 1: 3} if standbys else {},
-        checkpoint_every=4,
-        sync_lag=lag,
-        sync_early=early,
-    )
-    assert struck
-    assert any(isinstance(event, progress.FaultSeen) for event in story.runs["b"][-1].events)
-    assert_nothing_changed(story, undisturbed)
-
-
-POWER_CUT = pytest.mark.parametrize(
-    "power_cut", [False, pytest.param(True, marks=LONG)], ids=["its process", "all processes"]
-)
-
-
-@pytest.mark.parametrize("at", [at for at in DIES if at != "a forward before"])
-@POWER_CUT
-def test_the_driver_dies_around_an_exchange_and_no_bit_changes(
-    at: str, power_cut: bool, undisturbed: Story, tmp_path: Path
-) -> None:
-    strike_the_driver(DIES[at], power_cut, undisturbed, tmp_path, lag=0)
-
-
-@pytest.mark.parametrize("at", OFTEN_BESIDE)
-@POWER_CUT
-def test_the_driver_dies_beside_an_exchange_and_no_bit_changes(
-    at: str, power_cut: bool, undisturbed_beside: Story, tmp_path: Path
-) -> None:
-    strike_the_driver(DIES_BESIDE[at], power_cut, undisturbed_beside, tmp_path, lag=LAG)
-
-
-def strike_the_driver(
-    due: Callable[[wire.Message], bool], power_cut: bool, undisturbed: Story, directory: Path, *, lag: int
-) -> None:
+    due = (DIES_BESIDE if lag else DIES)[at]
     struck: list[wire.Message] = []
 
-    def watch(pool: MemoryPool, job: Job, message: wire.Message) -> None:
+    def watch(jobs: dict[str, Job], sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
         if not struck and due(message):
             struck.append(message)
-            job.die()
+            for job in jobs.values():
+                job.die()
 
-    rules = OuterRules(codec="int8", deadline_s=60.0)
-    starts = ({}, {"power_cut": power_cut})
-    story = run(directory, watch, rules=rules, starts=starts, checkpoint_every=4, sync_lag=lag)
+    restart = Restart(power_cut=power_cut)
+    story = run(tmp_path / "run", jobs=JOBS, watch=watch, restart=restart, checkpoint_every=4, sync_lag=lag)
     assert struck
-    assert_nothing_changed(story, undisturbed)
-
-
-def test_nobody_waits_beyond_the_deadline_and_whoever_was_late_goes_on_from_the_anchor(tmp_path: Path) -> None:
-    """One job's stages are gone when it should tell its differences, until the other has ended."""
-    away: list[asyncio.Task[None]] = []
-    ended = asyncio.Event()
-
-    def watch(pool: MemoryPool, job: Job, message: wire.Message) -> None:
-        if not away and isinstance(message, wire.PseudoGradient):
-            pool.kill(peer_id(0), peer_id(1))
-            away.append(asyncio.get_running_loop().create_task(back(pool)))
-
-    async def back(pool: MemoryPool) -> None:
-        await ended.wait()
-        for number in (0, 1):
-            await pool.bury(peer_id(number))
-            await pool.revive(peer_id(number))
-
-    rules = OuterRules(codec="int8", deadline_s=0.2)
-    story = run(tmp_path, watch, rules=rules, on_end={"a": ended.set})
-    assert_ended(story)
-    assert [len(runs) for runs in story.runs.values()] == [1, 1]
-    kinds = [one.form for one in story.told["b"]]
-    assert kinds[0] == "all", "it missed three rounds"
-    assert kinds[1:] == ["other", "mean"], "its late difference is the other one; then it is alone"
-    assert story.rounds == 2 * STEPS // EVERY - 1
-    weights = story.runs["b"][-1].weights(STEPS)
-    for key, value in story.agreed.items():
-        np.testing.assert_array_equal(weights[f"model/{key}"], value, err_msg=key)
-
-
-def test_ends_may_stay_with_each_drivers_owner(tmp_path: Path):
-    """What the owner trains takes part in exchanges like what its peers train."""
-    (tmp_path / "pool").mkdir()
-    (tmp_path / "split").mkdir()
-    pool = run(tmp_path / "pool")
-    split = run(tmp_path / "split", ranges=((0, 1), (1, 4), (4, 6)), owned=frozenset({0, 2}))
+    assert_same(story, undisturbed[lag])
     for name in JOBS:
-        assert split.runs[name][0].losses == pool.runs[name][0].losses
-    assert split.agreed.keys() == pool.agreed.keys()
-    assert [key for key, value in pool.agreed.items() if split.agreed[key].tobytes() != value.tobytes()] == []
+        with CommitJournal(tmp_path / "run" / name / "commits.sqlite") as journal:
+            losses = [record.loss for record in journal.records(0)]
+        assert losses == undisturbed[lag].runs[name].losses, name

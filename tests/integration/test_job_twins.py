@@ -1,230 +1,56 @@
 """Jobs that train one model and exchange between their machines: the bits of one process that sums the shares in the
 order of the replicas, whichever machine dies at whichever message, and next to nothing over the owner's line.
 
-Neighbours: `test_job_local_updates`, where the owner sums; `harness.pool`.
+Neighbours: `test_job_local_updates`, which compares with DiLoCo's numbers; `harness.exchanging`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fusionai.backends.torch.backend import TorchBackend
-from fusionai.capture.capture import Captured, capture
-from fusionai.capture.models.source import ConfigSource
 from fusionai.client.training.job_directory import go_back
 from fusionai.coordination.training.division import spans
 from fusionai.coordination.training.exchanges import Exchanges
 from fusionai.execution.tensors import as_array
 from fusionai.execution.training.codecs import pack, unpack
 from fusionai.primitives.errors import TransportError
-from fusionai.primitives.ids import JobId, PeerId
-from fusionai.primitives.tensors import HostTensor
+from fusionai.primitives.ids import PeerId
 from fusionai.storage.reader import forget_after
-from fusionai.training.joint_exchange import JointExchange, JointFiles, JointSeat
-from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone, Seat, beginning
-from fusionai.training.outer_disk import OuterFiles
+from fusionai.training.joint_exchange import JointExchange, JointSeat
 from fusionai.wire import messages as wire
 from fusionai.wire.codecs import Exchanged
-from harness.pool import OWNER, Data, Job, MemoryPool, Run, peer_id, tensor, tokens
+from harness.exchanging import (
+    CUTS,
+    EVERY,
+    LAG,
+    MOMENTUM,
+    RATE,
+    STEPS,
+    WEIGHTS,
+    Story,
+    assert_agreed,
+    assert_same,
+    first_values,
+    run,
+    states,
+)
+from harness.pool import OWNER, Job, MemoryPool, peer_id, tensor
 
 pytestmark = pytest.mark.slow
 
-VOCABULARY, EVERY, LAG, STEPS, SEED, RATE, MOMENTUM = 1031, 3, 2, 9, 7, 0.9, 0.5
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 300,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 16,
-    "tie_word_embeddings": False,
-}
-CUTS = {"a": ((0, 2), (2, 4), (4, 5)), "b": ((0, 2), (2, 4), (4, 5)), "c": ((0, 3), (3, 4), (4, 5))}
-"""Replica c is cut elsewhere."""
-WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}
 KILLS = 40
-
-
-@cache
-def llama() -> Captured:
-    return capture(ConfigSource(LLAMA), batch=(1, 4), sequence=(1, 16))
-
-
-@cache
-def first_values() -> dict[str, HostTensor]:
-    return beginning(llama().graph, SEED, llama().state)
-
-
-def data_of(job: str) -> Data:
-    make = tokens(VOCABULARY, 2, 6)
-    return Data(lambda step, microbatch: make(step, 100 * "abc".index(job) + microbatch))
-
-
-Watch = Callable[[dict[str, Job], PeerId, PeerId, wire.Message], None]
-
-
-@dataclass
-class Story:
-    """`runs` by replica. `line_bytes`: of exchanges to and from the owner's machine, by kind of message."""
-
-    runs: dict[str, Run] = field(default_factory=dict)
-    rounds: list[RoundDone] = field(default_factory=list)
-    line_bytes: dict[str, int] = field(default_factory=dict)
-    linked_bytes: int = 0
-    behind: dict[str, str] = field(default_factory=dict)
-
-
-def counted(story: Story, sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
-    kinds = (
-        wire.PseudoGradient,
-        wire.OuterUpdateChunk,
-        wire.ExchangePart,
-        wire.ExchangeRound,
-        wire.DifferenceReady,
-        wire.ExchangeWhole,
-        wire.ExchangeAdopt,
-    )
-    if not isinstance(message, kinds):
-        return
-    headers = getattr(message, "tensors", ())
-    sizes = {"uint8": 1, "float32": 4}
-    nbytes = len(wire.encode(message)) + sum(sizes[one.dtype] * int(np.prod(one.shape)) for one in headers)
-    if OWNER in (sender, receiver):
-        name = type(message).__name__
-        story.line_bytes[name] = story.line_bytes.get(name, 0) + nbytes
-    else:
-        story.linked_bytes += nbytes
-
-
-def run(
-    directory: Path,
-    *,
-    jobs: Sequence[str] = "abc",
-    watch: Watch = lambda jobs, sender, receiver, message: None,
-    between: str = "peers",
-    codec: Exchanged = "int4",
-    spared: Sequence[str] = (),
-    owned: frozenset[int] = frozenset({2}),
-    begun: Mapping[str, int] = {},
-    deadline_s: float = 60.0,
-    kill_after: int | None = None,
-    **changes: object,
-) -> Story:
-    story, started = Story(), dict[str, Job]()
-
-    async def one(pool: MemoryPool, seat: Seat | JointSeat, name: str) -> None:
-        fields: dict[str, object] = {
-            "ranges": CUTS[name],
-            "owned": owned,
-            "data": data_of(name),
-            "steps": STEPS,
-            "microbatches": 2,
-            "checkpoint_every": EVERY,
-            "replans": True,
-            "sync_every": EVERY,
-            "sync_codec": codec,
-            "sync_rate": RATE,
-            "sync_momentum": MOMENTUM,
-            "sync_between": between,
-            "seed": SEED,
-            "standbys": {0: 2, 1: 3} if name in spared else {},
-            "sync_begun": begun.get(name, 0),
-            **changes,
-        }
-        fields["steps"] = int(str(fields["steps"])) - begun.get(name, 0)
-        (directory / name).mkdir(exist_ok=True)
-        job = started[name] = Job(
-            pool=pool, directory=directory / name, graph=llama().graph, state=llama().state, exchange=seat,
-            **fields,  # pyright: ignore[reportArgumentType]
-        )  # fmt: skip
-        settled = (lambda _: seat.settled()) if isinstance(seat, JointSeat) else None
-        running = asyncio.create_task(job.run(epilogue=settled, kill_after=kill_after))
-        while not running.done():
-            await asyncio.wait({running}, timeout=0.1)
-            if isinstance(seat, JointSeat) and (reason := seat.exchange.behind.get(name)) is not None:
-                story.behind[name] = reason
-                running.cancel()
-                await asyncio.wait({running})
-                return
-        story.runs[name] = running.result()
-        seat.exchange.leave(name) if isinstance(seat, JointSeat) else seat.outer.leave(name)
-
-    async def everything() -> None:
-        async with AsyncExitStack() as stack:
-            exchange: JointExchange | Outer
-            if between == "peers":
-                lag, every = changes.get("sync_lag", 0), changes.get("sync_every", EVERY)
-                assert isinstance(lag, int)
-                assert isinstance(every, int)
-                exchanges = Exchanges(every=every, lag=lag, steps=int(str(changes.get("steps", STEPS))))
-                exchange = JointExchange(
-                    JointFiles(directory / "outer"),
-                    exchanges=exchanges,
-                    deadline_s=deadline_s,
-                    on_round=story.rounds.append,
-                )
-            else:
-                rules = OuterRules(codec=codec, learning_rate=RATE, momentum=MOMENTUM)
-                exchange = Outer(OuterState.first(first_values()), rules, OuterFiles(directory / "outer"), {})
-            stack.push_async_callback(exchange.close)
-            before: MemoryPool | None = None
-            parts: list[MemoryPool] = []
-            for name in jobs:
-                peers = 2 - len(owned - {2}) + 2 * (name in spared)
-                pool = MemoryPool(
-                    peers, lambda: TorchBackend(device="cpu", threads=1), beside=before, job=JobId(f"job-{name}")
-                )
-
-                def seen(sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
-                    counted(story, sender, receiver, message)
-                    watch(started, sender, receiver, message)
-
-                pool.on_message = seen
-                parts.append(await stack.enter_async_context(pool))
-                before = pool
-            seats: dict[str, Seat | JointSeat] = {}
-            for name in jobs:
-                if isinstance(exchange, JointExchange):
-                    seats[name] = JointSeat(exchange, name, WEIGHTS[name])
-                    exchange.seat(name, begun.get(name, 0))
-                else:
-                    seats[name] = exchange.seat(name)
-            await asyncio.gather(*(one(pool, seats[name], name) for pool, name in zip(parts, jobs, strict=True)))
-
-    directory.mkdir(exist_ok=True)
-    asyncio.run(everything())
-    for name, done in story.runs.items() if kill_after is None else ():
-        assert done.end is not None, name
-        assert done.end.failed is None, (name, done.end.failed)
-    return story
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Story:
     return run(tmp_path_factory.mktemp("undisturbed") / "run")
-
-
-def states(story: Story, step: int) -> dict[str, dict[str, np.ndarray]]:
-    return {name: done.weights(step) for name, done in story.runs.items()}
-
-
-def assert_same(one: Story, other: Story, step: int = STEPS) -> None:
-    for name, expected in states(other, step).items():
-        found = one.runs[name].weights(step)
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            np.testing.assert_array_equal(found[key], value, err_msg=f"{name} {key}")
 
 
 def packed_as(values: np.ndarray, codec: Exchanged) -> np.ndarray:
@@ -284,12 +110,11 @@ def test_bits_are_those_of_one_process(undisturbed: Story, tmp_path: Path) -> No
                 assert_slots(after[name], key, slots)
 
 
-def test_the_owners_line_carries_decisions_only(undisturbed: Story, tmp_path: Path) -> None:
-    before = run(tmp_path / "owner", between="owner")
+def test_the_owners_line_carries_decisions_only(undisturbed: Story) -> None:
     assert [one.number for one in undisturbed.rounds] == [1, 2, 3]
-    decided = sum(undisturbed.line_bytes.values())
     assert undisturbed.line_bytes.keys() == DECISIONS
-    assert sum(before.line_bytes.values()) > 10 * decided
+    decided_bytes = sum(undisturbed.line_bytes.values())
+    assert undisturbed.linked_bytes > 10 * decided_bytes
 
 
 Seen = Callable[[PeerId, PeerId, wire.Message], bool]
@@ -348,6 +173,44 @@ def test_no_bit_changes_when_a_machine_dies(point: str, undisturbed: Story, tmp_
     assert strike.done
 
 
+EARLY = (2, 6, 1)
+"""Rounds of 2, 1, 1, 1, 1 and 3 steps: in between, every step ends in an exchange."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed_early(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    story = run(tmp_path_factory.mktemp("early") / "run", sync_early=EARLY)
+    assert len(story.rounds) == 6
+    return story
+
+
+@pytest.mark.parametrize("point", ["its neighbour", "has adopted"])
+def test_in_an_early_round_no_bit_changes_when_a_machine_dies(
+    point: str, undisturbed_early: Story, tmp_path: Path
+) -> None:
+    strike = Strike("b", *POINTS[point])
+    assert_same(run(tmp_path / "struck", watch=strike, spared=("b",), sync_early=EARLY), undisturbed_early)
+    assert strike.done
+
+
+@pytest.mark.parametrize("point", ["gets a difference", pytest.param("sends a mean", marks=pytest.mark.long)])
+def test_no_bit_changes_when_a_machine_dies_and_comes_back(point: str, undisturbed: Story, tmp_path: Path) -> None:
+    """Nobody stands by, so the replica goes back to its checkpoint; the others serve it the same round again."""
+    strike, tasks = Strike("b", *POINTS[point]), list[asyncio.Task[None]]()
+
+    async def back(pool: MemoryPool) -> None:
+        await pool.bury(peer_id(pool.first + strike.stage))
+        await pool.revive(peer_id(pool.first + strike.stage))
+
+    def watch(jobs: dict[str, Job], sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
+        strike(jobs, sender, receiver, message)
+        if strike.done and not tasks:
+            tasks.append(asyncio.get_running_loop().create_task(back(jobs["b"].pool)))
+
+    assert_same(run(tmp_path / "struck", watch=watch), undisturbed)
+    assert tasks
+
+
 @pytest.fixture(scope="module")
 def undisturbed_beside(tmp_path_factory: pytest.TempPathFactory) -> Story:
     """Every replica trains two steps during an exchange."""
@@ -381,7 +244,6 @@ def test_with_overlap_no_bit_changes_when_a_machine_dies(
     assert strike.done
 
 
-AGREED = ("anchor", "outer_momentum")
 DECISIONS = {"DifferenceReady", "ExchangeRound", "ExchangeWhole", "ExchangeAdopt"}
 
 
@@ -414,13 +276,6 @@ def test_a_replica_that_begins_later_has_the_others_bits(
     sent = with_newcomer.line_bytes
     assert sent.keys() == DECISIONS, "the state did not take the owner's line"
     assert with_newcomer.linked_bytes > undisturbed.linked_bytes / 2
-
-
-def assert_agreed(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> None:
-    for key in first_values():
-        for slot in AGREED:
-            entry = f"optimizer/{key}/{slot}"
-            np.testing.assert_array_equal(one[entry].reshape(-1), other[entry].reshape(-1), err_msg=entry)
 
 
 def test_the_newcomer_trains_from_the_agreed_state(tmp_path: Path) -> None:

@@ -127,13 +127,12 @@ def recipe_from_table(table: Mapping[str, object], path: Path) -> Recipe:
 
 
 def _described_replicas(replicas: spec.Replicas) -> str:
-    over = " over the job owner" if replicas.exchange == "owner" else ""
     packed = "" if replicas.codec == "none" else f" in {replicas.codec}"
     beside = f", overlapped with {replicas.overlap} steps" if replicas.overlap else ""
     early = (
         f", every {replicas.every // TIMES} during {replicas.early_steps} early steps" if replicas.early_steps else ""
     )
-    return f"{_number_of(replicas.count)} that exchange{over} every {replicas.every} steps{early}{packed}{beside}"
+    return f"{_number_of(replicas.count)} that exchange every {replicas.every} steps{early}{packed}{beside}"
 
 
 def _number_of(replicas: int | Literal["auto"]) -> str:

@@ -337,7 +337,7 @@ class ReplicasTable(_Table, frozen=True, kw_only=True):
 
     count: Count
     gradients: Literal["local", "summed"] = "local"
-    exchange: Literal["owner", "peers"] | None = None
+    exchange: Literal["peers"] | None = None
     every: Positive | None = None
     codec: Exchanged | None = None
     learning_rate: PositiveFloat | None = None
@@ -350,14 +350,12 @@ class ReplicasTable(_Table, frozen=True, kw_only=True):
 class Replicas(_Table, frozen=True, kw_only=True):
     """Several pipelines train one model with local updates: each processes its own `train.batch_size` sequences per
     step, and they average every `every` steps (DiLoCo, arXiv 2311.08105). `codec`: compression of the exchanged
-    differences and averages. `exchange`: whether the replicas' machines sum them, each a share, so that the owner's
-    line carries decisions only, or the job owner's process. `learning_rate` and `momentum` are the outer step's, by
-    default from `outer_step`. No replica waits longer than `deadline_s` seconds for the others.
+    differences and averages; the replicas' machines sum them, each a share. `learning_rate` and `momentum` are the
+    outer step's, by default from `outer_step`. No replica waits longer than `deadline_s` seconds for the others.
     `overlap`: training steps during an exchange (arXiv 2501.18512). `early_steps`: number of steps after the warm-up
     with five exchanges in each usual round."""
 
     count: Count
-    exchange: Literal["owner", "peers"] = "peers"
     every: Positive = EVERY
     codec: Exchanged = "int4"
     learning_rate: PositiveFloat

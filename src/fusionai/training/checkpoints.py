@@ -64,7 +64,7 @@ class Checkpoints:
             case "keep" | "snapshot":
                 return
             case "initialise":
-                twins_send = job.options.sync_between == "peers" and job.options.sync_begun > 0
+                twins_send = job.options.sync_begun > 0
                 owed = [
                     spec.key
                     for spec in graph.params.values()

@@ -47,10 +47,10 @@ from fusionai.training.checkpoints import Checkpoints, Saving
 from fusionai.training.deployment import Batch, Cut, TrainingJob, cut
 from fusionai.training.feed import Traffic
 from fusionai.training.inspection import Inspection
-from fusionai.training.joint_exchange import JointSeat, StageExchange
-from fusionai.training.outer import LocalUpdates, Seat
+from fusionai.training.joint_exchange import JointSeat
 from fusionai.training.progress import FaultLog, Timeline
 from fusionai.training.rounds import JobRound
+from fusionai.training.stage_exchange import StageExchange
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
@@ -79,7 +79,7 @@ class Driver:
         saved: int,
         replanner: PlanSource,
         on_progress: Listener,
-        exchange: Seat | JointSeat | None = None,
+        exchange: JointSeat | None = None,
     ) -> None:
         if (exchange is None) != ((every := job.options.sync_every) == 0):
             raise PlanError(
@@ -126,8 +126,7 @@ class Driver:
         )
         self._traffic = Traffic(self._round, self._member)
         self._saving = Saving(self._round, checkpoints, on_progress)
-        joint = isinstance(exchange, JointSeat)
-        self._updates = StageExchange(self._round, exchange) if joint else LocalUpdates(self._round, exchange)
+        self._exchange = None if exchange is None else StageExchange(self._round, exchange)
 
     def _on_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> None:
         self._traffic.on_output(message, tensors)
@@ -159,7 +158,8 @@ class Driver:
         calm = self._machine.phase in (DriverPhase.RUNNING, DriverPhase.SAVING, DriverPhase.ENDED)
         if isinstance(event, interface.CheckpointWritten) and event.step > 0 and calm:
             best = self._machine.standing.best if self._job.keep_best else None
-            self._saving.prune(best, self._updates.saved(event.step))
+            since = None if self._exchange is None else self._exchange.saved(event.step)
+            self._saving.prune(best, since)
 
     def stop(self, reason: str) -> None:
         """Finish the current step, save, end."""
@@ -206,7 +206,8 @@ class Driver:
         if self._asking is not None:
             self._asking.cancel()
         self._saving.cancel()
-        self._updates.close()
+        if self._exchange is not None:
+            self._exchange.close()
         await self._round.close()
         self._traffic.fail(reason)
         await self._connections.close(self.fence, reason)
@@ -248,7 +249,8 @@ class Driver:
                         stage,
                         wire.Commit(fence=self.fence, stage=stage, record=record, watermark=watermark, save=saves),
                     )
-                self._updates.forget(min(watermark, max(0, self._machine.saved)) - 1)
+                if self._exchange is not None:
+                    self._exchange.forget(min(watermark, max(0, self._machine.saved)) - 1)
             case interface.StepCommitted(record, losses, replayed):
                 self._on_progress(self._timeline.step_done(record, losses, replayed, self._job.tokens_per_step))
                 if not replayed and self._machine.phase in (DriverPhase.RUNNING, DriverPhase.SAVING):
@@ -296,14 +298,14 @@ class Driver:
             self._granted = {version: one for version, one in self._granted.items() if version > command.roles.version}
             self._round.adopt(deployment)
             self._faults.adopted(deployment.plan, reason)
-        self._updates.begin_round()
+        if self._exchange is not None:
+            self._exchange.begin_round()
         self._traffic.begin_round()
         self._round.begin(command)
 
     def _resume(self, command: interface.SendResume) -> None:
         self._round.resume(command)
         self._round.start(self._saving.push_state(command))
-        self._updates.resume(command.stage, command.resume.base - 1)
 
     async def _journal_commit(self, record: wire.CommitRecord) -> None:
         await asyncio.to_thread(self._journal.append, record)
@@ -428,7 +430,8 @@ class Driver:
                     self._inspection.hear(peer, message)
             case _:
                 pass
-        self._updates.heard(message)
+        if self._exchange is not None:
+            self._exchange.heard(message)
         if event is not None:
             self._post(event)
 
@@ -438,10 +441,8 @@ class Driver:
             match envelope.message:
                 case wire.Pong():
                     pass
-                case wire.PseudoGradient() as message:
-                    self._updates.take(peer, message, envelope.tensors)
-                case wire.ExchangePart() as message:
-                    await self._updates.pass_on(peer, message, envelope.tensors)
+                case wire.ExchangePart() as message if self._exchange is not None:
+                    await self._exchange.pass_on(peer, message, envelope.tensors)
                 case wire.Snapshot() as message:
                     self._member.take_snapshot(peer, message, envelope.tensors)
                 case wire.Forward() | wire.Backward() | wire.SharedGradient() as message:

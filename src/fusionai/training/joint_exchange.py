@@ -1,6 +1,6 @@
 """The owner's part in an exchange between the machines of replicas: it decides the rounds and passes on what it must.
 
-`JointExchange` is for all replicas of a job, `StageExchange` is the part of one replica's driver. A stage reports that
+`JointExchange` is for all replicas of a job; `stage_exchange` is the part of one replica's driver. A stage reports that
 it waits; the book (`coordination.training.joint_rounds`) decides; the round is written to the disk and only then sent
 to the stages, with where the other replicas' stages are. Differences and means go from stage to stage. What stages of
 the owner's machine exchange, and what two machines have no link for, passes through the drivers.
@@ -8,29 +8,48 @@ the owner's machine exchange, and what two machines have no link for, passes thr
 A replica that begins later is welcomed: all others send its stages the state that they have agreed on, each a share.
 So is one that missed a round's deadline; its difference counts in its next round.
 
-`joint_disk` stores the rounds. `execution.training.twins` is the stages' side of a round and `newcomers` of a welcome;
-`training.outer` is the exchange that the owner sums itself."""
+The rounds that may be needed again are in `outer/rounds.json`, replaced atomically. `execution.training.twins` is the
+stages' side of a round and `newcomers` of a welcome."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
 
-from fusionai.coordination.round.interface import CommandFailed
+import msgspec
+from msgspec import Meta
+
 from fusionai.coordination.training.exchanges import NO_EXCHANGES, Exchanges
-from fusionai.coordination.training.joint_rounds import ExchangingReplica
-from fusionai.coordination.training.state import DriverPhase
-from fusionai.primitives.errors import ExecutionError, FusionError
-from fusionai.primitives.ids import PeerId, short
+from fusionai.coordination.training.joint_rounds import ExchangingReplica, JointRound, RoundBook
+from fusionai.primitives.errors import FusionError, StorageError
+from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
-from fusionai.training.joint_disk import Decided, JointFiles
-from fusionai.training.outer import LocalUpdates, RoundDone
-from fusionai.training.rounds import JobRound
+from fusionai.storage.atomic import storage_errors, write_atomic
 from fusionai.wire import messages as wire
 
+if TYPE_CHECKING:
+    from fusionai.training.stage_exchange import StageExchange
+
 log = logging.getLogger(__name__)
+
+ROUNDS: Final = "rounds.json"
+"""Name of the file with the decided rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDone:
+    """A finished round. `number` counts from 1. `late`: participants that had missed the previous round. `nbytes`:
+    bytes over the job owner's line. `steps`: for each of `jobs`, its own step that ended the round."""
+
+    number: int
+    jobs: tuple[str, ...]
+    late: tuple[str, ...]
+    nbytes: int
+    steps: Mapping[str, int]
 
 
 class JointExchange:
@@ -340,161 +359,40 @@ class JointSeat:
         await self.exchange.settled(self.job)
 
 
-class StageExchange(LocalUpdates):
-    """A driver's part in an exchange between replicas' machines."""
+class Decided(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Content of the file: the fields of `RoundBook` that outlast a process."""
 
-    def __init__(self, present: JobRound, seat: JointSeat) -> None:
-        super().__init__(present, None)
-        self._present = present
-        self._seat = seat
-        self._attempts: dict[int, int] = {}
-        """Stage -> how often it has asked again under the present fence."""
-
-    @property
-    def job(self) -> str:
-        """Name of the replica's seat."""
-        return self._seat.job
-
-    @property
-    def runs(self) -> str:
-        """Id of the replica's job."""
-        return self._present.job.job
-
-    @property
-    def owner(self) -> PeerId:
-        """The machine that this driver runs on."""
-        return self._present.job.owner
-
-    @property
-    def begun(self) -> int:
-        """Steps of the whole run that were over when the replica began."""
-        return self._present.job.options.sync_begun
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a stage of this replica has no machine."""
-        return self._present.machine.phase is DriverPhase.WAITING
-
-    def reached(self, stage: int) -> object:
-        """Return what changes when a stage has to be sent everything again."""
-        return self._present.fence, self._attempts.get(stage, 0)
-
-    def begin_round(self) -> None:
-        self._attempts.clear()
-        stages = [stage for stage, one in enumerate(self._present.cut.stages) if one.trainable]
-        self.saved(max(0, self._present.machine.saved))
-        self._seat.exchange.place(self, stages, self._seat.weight)
-
-    def forget(self, below: int) -> None:
-        self._seat.exchange.needed_from(self.job, self.begun + below)
-
-    def saved(self, step: int) -> int | None:
-        return max(0, self._seat.exchange.saved(self.job, self.begun + step) - self.begun)
-
-    def heard(self, message: wire.Message) -> None:
-        exchange = self._seat.exchange
-        match message:
-            case wire.DifferenceReady(stage=stage, step=step, attempt=attempt):
-                self._attempts[stage] = attempt
-                exchange.waits(self.job, stage, self.begun + step)
-            case wire.StateWanted(stage=stage, attempt=attempt):
-                self._attempts[stage] = attempt
-                exchange.wants_state(self.job, stage)
-            case wire.Applied(stage=stage, step=step):
-                exchange.applied(self.job, stage, self.begun + step + 1)
-            case wire.Ready(stage=stage, applied=applied):
-                exchange.applied(self.job, stage, self.begun + applied, restored=True)
-            case wire.ExchangeWhole(stage=stage, number=number):
-                exchange.agrees(self.job, stage, number)
-            case wire.ExchangeMissing(number=number):
-                exchange.lacks(self.job, number)
-            case _:
-                pass
-
-    async def pass_on(self, peer: PeerId, message: wire.ExchangePart, tensors: Mapping[str, HostTensor]) -> None:
-        if not self._present.machine.roles.stages_of(peer):
-            raise ExecutionError(f"got a part of an exchange from peer {short(peer)}, which runs no stage.")
-        await self._seat.exchange.pass_on(message, tensors, peer)
-
-    async def deliver(self, message: wire.ExchangePart, tensors: Mapping[str, HostTensor]) -> bool:
-        """Send a part to a stage of this replica, unless its round is over. Return whether it left this machine."""
-        if message.fence != self._present.fence or message.stage not in self._present.machine.roles.stages:
-            return False
-        await self._present.send_state(message.stage, message, tuple(tensors.values()))
-        return self._present.peer_of(message.stage) != self.owner
-
-    def send(
-        self, order: Order, place: int, others: Sequence[tuple[int, StageExchange]], *, only: int | None = None
-    ) -> None:
-        """Send an order to the stages of this replica, or to one. `others`: (place, part) of the others that it
-        concerns."""
-        for stage in self._present.machine.roles.stages:
-            own = sorted(self._present.cut.stages[stage].trainable)
-            is_meant = only in (None, stage) and (place < len(order.members) or (self.job, stage) in order.waiting)
-            if not own or not is_meant:
-                continue
-            twins = [twin for at, other in others for twin in other.twins_of(own, at, order.waiting)]
-            message = wire.ExchangeRound(
-                fence=self._present.fence,
-                stage=stage,
-                step=max(0, order.step - self.begun),
-                number=order.number,
-                place=place,
-                weights=tuple(member.weight for member in order.members),
-                twins=tuple(twins),
-                kept_from=order.kept_from,
-                is_welcome=order.is_welcome,
-            )
-            self._present.to(stage, message)
-            if self._present.peer_of(stage) != self.owner:
-                self._seat.exchange.line_bytes += len(wire.encode(message))
-
-    def twins_of(self, keys: list[str], place: int, waiting: frozenset[tuple[str, int]]) -> list[wire.TwinStage]:
-        """Return the stages of this replica that hold some of these parameters, for a stage of another replica."""
-        present, twins = self._present, list[wire.TwinStage]()
-        for stage in present.machine.roles.stages:
-            held = _ranges(keys, present.cut.stages[stage].trainable)
-            if held:
-                peer = present.peer_of(stage)
-                twins.append(
-                    wire.TwinStage(
-                        member=place,
-                        job=present.job.job,
-                        stage=stage,
-                        peer=peer,
-                        fence=present.fence,
-                        ticket=present.deployment.contacts.get(peer, b""),
-                        wants=(self.job, stage) in waiting,
-                        attempt=self._attempts.get(stage, 0),
-                        keys=held,
-                    )
-                )
-        return twins
-
-    def adopt(self, number: int, stage: int) -> None:
-        """Let a stage adopt a round."""
-        message = wire.ExchangeAdopt(fence=self._present.fence, stage=stage, number=number)
-        self._present.to(stage, message)
-        if self._present.peer_of(stage) != self.owner:
-            self._seat.exchange.line_bytes += len(wire.encode(message))
-
-    def fail(self, reason: str) -> None:
-        """End this replica's job."""
-        self._present.post(CommandFailed(reason))
-
-    def close(self) -> None:
-        """The driver ends: no stage of this replica waits any more."""
-        self._seat.exchange.place(self, (), self._seat.weight)
+    last: Annotated[int, Meta(ge=0)]
+    last_step: Annotated[int, Meta(ge=-1)]
+    rounds: tuple[JointRound, ...]
+    whole: Annotated[int, Meta(ge=0)]
 
 
-def _ranges(keys: list[str], held: Mapping[str, object]) -> tuple[tuple[int, int], ...]:
-    """Return half-open ranges of places in `keys` whose parameters are also in `held`."""
-    found: list[tuple[int, int]] = []
-    for place, key in enumerate(keys):
-        if key not in held:
-            continue
-        if found and found[-1][1] == place:
-            found[-1] = (found[-1][0], place + 1)
-        else:
-            found.append((place, place + 1))
-    return tuple(found)
+class JointFiles:
+    """Stores the decided rounds in a directory. Blocking. Only one process may use it at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open the directory, creating it if necessary. Raises `StorageError`."""
+        self._path = directory / ROUNDS
+        with storage_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+
+    def load(self) -> RoundBook:
+        """Return the book as it was saved last; an empty one if nothing was saved. Raises `StorageError`."""
+        with storage_errors(self._path, "read"):
+            try:
+                content = self._path.read_bytes()
+            except FileNotFoundError:
+                return RoundBook()
+        try:
+            known = msgspec.json.decode(content, type=Decided)
+        except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+            raise StorageError(
+                f"{self._path} does not fit its schema: {problem}.", hint="It may have been written by a newer version."
+            ) from problem
+        rounds = {one.number: one for one in known.rounds}
+        return RoundBook(rounds=rounds, last=known.last, last_step=known.last_step, whole=known.whole)
+
+    def save(self, decided: Decided) -> None:
+        """Save durably before returning."""
+        write_atomic(self._path, msgspec.json.encode(decided))

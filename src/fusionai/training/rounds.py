@@ -199,7 +199,7 @@ class JobRound:
     async def send_state(
         self,
         stage: int,
-        message: wire.StateChunk | wire.OuterUpdateChunk | wire.ExchangePart,
+        message: wire.StateChunk | wire.ExchangePart,
         tensors: Sequence[HostTensor],
     ) -> None:
         """Send to the stage's peer on its state connection. Raises `TransportError`."""

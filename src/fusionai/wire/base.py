@@ -10,8 +10,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION: Final = 10
-OLDEST_PROTOCOL_VERSION: Final = 10
+PROTOCOL_VERSION: Final = 11
+OLDEST_PROTOCOL_VERSION: Final = 11
 
 Name = Annotated[str, Meta(max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]

@@ -19,10 +19,6 @@ levels. `sign`: the sign alone. `topk`: the largest eighth of the numbers, 8 bit
 quarter of the dimensions of a rotated group, the same quarter in every row, 8 bits each."""
 Exchanged = Literal["none", "int8", "int4", "int2", "ternary", "topk"]
 """Packings for the parameters exchanged in local updates. The packing error is added to the next exchange."""
-ParameterForm = Literal["mean", "other", "all"]
-"""Forms of an outer update. `mean`: the mean of all pseudo-gradients, packed. `other`: the only other pseudo-gradient,
-as received; the stage takes the mean of it and its own. `all`: the agreed parameters and the momentum themselves, for a
-stage that missed an exchange."""
 Codec = Literal["none", "int8", "int4", "uneven", "int2", "ternary", "topk", "subspace"]
 """Codec of the boundary between two stages. `uneven` packs activations as senary and gradients as signs: packing errors
 of gradients cancel out in the sums over rows, errors of activations do not. `topk` is there for comparison with other

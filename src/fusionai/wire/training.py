@@ -27,7 +27,7 @@ from fusionai.wire.base import (
     Text,
     WireMessage,
 )
-from fusionai.wire.codecs import Codec, Exchanged, PackedTensor, ParameterForm
+from fusionai.wire.codecs import Codec, Exchanged, PackedTensor
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -98,8 +98,6 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     sync_early: tuple[Count, Count, Count] = (0, 0, 0)
     """(first, until, every): between these steps of the whole run, exchanges happen every `every` steps. 0: no such
     phase."""
-    sync_between: Literal["owner", "peers"] = "owner"
-    """Where pseudo-gradients are summed: by the job's owner, or by the stages, each for a share of the parameters."""
     base_stays: bool = False
     """The job owner keeps the parameters that are not trained. Saved stage states leave them out."""
 
@@ -453,32 +451,6 @@ class Applied(WireMessage, frozen=True, kw_only=True, tag="applied"):
     fence: Fence
     stage: Count
     step: Count
-
-
-class PseudoGradient(WireMessage, frozen=True, kw_only=True, tag="pseudo_gradient"):
-    """Stage -> driver, after the last optimizer step before an exchange: the change of the stage's parameters since the
-    last outer update (agreed - present, plus the packing error of the last exchange). Each message carries some of the
-    parameters."""
-
-    fence: Fence
-    stage: Count
-    step: Count
-    last: bool
-    packed: Annotated[tuple[PackedTensor, ...], Meta(max_length=100_000)] = ()
-    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
-
-
-class OuterUpdateChunk(WireMessage, frozen=True, kw_only=True, tag="outer_update"):
-    """Driver -> stage: the parameters agreed on after `step`, in one of the forms of `ParameterForm`. Each message
-    carries some of the parameters."""
-
-    fence: Fence
-    stage: Count
-    step: Count
-    last: bool
-    form: ParameterForm
-    packed: Annotated[tuple[PackedTensor, ...], Meta(max_length=100_000)] = ()
-    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
 
 
 class Export(WireMessage, frozen=True, kw_only=True, tag="export"):

@@ -117,10 +117,10 @@ def test_replicas_that_exchange_between_their_machines() -> None:
     table = {"count": 3, "every": 5}
     recipe = recipe_from_table(changed(replicas=table), FILE)
     assert recipe.replicas is not None
-    assert recipe.replicas.exchange == "peers"
     assert "3 replicas that exchange every 5 steps in int4" in recipe.describe()
-    over_owner = recipe_from_table(changed(replicas=table | {"exchange": "owner"}), FILE)
-    assert "3 replicas that exchange over the job owner every 5 steps in int4" in over_owner.describe()
+    assert recipe_from_table(changed(replicas=table | {"exchange": "peers"}), FILE) == recipe
+    with pytest.raises(RecipeError, match=r"'exchange' in \[replicas\]: expected one of 'peers', got 'owner'"):
+        recipe_from_table(changed(replicas=table | {"exchange": "owner"}), FILE)
     beside = recipe_from_table(changed(replicas=table | {"overlap": 2}), FILE)
     assert beside.optimizer.overlapped
     free = recipe_from_table(changed(replicas=table | {"count": "auto", "deadline_s": 5.0}), FILE)

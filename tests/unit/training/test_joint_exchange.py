@@ -6,8 +6,7 @@ import asyncio
 from pathlib import Path
 
 from fusionai.coordination.training.joint_rounds import ExchangingReplica, JointRound
-from fusionai.training.joint_disk import Decided, JointFiles
-from fusionai.training.joint_exchange import JointExchange
+from fusionai.training.joint_exchange import Decided, JointExchange, JointFiles
 
 
 def test_reports_of_a_replica_that_was_left_behind_change_nothing(tmp_path: Path) -> None:

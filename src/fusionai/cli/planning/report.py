@@ -207,9 +207,8 @@ def _unknown_bandwidths(found: Plan, pool: PoolOnPaper) -> Iterator[str]:
         )
 
 
-USUAL: Final = Exchanging(every=50, codec="int4", between="peers")
+USUAL: Final = Exchanging(every=50, codec="int4")
 """Defaults of a recipe's `[replicas]` table."""
-OVER_OWNER: Final = Exchanging(every=50, codec="int4", between="owner")
 MOST_PEERS: Final = 32
 """Largest pool that is divided into replicas. Dividing more peers takes too long for a command (chosen)."""
 WORTH: Final = 1.05
@@ -219,12 +218,11 @@ WORTH: Final = 1.05
 @dataclass(frozen=True, slots=True)
 class ReplicaDivision:
     """A division of the pool into replicas. `tokens_per_s`: all replicas together, including the time of exchanges.
-    `exchange_s`: duration of one exchange round. `exchanging`: where they exchange."""
+    `exchange_s`: duration of one exchange round."""
 
     groups: tuple[Group, ...]
     tokens_per_s: float
     exchange_s: float
-    exchanging: Exchanging
 
 
 def replica_division(problem: Problem, chain: Plan) -> ReplicaDivision | None:
@@ -232,29 +230,23 @@ def replica_division(problem: Problem, chain: Plan) -> ReplicaDivision | None:
     `WORTH`, or the pool has more than `MOST_PEERS` peers."""
     if problem.task != "train" or len(problem.peers) > MOST_PEERS or problem.stages is not None or problem.required:
         return None
-    found: list[ReplicaDivision] = []
-    for exchanging in (USUAL, OVER_OWNER):
-        try:
-            groups = fastest(anchored(problem), len(problem.peers), exchanging)
-        except PlanError:
-            return None  # with the memory that exchanges need, nothing fits
-        tokens_per_s = steps_per_s(problem, groups, exchanging) * problem.microbatches * problem.microbatch_tokens
-        found.append(ReplicaDivision(groups, tokens_per_s, exchange_s(problem, groups, exchanging), exchanging))
-    usual, over_owner = found
-    best = over_owner if over_owner.tokens_per_s >= WORTH * usual.tokens_per_s else usual
-    return best if len(best.groups) > 1 and best.tokens_per_s >= WORTH * chain.tokens_per_s else None
+    try:
+        groups = fastest(anchored(problem), len(problem.peers), USUAL)
+    except PlanError:
+        return None  # with the memory that exchanges need, nothing fits
+    tokens_per_s = steps_per_s(problem, groups, USUAL) * problem.microbatches * problem.microbatch_tokens
+    is_worth_it = len(groups) > 1 and tokens_per_s >= WORTH * chain.tokens_per_s
+    return ReplicaDivision(groups, tokens_per_s, exchange_s(problem, groups, USUAL)) if is_worth_it else None
 
 
 def described_division(found: ReplicaDivision, chain: Plan) -> str:
     """Return a sentence about the replicas' speed beside that of the one pipeline."""
-    times, exchanging = found.tokens_per_s / chain.tokens_per_s, found.exchanging
-    is_between = exchanging.between == "peers"
-    where = " between the machines" if is_between else ' over the owner\'s line (exchange = "owner")'
+    times = found.tokens_per_s / chain.tokens_per_s
     return (
-        f"As {len(found.groups)} replicas that synchronise every {exchanging.every} steps ([replicas] in the recipe): "
+        f"As {len(found.groups)} replicas that synchronise every {USUAL.every} steps ([replicas] in the recipe): "
         f"{format_speed(found.tokens_per_s)} tokens/s together, {times:.3g} x the plan. Each replica trains on "
-        f"its own batch; an exchange in {exchanging.codec}{where} takes {format_seconds(found.exchange_s)} if nothing "
-        "overlaps it."
+        f"its own batch; an exchange in {USUAL.codec} between the machines takes {format_seconds(found.exchange_s)} if "
+        "nothing overlaps it."
     )
 
 
@@ -280,9 +272,9 @@ def replica_division_figures(found: ReplicaDivision | None, names: Mapping[str, 
     if found is None:
         return None
     return {
-        "every": found.exchanging.every,
-        "codec": found.exchanging.codec,
-        "exchange": found.exchanging.between,
+        "every": USUAL.every,
+        "codec": USUAL.codec,
+        "exchange": "peers",
         "tokens_per_s": found.tokens_per_s,
         "exchange_s": found.exchange_s,
         "replicas": [

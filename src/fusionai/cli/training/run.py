@@ -36,7 +36,7 @@ from fusionai.scheduling.problem.memory_savings import describe_savings
 from fusionai.scheduling.problem.types import Plan
 from fusionai.scheduling.training.compression import shown
 from fusionai.training import progress
-from fusionai.training.outer import RoundDone
+from fusionai.training.joint_exchange import RoundDone
 from fusionai.training.progress import StepDone
 
 

@@ -3,7 +3,7 @@
 Also writes telemetry and TensorBoard curves. A recipe is bound to a directory from the first committed step on; until
 then errors in it can be corrected. A job of several replicas has in its directory
 
-    outer/              what the replicas agreed on (`training.joint_disk`, or `training.outer_disk` over the owner)
+    outer/              what the replicas agreed on (`training.joint_exchange`)
     replica-0/ ...      a job directory each (`storage.rundir`), with
         replica.json    the number of the job's steps that were over when the replica started
 
@@ -21,20 +21,15 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
-from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM, as_stored, state_entries
 from fusionai.client.pool.replanning import adopted_plan
-from fusionai.client.training.preparation import PreparedJob, checkpoint_header
+from fusionai.client.training.preparation import PreparedJob
 from fusionai.coordination.training.exchanges import Exchanges
 from fusionai.corpus.recipe import Recipe
-from fusionai.ir.weights import initialise
 from fusionai.primitives.errors import RecipeError, StorageError
 from fusionai.primitives.ids import JobId, PeerId
-from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.atomic import storage_errors, write_atomic
-from fusionai.storage.checkpoint import CheckpointWriter
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.reader import CheckpointReader, complete_checkpoints, forget_after, latest, step_of
 from fusionai.storage.rundir import RunDirectory
@@ -325,34 +320,3 @@ def go_back(places: Mapping[int, tuple[Path, int]], exchanges: Exchanges) -> dic
     for number, step in back.items():
         forget_after(places[number][0], step)
     return back
-
-
-def begin_with(
-    agreed: Mapping[str, HostTensor], recipe: Recipe, prepared: PreparedJob, directory: RunDirectory
-) -> None:
-    """Write the checkpoint of step 0 with the parameters `agreed`. Raises `StorageError`."""
-    with storage_errors(directory.checkpoints, "removed"):
-        shutil.rmtree(directory.checkpoints)  # left by an interrupted start, which took no step
-    header = checkpoint_header(recipe, prepared)
-    with CheckpointWriter(directory.checkpoints, 0, header, files=prepared.files) as writer:
-        for name, tensor in _entries(agreed, recipe, prepared):
-            writer.add(name, tensor)
-        writer.finish()
-
-
-def _entries(
-    agreed: Mapping[str, HostTensor], recipe: Recipe, prepared: PreparedJob
-) -> Iterator[tuple[str, HostTensor]]:
-    """Yield the checkpoint's entries. Values that are neither trained nor initialised by a rule are not in checkpoints:
-    the job owner sends them at every start."""
-    graph = prepared.captured.graph
-    specs = {spec.key: spec for spec in graph.params.values()}
-    for name, entry in state_entries(graph, recipe.optimizer).items():
-        spec = specs[entry.key]
-        if entry.slot in (ANCHOR, OUTER_MOMENTUM) or (not entry.slot and spec.trainable):
-            yield name, agreed[f"{entry.slot or ANCHOR}/{entry.key}"]
-        elif entry.slot:
-            yield name, host_tensor(entry.dtype, entry.shape, bytes(entry.nbytes))
-        elif spec.init is not None and recipe.adapter is None:
-            made = np.asarray(initialise(spec.key, spec.shape, spec.dtype, spec.init, recipe.job.seed))
-            yield name, as_stored(spec, host_tensor(spec.dtype, spec.shape, made.tobytes()))

@@ -18,7 +18,6 @@ from fusionai.primitives.ids import JobId
 from fusionai.scheduling.problem.types import Plan
 from fusionai.training.driver import Driver
 from fusionai.training.joint_exchange import JointSeat
-from fusionai.training.outer import Seat
 
 KeptOut = Callable[[tuple[PoolMember, ...], bool], frozenset[str]]
 """Returns the members that this replica may not use. The flag says whether it needs a machine at once."""
@@ -31,7 +30,7 @@ class ReplicaPart:
 
     number: int
     prepared: PreparedJob
-    exchange: Seat | JointSeat
+    exchange: JointSeat
     kept_out: KeptOut
     first_step: int
     total_steps: int
@@ -41,11 +40,10 @@ class ReplicaPart:
     """Reason for which its training was cut off; it continues from there at the next start."""
 
     def weigh(self, plan: Plan, members: Iterable[PoolMember]) -> None:
-        """Let this replica's stages sum a share that corresponds to the slowest uplink of its machines, if replicas
-        exchange between their machines."""
+        """Let this replica's stages sum a share that corresponds to the slowest uplink of its machines."""
         placed = {stage.peer for stage in plan.stages}
         uplinks = [one.profile.uplink.bandwidth_bytes_per_s for one in members if one.view.peer in placed]
-        if uplinks and isinstance(self.exchange, JointSeat):
+        if uplinks:
             self.exchange.weight = max(1.0, min(uplinks))
 
     def excluded(self, members: tuple[PoolMember, ...]) -> frozenset[str]:

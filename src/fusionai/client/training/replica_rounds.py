@@ -1,50 +1,21 @@
-"""The rounds in which the replicas of a job agree: where they exchange, and what was counted in this start.
+"""The rounds in which the replicas of a job agree: when they are, and what was counted in this start.
 
-The owner's process sums the exchange (`training.outer`), or the replicas' machines do (`training.joint_exchange`), as
-the recipe says. `client.training.replicas` runs the replicas."""
+`training.joint_exchange` decides the rounds, `client.training.replicas` runs the replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 
-from fusionai.client.training.job_directory import Past, ReplicaDirectories
-from fusionai.client.training.preparation import PreparedJob
+from fusionai.client.training.job_directory import Past
 from fusionai.coordination.training.exchanges import Early, Exchanges
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.schedule import early_rounds
 from fusionai.corpus.tables import Replicas
 from fusionai.ir.schema import Graph
-from fusionai.training.joint_exchange import JointExchange, JointFiles, JointSeat
-from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone, Seat, beginning
-from fusionai.training.outer_disk import OuterFiles
-
-
-def open_exchange(
-    recipe: Recipe,
-    replicas: Replicas,
-    prepared: PreparedJob,
-    places: ReplicaDirectories,
-    rounds: ReplicaRounds,
-) -> Outer | JointExchange:
-    """Open the exchange as it was saved last. Blocking."""
-    on_round = rounds.round_done
-    if replicas.exchange == "peers":
-        files = JointFiles(places.outer)
-        return JointExchange(files, exchanges=rounds.exchanges, deadline_s=replicas.deadline_s, on_round=on_round)
-    files = OuterFiles(places.outer)
-    loaded = files.load()
-    if loaded is None:
-        values = beginning(prepared.captured.graph, recipe.job.seed, prepared.captured.state)
-        loaded = OuterState.first(values), {}
-    rules = OuterRules(
-        codec=replicas.codec,
-        learning_rate=replicas.learning_rate,
-        momentum=replicas.momentum,
-        deadline_s=replicas.deadline_s,
-    )
-    return Outer(loaded[0], rules, files, loaded[1], on_round=on_round)
+from fusionai.training.joint_exchange import JointExchange, JointFiles, JointSeat, RoundDone
 
 
 @dataclass
@@ -60,7 +31,7 @@ class ReplicaRounds:
     rounds: int = 0
     trained_steps: int = 0
     exchanged_bytes: int = 0
-    outer: Outer | JointExchange = field(init=False)
+    outer: JointExchange = field(init=False)
 
     def __post_init__(self) -> None:
         table, steps = self.replicas, self.recipe.job.steps
@@ -68,16 +39,20 @@ class ReplicaRounds:
         self.exchanges = Exchanges(every=table.every, lag=table.overlap, steps=steps, early=early)
         self.trained_bytes = sum(4 * prod(spec.shape) for spec in self.graph.params.values() if spec.trainable)
 
-    def seat(self, number: int, first_step: int) -> Seat | JointSeat:
-        """Return the seat of a replica that starts with the others, or has started before."""
-        if isinstance(self.outer, JointExchange):
-            return self.outer.seat(seat_name(number), first_step)
-        return self.outer.seat(seat_name(number))
+    def open(self, directory: Path) -> None:
+        """Open the exchange as it was saved last in this directory. Blocking. Raises `StorageError`."""
+        deadline_s, on_round = self.replicas.deadline_s, self.round_done
+        files = JointFiles(directory)
+        self.outer = JointExchange(files, exchanges=self.exchanges, deadline_s=deadline_s, on_round=on_round)
+
+    def seat(self, number: int, first_step: int) -> JointSeat:
+        """Return the seat of a replica that starts after `first_step` steps of the job, or has started before."""
+        return self.outer.seat(seat_name(number), first_step)
 
     def is_lost(self, past: Past) -> bool:
         """Return whether a replica must begin anew, at a later step. One that began later than the others, with a state
         from their machines, and has no checkpoint can't go back to that state."""
-        return isinstance(self.outer, JointExchange) and past.first_step > 0 and not past.has_checkpoint
+        return past.first_step > 0 and not past.has_checkpoint
 
     def round_done(self, event: RoundDone) -> None:
         self.rounds += 1

@@ -1,9 +1,9 @@
 """Runs a job of several replicas: pipelines that train one model, each on its own machines.
 
 Every replica is a job as run by `client.training.train`, with its share of the machines and of the data and its own
-directory. The replicas' machines exchange with each other (`training.joint_exchange`), or through this process
-(`training.outer`). `_Replicas.run` starts the replicas that
-have machines, then handles those that end, those that may start, and a stop. It decides when a waiting replica starts.
+directory. The replicas' machines exchange with each other (`training.joint_exchange`). `_Replicas.run` starts the
+replicas that have machines, then handles those that end, those that may start, and a stop. It decides when a waiting
+replica starts.
 The job is over when one replica has taken all its steps; the work of replicas that are behind is included as far as
 they took part in the synchronisation.
 
@@ -28,7 +28,6 @@ from fusionai.client.pool.session import PoolMember, PoolSession, owner_membersh
 from fusionai.client.training.job_directory import (
     Past,
     ReplicaDirectories,
-    begin_with,
     check_resumable,
     encode_recipe,
     job_id,
@@ -36,7 +35,7 @@ from fusionai.client.training.job_directory import (
 )
 from fusionai.client.training.preparation import PreparedJob, excluded_peers, prepare, problem_for
 from fusionai.client.training.replica_crews import Crews, ReplicaPart, stands_by
-from fusionai.client.training.replica_rounds import ReplicaRounds, open_exchange, seat_name
+from fusionai.client.training.replica_rounds import ReplicaRounds, seat_name
 from fusionai.client.training.train import Planned, RunEvent, TrainingResult, TrainOptions, train
 from fusionai.corpus.order import Deal
 from fusionai.corpus.recipe import Recipe
@@ -48,8 +47,7 @@ from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem
 from fusionai.scheduling.training.replicated import Exchanging, Group, divide, fastest
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
-from fusionai.training.joint_exchange import JointExchange, JointSeat
-from fusionai.training.outer import RoundDone, Seat
+from fusionai.training.joint_exchange import RoundDone
 
 MOST_BEHIND: Final = 3
 """How often a replica may be left behind by the others, after which it is not started again (chosen)."""
@@ -136,7 +134,7 @@ async def _opened(
     prepared = await in_background(lambda: prepare(recipe, directory, lambda text: on_event(Noted(text))))
     directory.keep_recipe(encode_recipe(recipe))
     rounds = ReplicaRounds(recipe, replicas, prepared.captured.graph, on_event)
-    rounds.outer = await in_background(lambda: open_exchange(recipe, replicas, prepared, places, rounds))
+    await in_background(lambda: rounds.open(places.outer))
     backend = await in_background(lambda: open_backend("torch", device=options.device, threads=options.threads))
     owner = owner_profile(pool.membership.peer, await in_background(backend.probe))
     return _Replicas(recipe, replicas, options, pool, prepared, places, owner, rounds, on_event)
@@ -249,10 +247,9 @@ class _Replicas:
                 await in_background(partial(self.places.begin, number, 0))
                 await self._start(number, None)
         else:
-            if isinstance(self.rounds.outer, JointExchange):
-                back = await in_background(lambda: self.places.go_back(self.rounds.exchanges, self.replicas.most))
-                for number, step in sorted(back.items()):
-                    self._note(f"replica {number} goes back to step {step}: another one was saved before an exchange")
+            back = await in_background(lambda: self.places.go_back(self.rounds.exchanges, self.replicas.most))
+            for number, step in sorted(back.items()):
+                self._note(f"replica {number} goes back to step {step}: another one was saved before an exchange")
             for number, past in enumerate(pasts):
                 if past is not None:
                     self._crews.give(number, past.peers)
@@ -262,8 +259,7 @@ class _Replicas:
     def _divided(self, problem: Problem) -> tuple[Group, ...]:
         if self.replicas.count == "auto":
             table = self.replicas
-            exchanging = Exchanging(table.every, table.codec, table.overlap, table.exchange)
-            return fastest(problem, self.replicas.most, exchanging)
+            return fastest(problem, self.replicas.most, Exchanging(table.every, table.codec, table.overlap))
         return divide(problem, self.replicas.count)
 
     def _wait_for_more(self) -> None:
@@ -302,9 +298,7 @@ class _Replicas:
     def _is_finished(self, past: Past) -> bool:
         return past.has_checkpoint and past.first_step + past.steps >= self.recipe.job.steps
 
-    async def _start(
-        self, number: int, past: Past | None, first_step: int = 0, exchange: Seat | JointSeat | None = None
-    ) -> None:
+    async def _start(self, number: int, past: Past | None, first_step: int = 0) -> None:
         """Start a replica. `first_step` applies only to one without a past."""
         first_step = first_step if past is None else past.first_step
         recipe = self.places.recipe_of(number, first_step)
@@ -315,7 +309,7 @@ class _Replicas:
         part = ReplicaPart(
             number=number,
             prepared=dataclasses.replace(self.prepared, source=self.prepared.source.dealt(deal)),
-            exchange=exchange or self.rounds.seat(number, first_step),
+            exchange=self.rounds.seat(number, first_step),
             kept_out=lambda members, in_need: self._crews.kept_out(number, members, in_need=in_need),
             first_step=first_step,
             total_steps=self.recipe.job.steps,
@@ -353,15 +347,13 @@ class _Replicas:
         if past is not None and (number in self._behind or self.rounds.is_lost(past)):
             await in_background(partial(self.places.forget, number))
             past = None
-        exchange = None
         if past is None:
-            exchange = await self._welcome(number, first_step) if first_step else None
             await in_background(partial(self.places.begin, number, first_step))
         del self._waiting[number]
         at = first_step if past is None else past.first_step + past.steps
         self._note(f"replica {number} starts" + (f" at step {at}" if at else ""))
         self._crews.give(number, [one.peer for one in (*made.stages, *made.standbys) if one.peer != made.feed])
-        await self._start(number, past, first_step, exchange)
+        await self._start(number, past, first_step)
         self._wait_for_more()
 
     def _pays(self, made: Plan) -> bool:
@@ -378,22 +370,11 @@ class _Replicas:
         except PlanError:
             return None
 
-    async def _welcome(self, number: int, first_step: int) -> Seat | JointSeat:
-        """Prepare a late replica to start from the parameters that the others agreed on."""
-        if isinstance(self.rounds.outer, JointExchange):
-            return self.rounds.seat(number, first_step)  # its stages get them from the others' stages
-        seat, agreed = await self.rounds.outer.newcomer(seat_name(number))
-        recipe = self.places.recipe_of(number, first_step)
-        await in_background(lambda: begin_with(agreed, recipe, self.prepared, open_directory(recipe)))
-        return seat
-
     def _steps_over(self) -> int:
         """Return the steps of the job that a new replica can't take part in: the complete rounds of the replica that is
-        farthest, and with an exchange between machines the present one, in which the replica gets its state."""
+        farthest, and the present one, in which the new replica gets its state."""
         farthest = max((one.part.first_step + one.steps for one in self._running.values()), default=0)
-        if isinstance(self.rounds.outer, JointExchange) and farthest:
-            return self.rounds.exchanges.next_end(farthest)
-        return self.rounds.exchanges.over(farthest)
+        return self.rounds.exchanges.next_end(farthest) if farthest else 0
 
     # ------------------------------------------------------------------------------------------------------ events
 
@@ -467,8 +448,7 @@ class _Replicas:
         outer = self.rounds.outer
         in_vain = outer.waits_in_vain(seat_name(number) for number in self._running)
         for number, running in self._running.items():
-            joins = isinstance(outer, JointExchange) and outer.is_joining(seat_name(number))
-            if in_vain or joins:
+            if in_vain or outer.is_joining(seat_name(number)):
                 running.part.dropped = self._stopped
                 running.task.cancel()
 
@@ -476,7 +456,7 @@ class _Replicas:
         """Cut off replicas that the others went on without. They begin again, from the others' state."""
         outer = self.rounds.outer
         for number, running in self._running.items():
-            reason = outer.behind.get(seat_name(number)) if isinstance(outer, JointExchange) else None
+            reason = outer.behind.get(seat_name(number))
             if reason is not None and running.part.dropped is None:
                 self._behind[number] = self._behind.get(number, 0) + 1
                 self._note(f"warning: replica {number} is left behind: {reason}")

@@ -65,7 +65,6 @@ from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints
 from fusionai.training.deployment import TrainingJob
 from fusionai.training.driver import Driver
-from fusionai.training.joint_exchange import JointSeat
 from fusionai.wire.messages import StageOptions
 
 UNSAVED_ENDS: Final = (
@@ -361,8 +360,8 @@ class _Run:
                 f"the job failed at step {ended.steps}: {reason}.",
                 hint=f"Run the command again to resume: {self.journal.committed} steps are committed and not lost.",
             )
-        if self.part is not None and isinstance(exchange := self.part.exchange, JointSeat):
-            await exchange.settled()
+        if self.part is not None:
+            await self.part.exchange.settled()
         if self.options.epilogue is not None and ended.stopped is None:
             await self.options.epilogue(driver, prepared)
         if ended.early is not None:
@@ -394,7 +393,6 @@ def _training_job(
         rounds = {
             "sync_every": replicas.every,
             "sync_codec": replicas.codec,
-            "sync_between": replicas.exchange,
             "sync_lag": replicas.overlap,
             "sync_rate": replicas.learning_rate,
             "sync_momentum": replicas.momentum,

@@ -128,18 +128,9 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
                 in_time = self._is_near(step) if ahead else self._is_now(step)
                 return in_time and asked and self.sums.lacks(event)
 
-    def wants_outer_update(self, step: int) -> bool:
-        """Return whether the outer update of this step may still be adopted."""
-        return self.outer_updates.wants(step, self.applied)
-
     def sends_to(self, stage: int, step: int) -> bool:
         """Return whether a tensor of this step goes to that stage now. Replayed tensors go only to replaying stages."""
         return step >= self._resumed.committed or stage in self._resumed.replaying
-
-    @property
-    def awaits_resume(self) -> bool:
-        """Return whether the stage is attached but not yet resumed. It can't take any tensors before."""
-        return self.phase is StagePhase.ATTACHED
 
     @property
     def expects_state(self) -> bool:
@@ -313,8 +304,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
         return []
 
     def on_outer_update(self, event: interface.OuterUpdateArrived) -> list[StageCommand]:
-        """It may come before the commit, because a replaying stage gets all its outer updates early."""
-        if self.wants_outer_update(event.step):
+        if self.outer_updates.wants(event.step, self.applied):
             self.outer_updates.arrived.add(event.step)
         else:
             self.dropped += 1

@@ -24,7 +24,7 @@ from fusionai.ir.shapes import bounds
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import FLOAT_DTYPES, ITEMSIZE_BYTES, HostTensor, tensor_bytes
 from fusionai.wire import messages as wire
-from fusionai.wire.codecs import Codec, PackedTensor, Packing, ParameterForm, codec_between, follows, packing, packs
+from fusionai.wire.codecs import Codec, PackedTensor, Packing, codec_between, follows, packing, packs
 from fusionai.wire.messages import Mode
 
 Tensors = Mapping[str, Carried]
@@ -165,10 +165,6 @@ class WaitingTensors:
         """Step -> sender -> its part of the shared gradients."""
         self._totals: defaultdict[int, dict[int, _Shared]] = defaultdict(dict)
         """Step -> home stage -> its sums."""
-        self._agreed: dict[tuple[int, ParameterForm], dict[str, Carried]] = {}
-        """(step, form) -> values of the outer update after that step, as far as they have arrived."""
-        self._whole: dict[int, ParameterForm] = {}
-        """Step -> the form in which the outer update has arrived completely."""
         self._bytes = 0
 
     @property
@@ -202,24 +198,6 @@ class WaitingTensors:
                 return len(known.parts) >= message.parts
         return True
 
-    def keep_outer_update(self, step: int, form: ParameterForm, values: Tensors, *, last: bool) -> frozenset[str]:
-        """Store part of the outer update after `step` and return the names of all its values that have arrived. Values
-        that come again replace the earlier ones."""
-        known = self._agreed.setdefault((step, form), {})
-        self._freed({key: known.pop(key) for key in values.keys() & known.keys()})
-        self._admit(values)
-        known.update(values)
-        if last:
-            self._whole[step] = form
-        return frozenset(known)
-
-    def take_outer_update(self, step: int) -> tuple[ParameterForm, dict[str, Carried]]:
-        """Return (form, values) of the form that arrived completely last. Values that came in another form are
-        dropped."""
-        found = {form: self._freed(self._agreed.pop((step, form), {})) for form in get_args(ParameterForm)}
-        form = self._whole.pop(step)
-        return form, found[form]
-
     def take_inputs(self, mode: Mode, step: int, microbatch: int) -> dict[str, Carried]:
         return self._freed(self._inputs.pop((mode, step, microbatch)))
 
@@ -249,7 +227,7 @@ class WaitingTensors:
     def drop(self, below: int | None = None) -> None:
         """Drop everything, or the inputs of steps before `below`."""
         if below is None:
-            for table in (self._inputs, self._gradients, self._partials, self._totals, self._agreed, self._whole):
+            for table in (self._inputs, self._gradients, self._partials, self._totals):
                 table.clear()
             self._bytes = 0
             return

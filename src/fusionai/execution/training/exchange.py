@@ -3,20 +3,21 @@ update.
 
 Each stage keeps the parameters agreed on last (`anchor`). A difference is anchor - present + the packing error of the
 previous difference (error feedback, as in F. Seide et al., "1-bit stochastic gradient descent", 2014). The packing
-error of this difference is stored when the outer update is adopted. The combined pseudo-gradients act as a gradient,
-and every stage takes the outer step with it itself, so that momentum does not multiply the packing error. With two
-replicas, each receives the other's difference as it was packed, and nothing is packed twice. A stage that continues
-training meanwhile also keeps the parameters it reported (`form`), and adds its progress since then to the outer update.
-Everything is computed from stored state, so asking a stage twice gives the same bits.
+error of this difference is stored when the outer update is adopted. The mean of all differences acts as a gradient for
+an outer step, which every stage takes itself, so that momentum does not multiply the packing error: SGD with Nesterov
+momentum (DiLoCo, A. Douillard et al. 2023, arXiv 2311.08105; it waits for all replicas in every round, here a late one
+catches up). A stage that continues training meanwhile also keeps the parameters it reported (`REPORTED`), and adds its
+progress since then to the outer update. Everything is computed from stored state, so asking a stage twice gives the
+same bits.
 
 Parameters travel flattened, so that groups of a codec run across rows and only the last group needs padding.
 
-`execution.training.work` calls this module in the compute thread; `training.outer` is the other side.
+`execution.training.twins` and `newcomers` call this module in the compute thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final
@@ -32,7 +33,7 @@ from fusionai.execution.training.codecs import Carried, pack, unpack
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire
-from fusionai.wire.codecs import Exchanged, ParameterForm, packs
+from fusionai.wire.codecs import Exchanged, packs
 
 Floats = npt.NDArray[np.float32]
 
@@ -60,48 +61,6 @@ def keep(program: StageProgram, keys: Iterable[str], slot: str) -> None:
     for key in keys:
         ((_, present),) = program.export_entries([f"model/{key}"])
         program.import_state([(f"optimizer/{key}/{slot}", present)])
-
-
-def pseudo_gradients(
-    program: StageProgram, keys: Iterable[str], codec: Exchanged, *, overlapped: bool
-) -> Iterator[tuple[str, Carried]]:
-    """Yield each parameter's difference, packed, float32 and flat. `overlapped`: from the stored parameters
-    (`REPORTED`) instead of the present ones."""
-    for key in keys:
-        yield key, pack(key, _pseudo_gradient(program, key, overlapped=overlapped)[0], codec)
-
-
-def adopt(
-    program: StageProgram,
-    agreed: Mapping[str, Carried],
-    form: ParameterForm,
-    codec: Exchanged,
-    step: OuterOptimizer,
-    *,
-    overlapped: bool,
-) -> None:
-    """Adopt an outer update: take the outer step and store parameters, anchor, momentum and packing error."""
-    for key in sorted({_parameter(name, form) for name in agreed}):
-        difference, anchor = _pseudo_gradient(program, key, overlapped=overlapped)
-        own = as_array(unpack(pack(key, difference, codec)))
-        if form == "all":
-            value, held = (as_array(unpack(agreed[f"{slot}/{key}"])) for slot in (ANCHOR, OUTER_MOMENTUM))
-        else:
-            gradient = as_array(unpack(agreed[key]))
-            if form == "other":
-                gradient = (own + gradient) * np.float32(0.5)
-            ((_, before),) = program.export_entries([f"optimizer/{key}/{OUTER_MOMENTUM}"])
-            value, held = step.take(as_array(anchor), as_array(before), gradient)
-        lost = as_array(difference) - own
-        new = host_tensor(anchor.dtype, anchor.shape, as_bytes(value, anchor.dtype))
-        program.import_state(
-            [
-                (f"model/{key}", _with_what_came_since(program, key, new) if overlapped else new),
-                (f"optimizer/{key}/{ANCHOR}", new),
-                (f"optimizer/{key}/{OUTER_MOMENTUM}", _float32(held, anchor.shape)),
-                (f"optimizer/{key}/{RESIDUAL}", _float32(lost, anchor.shape)),
-            ]
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,17 +197,6 @@ def keys_of(twin: wire.TwinStage, keys: Sequence[str]) -> tuple[str, ...]:
 def flat(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape in which a parameter of this shape travels."""
     return (prod(shape),)
-
-
-def carried_shapes(shapes: Mapping[str, tuple[int, ...]], form: ParameterForm) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the values that a stage with these parameters receives."""
-    if form == "all":
-        return {f"{slot}/{key}": shape for slot in (ANCHOR, OUTER_MOMENTUM) for key, shape in shapes.items()}
-    return {key: flat(shape) for key, shape in shapes.items()}
-
-
-def _parameter(name: str, form: ParameterForm) -> str:
-    return name.partition("/")[2] if form == "all" else name
 
 
 def _float32(values: Floats, shape: tuple[int, ...]) -> HostTensor:

@@ -124,7 +124,7 @@ class JobMember(RoundMember):
                 while True:
                     envelope = await channel.receive()
                     match envelope.message:
-                        case wire.StateChunk() | wire.OuterUpdateChunk() as message:
+                        case wire.StateChunk() as message:
                             await self._take_state(message, envelope.tensors)
                         case wire.ExchangePart() as message:
                             self._deliver(message.stage, message, envelope.tensors)
@@ -134,7 +134,7 @@ class JobMember(RoundMember):
                             await channel.send(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
                         case other:
                             raise ExecutionError(
-                                f"expected a StateChunk or an Outer update on a state connection, "
+                                f"expected a StateChunk or an ExchangePart on a state connection, "
                                 f"got {type(other).__name__}."
                             )
             except ChannelClosed:
@@ -142,18 +142,12 @@ class JobMember(RoundMember):
             except FusionError as error:
                 self._report(error)
 
-    async def _take_state(
-        self, message: wire.StateChunk | wire.OuterUpdateChunk, tensors: dict[str, HostTensor]
-    ) -> None:
+    async def _take_state(self, message: wire.StateChunk, tensors: dict[str, HostTensor]) -> None:
         runtime = self._runtime(message.stage, message.fence)
         if runtime is None:
             return
         try:
-            match message:
-                case wire.StateChunk():
-                    await runtime.receive_state(message, tensors)
-                case wire.OuterUpdateChunk():
-                    await runtime.receive_outer_update(message, tensors)
+            await runtime.receive_state(message, tensors)
         except FusionError as error:
             self._report(error, runtime)
 
@@ -277,7 +271,7 @@ class JobMember(RoundMember):
 
     async def state(
         self,
-        message: wire.StateChunk | wire.PseudoGradient | wire.Snapshot | wire.ExchangePart | Sent,
+        message: wire.StateChunk | wire.Snapshot | wire.ExchangePart | Sent,
         tensors: Sequence[HostTensor],
     ) -> None:
         """Send on the driver's state connection. Raises `TransportError`."""

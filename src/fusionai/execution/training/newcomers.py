@@ -79,7 +79,7 @@ class Newcomers:
         self._compute = host.compute
         self._memory = host.memory
         self._sizes = sizes
-        begins_later = stage.options.sync_between == "peers" and stage.options.sync_begun > 0
+        begins_later = stage.options.sync_begun > 0
         self.entries = frozenset(f"model/{key}" for key in sizes if begins_later)
         """Entries of this stage's first state that come from stages of other replicas."""
         self._attempt: int | None = None

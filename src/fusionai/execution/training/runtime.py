@@ -26,7 +26,6 @@ from fusionai.execution.tensors import chunks
 from fusionai.execution.training.arrivals import Arrivals, WaitingTensors
 from fusionai.execution.training.boundary import Boundary, RetainedMessages, Sent
 from fusionai.execution.training.codecs import joined
-from fusionai.execution.training.exchange import carried_shapes, check_values
 from fusionai.execution.training.snapshots import Chunk, Entries, SnapshotCopier, StateCopy
 from fusionai.execution.training.twins import Twins
 from fusionai.execution.training.work import StageExecutor
@@ -213,22 +212,6 @@ class StageRuntime:
     def _begin_when_whole(self, step: int) -> None:
         if not self._awaited:
             self._handle(machine.StateArrived(step))
-
-    async def receive_outer_update(self, message: wire.OuterUpdateChunk, tensors: Mapping[str, HostTensor]) -> None:
-        """Take part of an outer update of the jobs that train this model. It may arrive on another connection before
-        the resume; then it waits."""
-        while self.accepts(message.fence) and self._machine.awaits_resume:
-            await self._happened.wait()
-        if not self.accepts(message.fence) or not self._machine.wants_outer_update(message.step):
-            return
-        values, what = joined(tensors, message.packed), f"the outer update of step {message.step}"
-        shapes = carried_shapes(self._trainable, message.form)
-        check_values(values, shapes, "none" if message.form == "all" else self.options.sync_codec, what)
-        come = self.held.keep_outer_update(message.step, message.form, values, last=message.last)
-        if message.last:
-            if missing := sorted(shapes.keys() - come):
-                raise ExecutionError(f"{what} came without {', '.join(missing[:3])} ({len(missing)} missing).")
-            self._handle(machine.OuterUpdateArrived(message.step))
 
     # ------------------------------------------------------------------------------------------------ commands out
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 import numpy as np
@@ -24,7 +23,7 @@ from fusionai.execution.tensors import chunks, is_finite, sketch, step_key
 from fusionai.execution.training.arrivals import ByConsumer
 from fusionai.execution.training.boundary import FEED, LOSS, Boundary
 from fusionai.execution.training.codecs import Carried, pack, split, unpack_all
-from fusionai.execution.training.exchange import OuterOptimizer, adopt, keep, pseudo_gradients
+from fusionai.execution.training.exchange import keep
 from fusionai.execution.training.snapshots import Chunk, SnapshotCopier
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -223,16 +222,10 @@ class StageExecutor:
                 await self._share(work.step)
             case "total":
                 await self._sum_shared(work.step)
-            case "difference" if self._options.sync_between == "peers":
-                self._stage.twins.ask(work.step)
-            case "difference" if self._options.sync_lag:
-                # The parameters it is computed from stay unchanged until the outer update arrives, so the next steps
-                # need not wait.
-                self._stage.start(partial(self._send_pseudo_gradients, work.step))
             case "difference":
-                await self._send_pseudo_gradients(work.step)
+                self._stage.twins.ask(work.step)
             case "adopt":
-                await self._adopt(work.step)
+                await self._stage.twins.adopt(work.step, self._copies.complete)
 
     async def _forward(self, call: Call) -> None:
         inputs = self._held.take_inputs(call.mode, call.step, call.microbatch)
@@ -366,45 +359,10 @@ class StageExecutor:
 
         await self._stream(pending, message)
 
-    # ----------------------------------------------------------------------------------------------- local updates
-
-    async def _send_pseudo_gradients(self, step: int) -> None:
-        """Send the driver this stage's parameter differences since the last outer update."""
-        codec, overlapped = self._options.sync_codec, self._options.sync_lag > 0
-        pending, fence = (
-            chunks(pseudo_gradients(self._program, self._trainable, codec, overlapped=overlapped)),
-            self._stage.fence,
-        )
-
-        def message(chunk: Sequence[tuple[str, Carried]] | None) -> tuple[wire.PseudoGradient, Sequence[HostTensor]]:
-            body, packed = split(dict(chunk or ()))
-            last, own = chunk is None, self._boundary.stage
-            made = wire.PseudoGradient(
-                fence=fence, stage=own, step=step, last=last, packed=packed, tensors=headers(body)
-            )
-            return made, tuple(body.values())
-
-        await self._stream(pending, message)
-
-    async def _adopt(self, step: int) -> None:
-        if self._options.sync_between == "peers":
-            await self._stage.twins.adopt(step, self._copies.complete)
-            return
-        form, agreed = self._held.take_outer_update(step)
-
-        def work() -> None:
-            self._copies.complete()
-            options = self._options
-            outer = OuterOptimizer(learning_rate=options.sync_rate, momentum=options.sync_momentum)
-            adopt(self._program, agreed, form, options.sync_codec, outer, overlapped=options.sync_lag > 0)
-
-        _, timed = await self._compute.run(work)
-        self.spans.append(Span("apply", 0, timed.start_s, timed.end_s))
-
     async def _stream(
         self,
         pending: Iterator[T],
-        message: Callable[[T | None], tuple[wire.StateChunk | wire.PseudoGradient, Sequence[HostTensor]]],
+        message: Callable[[T | None], tuple[wire.StateChunk, Sequence[HostTensor]]],
     ) -> None:
         """Send one message per chunk, then one for None. Ends early when a later attach waits, because the rest is not
         needed and a full connection would block."""

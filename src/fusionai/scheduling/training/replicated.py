@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import fsum
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
@@ -52,13 +52,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Exchanging:
-    """How often replicas synchronise and how they pack what they send. `lag`: steps they compute during an exchange.
-    `between`: whether the job owner's process sums, or the replicas' machines, each a share."""
+    """How often replicas synchronise and how they pack what they send. `lag`: steps they compute during an
+    exchange."""
 
     every: int
     codec: Exchanged
     lag: int = 0
-    between: Literal["owner", "peers"] = "owner"
 
     @property
     def beside(self) -> float:
@@ -106,19 +105,12 @@ def steps_per_s(problem: Problem, groups: Sequence[Group], exchange: Exchanging 
 def exchange_s(problem: Problem, groups: Sequence[Group], exchange: Exchanging) -> float:
     """Return the seconds of one exchange of these groups, without what packing and summing take; 0 for a single one.
 
-    Summed by the job owner: every group's packed parameters go to the owner and the sums come back, all over the
-    owner's line. Summed at the machines: each group sums a share w of every parameter, in proportion to its slowest
-    uplink. A stage with P packed bytes sends (1 - w) P of its differences and the means of its share to N - 1 groups,
-    and receives as much of theirs, so it takes (1 + (N - 2) w) P bytes each way, and two latencies. The owner's stages
-    of all replicas are on one machine and use no line."""
+    Each group sums a share w of every parameter, in proportion to its slowest uplink. A stage with P packed bytes
+    sends (1 - w) P of its differences and the means of its share to N - 1 groups, and receives as much of theirs, so
+    it takes (1 + (N - 2) w) P bytes each way, and two latencies. The owner's stages of all replicas are on one machine
+    and use no line."""
     if len(groups) == 1:
         return 0.0
-    if exchange.between == "owner":
-        if problem.owner is None:
-            return 0.0
-        packed_bytes = bytes_on_link(exchange.codec, sum(block.trainable_bytes for block in problem.blocks))
-        down, up = problem.owner.downlink, problem.owner.uplink
-        return len(groups) * packed_bytes * (1 / down.bandwidth_bytes_per_s + 1 / up.bandwidth_bytes_per_s)
     owner = None if problem.owner is None else problem.owner.peer
     machines = {one.peer: one for one in problem.peers if one.peer != owner}
     stages = [[stage for stage in group.plan.stages if stage.peer in machines] for group in groups]

@@ -937,13 +937,13 @@ def test_steps_go_on_while_a_difference_travels():
     done(machine, StageWork("difference", 2))
     assert ReportApplied(3) in taken(machine, 3)
     assert ReportApplied(4) not in taken(machine, 4), "so far it may go alone"
-    assert machine.wants_outer_update(2)
+    assert machine.outer_updates.wants(2, machine.applied)
     assert work_of(forward(machine, 0, 5)) is None
     assert work_of(machine.handle(OuterUpdateArrived(2))) == StageWork("adopt", 2)
     commands = done(machine, StageWork("adopt", 2))
     assert ReportApplied(4) in commands
     assert work_of(commands) == StageWork("forward", 5, 0)
-    assert not machine.wants_outer_update(2)
+    assert not machine.outer_updates.wants(2, machine.applied)
 
 
 def test_an_agreement_that_comes_early_waits_for_its_step():
