@@ -334,9 +334,10 @@ def main() -> None:
         median_s = statistics.median(found["exchange_s"])
         line_bytes = statistics.median(found["owner_line_bytes"])
         print(
-            f"an exchange takes {median_s:.2f} s ({median_s / found['bound_s']:.2f} of the bound, {found['bound_s']:.2f} "
-            f"s; simulated {found['simulated_s']:.2f} s), {line_bytes / 1e3:.1f} kB over the owner's line "
-            f"({line_bytes / found['differences_bytes']:.2%} of all differences); {found['trained_parameters'] / 1e6:.1f}M parameters, cores {found['busy']:.0%} "
+            f"an exchange takes {median_s:.2f} s ({median_s / found['bound_s']:.2f} of the bound, "
+            f"{found['bound_s']:.2f} s; simulated {found['simulated_s']:.2f} s), {line_bytes / 1e3:.1f} kB over the "
+            f"owner's line ({line_bytes / found['differences_bytes']:.2%} of all differences); "
+            f"{found['trained_parameters'] / 1e6:.1f}M parameters, cores {found['busy']:.0%} "
             "busy",
             flush=True,
         )

@@ -47,7 +47,7 @@ from fusionai.simulator.step import Rules, simulate_steps
 from fusionai.storage.atomic import write_atomic
 from fusionai.training.joint_exchange import RoundDone
 from fusionai.training.progress import StepDone
-from fusionai.wire.codecs import Compression, Exchanged, bytes_on_link
+from fusionai.wire.codecs import Compression, Exchanged
 from random_pools import BYTES_PER_PARAMETER, DEVICES, GB, MODELS, POOL_ROLES, REACHED, TOKENS
 
 CODECS: Final[tuple[Compression, ...]] = ("none", "int8", "adaptive")
