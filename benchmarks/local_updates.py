@@ -10,7 +10,7 @@ where there is usually one. `int4+5`: in int4, and five steps go on while an exc
 travels. The base is one job whose batch is all replicas' together: bit for bit what replicas do that sum gradients at
 every step. Both take the same tokens; within a seed everything begins with the same weights. Quoted: the loss on
 held-out text at the end and the mean over the last tenth of the steps, as ratios to the base; bytes exchanged among
-replicas, and how many times more gradients at every step would have been (sent and received, float32). Rows are
+replicas' machines, and how many times more gradients at every step would have been, in float32. Rows are
 written as soon as they are known; what FILE has already is not run again.
 """
 
@@ -95,8 +95,8 @@ def _trained(
             )
             assert not all_of_them.failed, all_of_them.failed
             losses = zip(*(one.losses for one in all_of_them.replicas.values()), strict=True)
-            gradients = 2 * replicas * all_of_them.trained_bytes * steps
-            return [statistics.fmean(step) for step in losses], all_of_them.exchanged_bytes, gradients
+            mean = [statistics.fmean(step) for step in losses]
+            return mean, all_of_them.exchanged_bytes, all_of_them.every_step_bytes
 
     with tempfile.TemporaryDirectory(prefix="fusion-bench-") as place:
         losses, exchanged_bytes, gradient_bytes = run(pooled(Path(place)))

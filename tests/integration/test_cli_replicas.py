@@ -83,9 +83,10 @@ def test_two_replicas_agree(undisturbed: dict[str, Any]) -> None:
     exchange = figures["exchange"]
     assert exchange["rounds"] == ROUNDS
     trained_bytes = sum(value.nbytes for value in weights(first).values())
-    assert exchange["every_step_bytes"] == 2 * 2 * STEPS * trained_bytes
-    differences_bytes = 2 * 2 * ROUNDS * trained_bytes
-    assert 0 < exchange["exchanged_bytes"] < differences_bytes / 100, "the owner's line carries decisions only"
+    assert exchange["every_step_bytes"] == 2 * STEPS * trained_bytes
+    unpacked_bytes = 2 * ROUNDS * trained_bytes
+    assert unpacked_bytes / 4 < exchange["exchanged_bytes"] < unpacked_bytes / 3
+    assert 0 < exchange["owner_line_bytes"] < unpacked_bytes / 50, "it carries decisions only"
     assert exchange["times_less"] == pytest.approx(exchange["every_step_bytes"] / exchange["exchanged_bytes"])
     for words in (
         "replica 0:",

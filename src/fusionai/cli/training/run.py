@@ -303,15 +303,18 @@ def _mean_losses(result: ReplicasResult) -> list[float]:
 
 def _exchange(result: ReplicasResult) -> dict[str, object]:
     """Return the bytes that the replicas exchanged, compared with summing gradients at every step."""
-    every_step = 2 * result.trained_bytes * result.trained_steps  # only the steps that replicas took count
-    times = every_step / result.exchanged_bytes if result.exchanged_bytes else None
-    less = "" if times is None else f", {times:.0f} x less than exchanging gradients at every step"
+    times = result.every_step_bytes / result.exchanged_bytes if result.exchanged_bytes else None
+    less = "" if times is None else f" ({times:.0f} x less than gradients at every step)"
     return {
         "rounds": result.rounds,
         "exchanged_bytes": result.exchanged_bytes,
-        "every_step_bytes": every_step,
+        "every_step_bytes": result.every_step_bytes,
         "times_less": times,
-        "sentence": f"exchanged {format_bytes(result.exchanged_bytes)} over this line in {result.rounds} rounds{less}",
+        "owner_line_bytes": result.line_bytes,
+        "sentence": (
+            f"{result.rounds} rounds: the replicas exchanged {format_bytes(result.exchanged_bytes)}{less}, "
+            f"{format_bytes(result.line_bytes)} of messages about it over this line"
+        ),
     }
 
 

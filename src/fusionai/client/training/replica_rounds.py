@@ -16,6 +16,7 @@ from fusionai.corpus.schedule import early_rounds
 from fusionai.corpus.tables import Replicas
 from fusionai.ir.schema import Graph
 from fusionai.training.joint_exchange import JointExchange, JointFiles, JointSeat, RoundDone
+from fusionai.wire.codecs import bytes_on_link
 
 
 @dataclass
@@ -29,8 +30,12 @@ class ReplicaRounds:
     first_steps: dict[int, int] = field(default_factory=dict[int, int])
     """Steps of the job that were over when each replica started."""
     rounds: int = 0
-    trained_steps: int = 0
     exchanged_bytes: int = 0
+    """Packed differences and means that the replicas' machines sent to each other."""
+    every_step_bytes: int = 0
+    """Size of what they would have sent to sum float32 gradients in the same way at every step."""
+    line_bytes: int = 0
+    """Size of exchanges over this process's line."""
     outer: JointExchange = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,8 +63,10 @@ class ReplicaRounds:
         self.rounds += 1
         first = {seat_name(number): steps for number, steps in self.first_steps.items()}
         taken = [self.exchanges.round_steps(first[job] + step) for job, step in event.steps.items()]
-        self.trained_steps += sum(taken) + max(taken) * len(event.late)  # late replicas count like the others
-        self.exchanged_bytes += event.nbytes
+        times = 2 * (len(event.jobs) - 1)  # each sends its differences but its own share, and that share's means
+        self.exchanged_bytes += round(times * bytes_on_link(self.replicas.codec, self.trained_bytes))
+        self.every_step_bytes += times * self.trained_bytes * max(taken)
+        self.line_bytes += event.nbytes
         self.on_event(event)
 
 

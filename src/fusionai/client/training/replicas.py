@@ -69,7 +69,7 @@ ReplicasEvent = Noted | InReplica | RoundDone
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicasResult:
     """Result of a job. `replicas`: results of those that ran in this start. `checkpoint`: the last synchronised state
-    if the job is done, else that of one replica. `rounds`, `exchanged_bytes`: counts of this start."""
+    if the job is done, else that of one replica. `rounds` and bytes: counts of this start (see `ReplicaRounds`)."""
 
     directory: Path
     stopped: str | None
@@ -79,11 +79,9 @@ class ReplicasResult:
     failed: Mapping[int, str] = field(default_factory=dict[int, str])
     checkpoint: Path | None = None
     rounds: int = 0
-    trained_steps: int = 0
-    """Steps of all replicas together, in the rounds that they took part in."""
     exchanged_bytes: int = 0
-    trained_bytes: int = 0
-    """Size of all trained values in fp32, which summing gradients at every step would send."""
+    every_step_bytes: int = 0
+    line_bytes: int = 0
 
 
 async def train_replicas(
@@ -220,9 +218,9 @@ class _Replicas:
             checkpoint=some[0].checkpoint if some else None,
             directory=directory.root,
             rounds=self.rounds.rounds,
-            trained_steps=self.rounds.trained_steps,
             exchanged_bytes=self.rounds.exchanged_bytes,
-            trained_bytes=self.rounds.trained_bytes,
+            every_step_bytes=self.rounds.every_step_bytes,
+            line_bytes=self.rounds.line_bytes,
         )
 
     # --------------------------------------------------------------------------------------------------- beginning
