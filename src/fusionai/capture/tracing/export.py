@@ -36,6 +36,7 @@ from fusionai.capture.tracing.by_mode import both_modes
 from fusionai.capture.tracing.complex_parts import real_parts
 from fusionai.capture.tracing.complex_rules import RULES
 from fusionai.capture.tracing.custom_gradients import refuse_hooks, watched_gradients
+from fusionai.capture.tracing.decomposing import decomposed
 from fusionai.capture.tracing.decompositions import composed, rearranging, resizing
 from fusionai.capture.tracing.draws import draws, uniform
 from fusionai.capture.tracing.patching import patched
@@ -89,7 +90,7 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
                 program = torch.export.export(task, (example,), dynamic_shapes=(shapes,), strict=False)
             _keep_gradient_stops(program)
             with _quick_tables():
-                program = program.run_decompositions(decompositions())
+                program = decomposed(program, decompositions(), mode)
             real_parts(program, RULES)
         except ModelError:
             raise

@@ -43,11 +43,20 @@ USUAL = {
     *(Factor.LEVELS_E4M3_128, Factor.LEVELS_E2M1_32, Factor.LEVELS_NF4_64),
 }
 """Formats of quantised files that stand for the others, whose code differs in sizes only."""
-WAYS = [
-    pytest.param(way, marks=[pytest.mark.long] if way in LAYOUT_OF and way not in USUAL else [])
-    for way in Factor
-    if way is not Factor.HALVES or HALVES
-]
+AT_LEVELS = {
+    *(Factor.FP32, Factor.BF16, Factor.FP16, Factor.INT8, Factor.INT4_32),
+    *(Factor.LEVELS4_32_8, Factor.LEVELS_E4M3_128),
+}
+"""Formats that are tried at lower instruction sets too: the code of others differs from theirs in sizes and tables.
+Each is compiled for every instruction set, which takes seconds in a new clone."""
+
+
+def _marks(way: Factor) -> list[pytest.MarkDecorator]:
+    is_like_others = way in LAYOUT_OF and way not in USUAL
+    return [pytest.mark.long] * is_like_others + [pytest.mark.levels] * (way in AT_LEVELS)
+
+
+WAYS = [pytest.param(way, marks=_marks(way)) for way in Factor if way is not Factor.HALVES or HALVES]
 SIZES = [
     *((columns, 24, 5) for columns in (1, 2, 15, 16, 17, 31, 48, 64, 65, 100, 128, 129, 130, 144, 176, 250, 257)),
     *((33, count, 3) for count in (1, 2, 3, 15, 16, 17, 31, 64, 101)),
@@ -199,7 +208,6 @@ def test_blocks_of_bfloat16_hold_pairs_of_summands(columns: int, count: int) -> 
         assert torch.equal(blocks[block, :, column].reshape(-1), whole[16 * block + column])
 
 
-@pytest.mark.levels
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_products_of_many_sizes_are_float64s(way: Factor) -> None:
@@ -214,7 +222,6 @@ def test_products_of_many_sizes_are_float64s(way: Factor) -> None:
         assert bool(((got.double() - expected).abs() <= bound).all()), (columns, count, rows)
 
 
-@pytest.mark.levels
 @pytest.mark.parametrize("way", [way for way in WAYS if way.values[0] not in LAYOUT_OF])
 def test_small_whole_numbers_are_exact(way: Factor) -> None:
     """Every weight and every summand is where it belongs: sums of whole numbers round nowhere."""
@@ -227,7 +234,6 @@ def test_small_whole_numbers_are_exact(way: Factor) -> None:
             assert torch.equal(made(way, weight)(x).double(), expected)
 
 
-@pytest.mark.levels
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("columns", "count"), [(1, 7), (16, 33), (139, 21), (320, 50)])
 def test_a_rows_bits_are_the_same_whatever_rows_are_with_it(way: Factor, columns: int, count: int) -> None:
@@ -242,7 +248,6 @@ def test_a_rows_bits_are_the_same_whatever_rows_are_with_it(way: Factor, columns
     assert same_bits(product(x[order]), alone[order])
 
 
-@pytest.mark.levels
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rows_bits_are_the_same_among_hundreds_and_on_threads(way: Factor) -> None:
     """More rows than share widened blocks, and more summands than are widened at a time."""
@@ -278,7 +283,6 @@ def test_a_columns_bits_do_not_depend_on_the_columns_beside_it(way: Factor) -> N
         assert same_bits(made(way, weight[first:end].contiguous())(x), whole[:, first:end])
 
 
-@pytest.mark.levels
 @pytest.mark.parametrize("way", [way for way in WAYS if way.values[0] in LAYOUT_OF])
 @pytest.mark.parametrize("rows", [1, 3, 8, FEW_ROWS + 7])
 def test_levels_of_a_quantised_file_give_the_bits_of_the_numbers_they_stand_for(way: Factor, rows: int) -> None:
@@ -289,7 +293,6 @@ def test_levels_of_a_quantised_file_give_the_bits_of_the_numbers_they_stand_for(
     assert same_bits(blocked_product(blocks)(x), made(Factor.FP32, numbers)(x))
 
 
-@pytest.mark.levels
 @pytest.mark.parametrize("way", [way for way in WAYS if LAYOUT_OF.get(way.values[0], LevelLayout(8, 0)).floats])
 def test_each_code_of_a_small_float_has_its_value(way: Factor) -> None:
     """Infinities too; codes of E4M3 that are no numbers are refused when they come."""
