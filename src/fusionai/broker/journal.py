@@ -11,7 +11,8 @@ assembled, the journal is refused.
 
 Each start takes a new *term*, and rows of an older term are refused, so that two brokers can't write alternately. The
 directory is locked for one process. `compact` starts the history anew from the folded pool, so that neither files nor
-start-up times grow with the pool's age. `coordination.broker.events` defines facts, `broker.service` appends them.
+start-up times grow with the pool's age. This is the embedded journal; `engines` keeps one in a database server instead.
+`coordination.broker.events` defines facts, `broker.service` appends them.
 """
 
 from __future__ import annotations
@@ -20,22 +21,26 @@ import errno
 import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from fusionai.broker import growth as growths
 from fusionai.broker import history as histories
 from fusionai.broker import table as tables
+from fusionai.broker.engines.interface import JournalTaken, Remembered
+from fusionai.broker.growth import Growth
 from fusionai.broker.history import Copy, IncompleteHistory, Mirror, MirrorCopy, PoolHistory
 from fusionai.broker.table import Head, JournalDatabase, TableCopy
 from fusionai.coordination.broker.events import Fact, decode, encode
 from fusionai.primitives.errors import StorageError, UsageError
-from fusionai.storage.atomic import JobLock
+from fusionai.storage.atomic import JobLock, sync_directory
 
-COMPACT_ROWS: Final = 2_000
-COMPACT_BYTES: Final = 8 * 2**20
+COMPACT_ROWS = growths.COMPACT_ROWS
+COMPACT_BYTES = growths.COMPACT_BYTES
+MOVED_SUFFIX: Final = ".moved"
+"""Suffix of the files of a journal whose pool goes on in another engine."""
 _LOCK_SUFFIX: Final = ".lock"
 _RESTORE: Final = (
     "Restore both journal files from a backup; or move journal.sqlite, its -wal file and journal.mirror away and start "
@@ -43,19 +48,6 @@ _RESTORE: Final = (
 )
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOG: Final = logging.getLogger(__name__)
-
-
-class JournalTaken(StorageError):
-    """Another broker has taken over this journal; this broker must stop."""
-
-
-@dataclass(frozen=True, slots=True)
-class Remembered:
-    """Content of the journal: `facts` follow `state`, a frozen pool; empty bytes stand for a new pool."""
-
-    sequence: int
-    state: bytes
-    facts: tuple[Fact, ...]
 
 
 class Journal:
@@ -79,7 +71,7 @@ class Journal:
         self._table = table
         self._mirror = mirror
         self._unusable = ""
-        self._count(history)
+        self._growth = Growth.after(history, COMPACT_ROWS, COMPACT_BYTES)
         with table.transaction():
             self.term = max(table.head().term, history.term) + 1
             table.set_term(self.term)
@@ -91,7 +83,7 @@ class Journal:
         with _errors(path):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with ExitStack() as opened:
-            lock = _lock(path)
+            lock = lock_for(path)
             opened.callback(lock.release)
             with _errors(path):
                 history, healed = _mend(path, pool)
@@ -135,11 +127,19 @@ class Journal:
             if mirrored:
                 self._undo(self._mirror.take_back)
             raise
-        self._rows_since += len(rows)
-        self._bytes_since += sum(len(row.fact) for row in rows)
+        self._growth = self._growth.plus(rows)
         return rows[-1].sequence
 
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
     def load(self) -> Remembered:
+        """Read and check both copies. Raises `StorageError` naming a bad row or file."""
+        kept = self.history()
+        return Remembered(kept.sequence, kept.base.state, facts_of(self.name, kept))
+
+    def history(self) -> PoolHistory:
         """Read and check both copies. Raises `StorageError` naming a bad row or file."""
         with _errors(self.path):
             reading = self._table.read()
@@ -148,12 +148,12 @@ class Journal:
             other = _whole(mirror_path(self.path), self.pool, mirrored, "frames" if mirrored.damaged else "")
             if not _is_end(kept, self._table.head()) or not _is_end(other, self._table.head()):
                 raise StorageError(f"{self.path} and its mirror are damaged: they differ.", hint=_RESTORE)
-        return Remembered(kept.sequence, kept.base.state, _facts(self.path, kept))
+        return kept
 
     @property
     def compaction_due(self) -> bool:
         """Whether enough was written since the base that a new base saves more time at start-up than it costs."""
-        return self._rows_since >= self._due_rows or self._bytes_since >= self._due_bytes
+        return self._growth.is_due
 
     def compact(self, state: bytes) -> None:
         """Start the history anew with `state`, the pool after the last row. An empty history stays unchanged. On
@@ -171,12 +171,20 @@ class Journal:
             self._mirror = renewed
             with self._table.transaction():
                 self._table.rebase(base)
-        self._count(PoolHistory(base, ()))
+        self._growth = Growth.after(PoolHistory(base, ()), COMPACT_ROWS, COMPACT_BYTES)
 
     def postpone_compaction(self) -> None:
         """Make compaction due again after as many further rows or bytes as after a new base."""
-        self._due_rows = self._rows_since + COMPACT_ROWS
-        self._due_bytes = self._bytes_since + max(COMPACT_BYTES, 2 * self._base_bytes)
+        self._growth = self._growth.postponed(COMPACT_ROWS, COMPACT_BYTES)
+
+    def retire(self, successor: str) -> None:
+        """Close the journal and rename its files, so that no broker goes on with them."""
+        self.close()
+        _LOG.info("%s goes on in %s", self.path, successor)
+        with _errors(self.path):
+            for file in (self.path, mirror_path(self.path)):
+                file.replace(file.with_name(file.name + MOVED_SUFFIX))
+            sync_directory(self.path.parent)
 
     def close(self) -> None:
         self._table.close()
@@ -201,13 +209,6 @@ class Journal:
     def _check_usable(self) -> None:
         if self._unusable:
             raise StorageError(f"{self._unusable}.", hint="Start the broker again when the disk is in order.")
-
-    def _count(self, history: PoolHistory) -> None:
-        self._rows_since = len(history.rows)
-        self._bytes_since = sum(len(row.fact) for row in history.rows)
-        self._base_bytes = len(history.base.state)
-        self._due_rows = COMPACT_ROWS
-        self._due_bytes = max(COMPACT_BYTES, 2 * self._base_bytes)
 
 
 def mirror_path(path: Path) -> Path:
@@ -342,20 +343,21 @@ def _whole(path: Path, pool: str, copy: Copy, damage: str) -> PoolHistory:
     return found
 
 
-def _facts(path: Path, history: PoolHistory) -> tuple[Fact, ...]:
+def facts_of(name: str, history: PoolHistory) -> tuple[Fact, ...]:
     facts: list[Fact] = []
     for row in history.rows:
         try:
             facts.append(decode(row.fact))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StorageError(
-                f"{path}: row {row.sequence} is no fact this version knows ({error}).",
+                f"{name}: row {row.sequence} is no fact this version knows ({error}).",
                 hint="Was it written by a newer version? Update this one.",
             ) from error
     return tuple(facts)
 
 
-def _lock(path: Path) -> JobLock:
+def lock_for(path: Path) -> JobLock:
+    """Lock the directory of `path` for one broker. Raises `UsageError` while another one runs on it."""
     try:
         return JobLock(path.with_name(path.name + _LOCK_SUFFIX))
     except StorageError as error:

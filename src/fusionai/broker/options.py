@@ -52,6 +52,10 @@ class BrokerOptions:
     """Trust list with the signing keys, as an alternative to `trusted_keys`."""
     policy_file: Path | None = None
     """What the broker's owner decides about the queue (`broker.policy`); None: the defaults."""
+    journal: str | None = None
+    """Where the pool's journal is (`engines.locations`); None: where this home's journal is, else in files."""
+    journal_from: str | None = None
+    """Place from which the journal is moved to `journal` first."""
     announces: bool = True
     """Announce the pool in the local network, unless only this machine can reach the broker."""
 
@@ -72,6 +76,8 @@ def admission(options: BrokerOptions, clock: Clock) -> Callable[[PeerId, Sequenc
 
 def check(options: BrokerOptions) -> None:
     """Raises `UsageError` for options that can't work together."""
+    if options.journal_from is not None and options.journal is None:
+        raise UsageError("expected --journal, the place to which --journal-from moves the journal.")
     for address in options.advertise:
         parse_address(address)
     if options.lease_s < SHORTEST_LEASE_S:

@@ -1,8 +1,4 @@
-"""The broker as a program: its home directory, its connections, and its timer, around `service`.
-
-    <home>/identity.pem            key of this machine
-    <home>/membership.json         this machine's own membership in the pool
-    <home>/broker/                 certificate authority and journal of the pool
+"""The broker as a program: its connections and its timer, around `service`, with what `home` keeps.
 
 Every error that can be found before the port is open is raised as one clear error, with nothing half-written. Each
 connection is a conversation: one answer to every message, in order, with notices in between. Every connection has a
@@ -17,11 +13,13 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from fusionai.broker.announcing import AddressWatch
-from fusionai.broker.journal import Journal, JournalTaken
+from fusionai.broker.engines.engine_journal import EngineJournal
+from fusionai.broker.engines.interface import JournalInDoubt, JournalTaken
+from fusionai.broker.engines.watch import EngineWatch
+from fusionai.broker.home import BrokerHome, open_when_free
 from fusionai.broker.options import BrokerOptions, admission, check
 from fusionai.broker.policy import load_policy
 from fusionai.broker.reachability import Introducer, Observer, UdpPort
@@ -30,26 +28,15 @@ from fusionai.coordination.broker.job_queue import QueuePolicy
 from fusionai.coordination.broker.pool import Pool
 from fusionai.coordination.broker.state import PRESENT, BrokerRules
 from fusionai.primitives.clock import Clock, SystemClock
-from fusionai.primitives.errors import ChannelClosed, StorageError, TransportError, UsageError, WireError
+from fusionai.primitives.errors import ChannelClosed, StorageError, TransportError, WireError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.process import set_aside_what_stays
-from fusionai.transport.broker_addresses import BrokerAddresses
 from fusionai.transport.channels.link import answer_probe
 from fusionai.transport.discovery import Announcer, NearbyPool, fingerprint
-from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, keep_membership, load_membership
 from fusionai.transport.interface import Channel, Remote
 from fusionai.transport.routes.addresses import host_of, is_loopback, port_of
 from fusionai.transport.routes.relay import Relay, RelayLimits
 from fusionai.transport.routes.tcp import TcpListener, TcpTransport
-from fusionai.transport.security.certificates import (
-    CERTIFICATE_FILE,
-    MAX_POOL_NAME_LENGTH,
-    Authority,
-    MemberCredentials,
-    load_authority,
-    pool_of,
-)
-from fusionai.transport.security.identity import Identity, load_identity, make_private_directory, read_private
 from fusionai.wire.frame import BROKER_LIMITS
 from fusionai.wire.messages import CodeAnswer, Message, Observe, Observed, Ping, Probe, Refused
 
@@ -57,9 +44,6 @@ NOTICE_TIMEOUT_S: Final = 10.0
 RENEWAL_CHECK_S: Final = 3600.0
 RETRY_S: Final = 1.0
 _LOG: Final = logging.getLogger(__name__)
-DIRECTORY: Final = "broker"
-JOURNAL_FILE: Final = "journal.sqlite"
-DEFAULT_POOL: Final = "pool"
 
 
 @dataclass
@@ -77,6 +61,10 @@ class BrokerServer:
     """Set when a deadline has come earlier than `_waiting_for_s`."""
     _waiting_for_s: float | None = None
     _superseded: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    _in_doubt: asyncio.Future[Replies] | None = None
+    """Replies to the message whose facts may have been journalled."""
+    _ended: set[int] = field(default_factory=set[int])
+    """Connections whose end could not be journalled yet."""
 
     async def accept(self, channel: Channel) -> None:
         """Serve one connection until it ends. Senders of tensors get one answer only, and so do strangers, unless it is
@@ -98,7 +86,11 @@ class BrokerServer:
                 if isinstance(message, Observe) and (seen := await self._observed(channel, message)) is not None:
                     await channel.send(seen)
                     continue
-                outcome = self._receive(channel, number, message, carries=bool(envelope.tensors))
+                try:
+                    outcome = self._receive(channel, number, message, carries=bool(envelope.tensors))
+                except JournalInDoubt:
+                    self._in_doubt = asyncio.get_running_loop().create_future()
+                    outcome = await self._in_doubt
                 if outcome.answer is not None:
                     await _answer(channel, outcome.answer)
                 self._dispatch(outcome)
@@ -106,7 +98,51 @@ class BrokerServer:
                     return
         finally:
             del self._channels[number]
-            self._dispatch(self.service.disconnected(number))
+            self._ended.add(number)
+            self._report_ended()
+
+    def _report_ended(self) -> None:
+        """Journal the ends of connections; those that can't be journalled now are kept for later."""
+        for number in sorted(self._ended):
+            try:
+                outcome = self.service.disconnected(number)
+            except JournalInDoubt:
+                outcome = Replies(answer=None)  # `resume` completes it
+            except JournalTaken as error:
+                self.superseded(error)
+                return
+            except StorageError as error:
+                _LOG.error("the end of a connection could not be journalled: %s", error)
+                return
+            self._ended.discard(number)
+            self._dispatch(outcome)
+
+    def resume(self, written: bool | None) -> None:
+        """Complete what an outage of the journal has left in doubt: it was `written`, or not, or nothing was in
+        doubt (None)."""
+        try:
+            if written is not None:
+                outcome = self.service.settle(written)
+                waiting, self._in_doubt = self._in_doubt, None
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(outcome)
+                else:
+                    self._dispatch(outcome)
+                # Heartbeats were refused meanwhile.
+                self._dispatch(self.service.stalled())
+            self._report_ended()
+        except JournalTaken as error:
+            self.superseded(error)
+        except StorageError as error:
+            _LOG.error("the journal is out of reach again: %s", error)
+
+    def superseded(self, error: JournalTaken) -> None:
+        """End the broker, because another one keeps the pool."""
+        if not self._superseded.done():
+            self._superseded.set_exception(error)
+        if self._in_doubt is not None and not self._in_doubt.done():
+            reason = "This broker has been replaced by another; it is not known whether this was done. Ask that one."
+            self._in_doubt.set_result(Replies(answer=Refused(code="failed", reason=reason)))
 
     async def _observed(self, channel: Channel, message: Observe) -> Observed | None:
         """Return how a member is seen from here; None for strangers."""
@@ -117,7 +153,10 @@ class BrokerServer:
 
     def ask(self, message: Message) -> Message:
         """Return the answer to a message of the broker's owner, from within this process."""
-        outcome = self._decided(Remote(self.service.state.rules.broker, "broker"), next(self._numbers), message)
+        try:
+            outcome = self._decided(Remote(self.service.state.rules.broker, "broker"), next(self._numbers), message)
+        except JournalInDoubt as error:
+            return Refused(code="failed", reason=str(error))
         self._dispatch(outcome)
         return outcome.answer or Refused(code="failed", reason="The broker has no answer.")
 
@@ -146,8 +185,7 @@ class BrokerServer:
         try:
             return self.service.receive(remote, number, message)
         except JournalTaken as error:
-            if not self._superseded.done():
-                self._superseded.set_exception(error)
+            self.superseded(error)
             return Replies(answer=Refused(code="failed", reason="This broker has been replaced by another."))
 
     def _dispatch(self, outcome: Replies) -> None:
@@ -175,6 +213,7 @@ class BrokerServer:
             except TimeoutError:
                 pass
             try:
+                self._report_ended()
                 self._dispatch(self._pass(deadline_s))
             except JournalTaken:
                 raise
@@ -217,80 +256,6 @@ async def _notify(channel: Channel, message: Message) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class BrokerHome:
-    """An open home: the journal in it is locked until `close`."""
-
-    path: Path
-    identity: Identity
-    authority: Authority
-    journal: Journal
-    credentials: MemberCredentials
-
-    @classmethod
-    def open(cls, path: Path, pool: str | None, *, now_wall_s: float) -> BrokerHome:
-        """Open or create. `pool` None means the name kept there, or a new pool's default name. Raises `UsageError`
-        (another broker runs here, another pool lives here, a bad name), `TrustError` (a key others can read),
-        `StorageError` (a damaged journal, a full disk)."""
-        directory = path / DIRECTORY
-        make_private_directory(path)
-        make_private_directory(directory)
-        name = _pool_name(directory, pool)
-        # The lock comes first: a second broker must not touch anything.
-        journal = Journal.open(directory / JOURNAL_FILE, name)
-        try:
-            identity = load_identity(path)
-            authority = load_authority(directory, name, now_wall_s=now_wall_s)
-            _check_free_for(path, authority)
-            certificate = authority.issue(identity.public_key, "broker", now_wall_s=now_wall_s)
-        except BaseException:
-            journal.close()
-            raise
-        credentials = MemberCredentials(identity, certificate, authority.certificate)
-        return cls(path, identity, authority, journal, credentials)
-
-    def keep_own_membership(self, addresses: tuple[str, ...]) -> None:
-        """Store the owner's membership, so that programs of this machine's owner reach the pool without an
-        invitation."""
-        places = tuple(dict.fromkeys(addresses))
-        keep_membership(self.path, Membership(self.authority.pool, "owner", BrokerAddresses(places), self.credentials))
-
-    def renew_if_due(self, now_wall_s: float) -> bool:
-        """Renew this machine's own certificate if its end is near."""
-        due = self.credentials.is_renewal_due(now_wall_s)
-        if due:
-            self.credentials.renew(self.authority.issue(self.identity.public_key, "broker", now_wall_s=now_wall_s))
-        return due
-
-    def close(self) -> None:
-        self.journal.close()
-
-
-def _pool_name(directory: Path, pool: str | None) -> str:
-    kept = read_private(directory / CERTIFICATE_FILE)
-    kept_name = None if kept is None else pool_of(kept)
-    name = pool if pool is not None else kept_name or DEFAULT_POOL
-    if not 0 < len(name) <= MAX_POOL_NAME_LENGTH or not name.isprintable():
-        raise UsageError(f"expected a pool name of 1 to {MAX_POOL_NAME_LENGTH} printable characters, got {name!r}.")
-    if kept_name is not None and name != kept_name:
-        raise UsageError(
-            f"expected the broker of pool {name!r} in {directory}, found that of {kept_name!r}.",
-            hint="Leave the name out, or give the new pool a home of its own (--home).",
-        )
-    return name
-
-
-def _check_free_for(path: Path, authority: Authority) -> None:
-    if not (path / MEMBERSHIP_FILE).exists():
-        return
-    membership = load_membership(path)
-    if membership.credentials.authority != authority.certificate:
-        raise UsageError(
-            f"this machine ({path}) is a member of another pool, {membership.pool!r}.",
-            hint=f"Give the broker a home of its own (--home), or remove {path / MEMBERSHIP_FILE} first.",
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Announcement:
     """The broker accepts connections. `invitation` is a secret that lets its holder join; empty: none was made. `code`
     is one for a machine nearby; empty: none was made, or no machine could find the broker. `members` and `jobs` are
@@ -321,7 +286,9 @@ async def run_broker(
     home), `TrustError` (a key others can read), `StorageError` (a damaged journal, a full disk)."""
     clock = clock or SystemClock()
     check(options)
-    home = BrokerHome.open(options.home, options.pool, now_wall_s=clock.wall_s())
+    home = await open_when_free(options, clock, stop, notice)
+    if home is None:
+        return
     try:
         relay, rate_bytes_per_s = None, options.relay_bytes_per_s
         if rate_bytes_per_s is not None:
@@ -357,6 +324,8 @@ async def run_broker(
                 return (*listener.candidates_now(), *service.addresses)
 
             beside = [asyncio.create_task(_renew(home, own, clock)), asyncio.create_task(watch.run())]
+            if isinstance(home.journal, EngineJournal):
+                beside.append(asyncio.create_task(EngineWatch(home.journal, server, notice).run()))
             try:
                 await server.keep(stop)
             finally:

@@ -23,7 +23,7 @@ import msgspec
 
 from fusionai.broker.code_door import CodeDoor
 from fusionai.broker.comings import coming_or_going
-from fusionai.broker.journal import Journal, JournalTaken
+from fusionai.broker.engines.interface import JournalInDoubt, JournalTaken, PoolJournal
 from fusionai.broker.reachability import Introducer
 from fusionai.broker.reading import job_request, place_request, read_profile
 from fusionai.coordination.broker import pool, requests, state
@@ -68,6 +68,16 @@ class Replies:
     """Peers whose connections must end."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Doubtful:
+    """A decision of which it is not known yet whether it was journalled."""
+
+    sequence: int
+    decision: Decision
+    finish: Callable[[Replies], Replies]
+    invitation: str
+
+
 @dataclass(kw_only=True)
 class BrokerService:
     """One pool's state and its journal. Calls are made from one thread; none of them waits for the network. Writing the
@@ -76,7 +86,7 @@ class BrokerService:
     Making the service rebuilds the pool from the journal, and raises `StorageError` where that is damaged."""
 
     rules: InitVar[BrokerRules]
-    journal: Journal
+    journal: PoolJournal
     authority: Authority
     clock: Clock
     ticket_lifetime_s: float = 600.0
@@ -95,6 +105,7 @@ class BrokerService:
     """Links that each peer reported last. They are not journalled."""
     _seen_at: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
     """Source host of the connection by which each peer registered last."""
+    _doubtful: _Doubtful | None = None
 
     def __post_init__(self, rules: BrokerRules) -> None:
         self._sequence, known = remembered(self.journal)
@@ -111,8 +122,10 @@ class BrokerService:
         return self.state.next_deadline_s
 
     def receive(self, remote: Remote, connection: int, message: wire.Message) -> Replies:
-        """Return exactly one answer to a message. Raises only `JournalTaken`: another broker has taken over."""
+        """Return exactly one answer to a message. Raises only `JournalTaken`: another broker has taken over; and
+        `JournalInDoubt`: `settle` returns the answer later."""
         try:
+            self._check_settled()
             if remote.peer is None:
                 return self._admit(remote, connection, message)
             check_welcome(self.state, remote.peer)
@@ -121,7 +134,7 @@ class BrokerService:
             return self._serve(remote, remote.peer, connection, message)
         except Refusal as refusal:
             return Replies(answer=refusal.message)
-        except JournalTaken:
+        except (JournalTaken, JournalInDoubt):
             raise
         except StorageError as error:
             _LOG.error("nothing could be journalled: %s", error)
@@ -177,7 +190,7 @@ class BrokerService:
                 return self._decide(requests.Beat(peer, connection, message.boot, message.jobs))
             case wire.Register():
                 register = self._registration(remote, peer, connection, message)
-                return self._with_neighbours(self._decide(register), peer, remote.host)
+                return self._decide(register, finish=lambda found: self._with_neighbours(found, peer, remote.host))
             case wire.Leave():
                 return self._decide(requests.AskLeave(peer, connection, message.drain))
             case wire.PoolQuery():
@@ -323,20 +336,48 @@ class BrokerService:
         request = requests.Invite(sender, _digest(token), message.uses, message.lifetime_s)
         return self._decide(request, invitation=format_invitation(content))
 
-    def _decide(self, request: Request, *, invitation: str = "") -> Replies:
-        """Decide, journal, adopt, perform: in this order."""
+    def _decide(
+        self, request: Request, *, invitation: str = "", finish: Callable[[Replies], Replies] = lambda found: found
+    ) -> Replies:
+        """Decide, journal, adopt, perform: in this order. `finish` adds to the replies."""
+        self._check_settled()
         decision = handle(self.state, request, now_s=self.clock.now_s(), wall_s=self.clock.wall_s())
+        sequence = self._sequence
         if decision.facts:
-            self._sequence = self.journal.append(self._sequence, decision.facts)
-            for fact in decision.facts:
-                _LOG.info("%s", type(fact).__name__)
+            try:
+                sequence = self.journal.append(self._sequence, decision.facts)
+            except JournalInDoubt:
+                self._doubtful = _Doubtful(sequence + len(decision.facts), decision, finish, invitation)
+                raise
+        return self._adopt(_Doubtful(sequence, decision, finish, invitation))
+
+    def _adopt(self, decided: _Doubtful) -> Replies:
+        decision, self._sequence = decided.decision, decided.sequence
+        for fact in decision.facts:
+            _LOG.info("%s", type(fact).__name__)
         before, self.state = self.state.pool, decision.desk
         for fact in decision.facts:
             if (sentence := coming_or_going(fact, before, self.state.pool)) is not None:
                 self.notice(sentence)
         if self.journal.compaction_due:
             self._compact()
-        return self._perform(decision, invitation)
+        return decided.finish(self._perform(decision, decided.invitation))
+
+    def settle(self, written: bool) -> Replies:
+        """Complete the decision in doubt, once it is known whether its facts were written."""
+        doubtful, self._doubtful = self._doubtful, None
+        if doubtful is None or not written:
+            reason = "The pool's journal was out of reach, and this has not been done; ask again."
+            return Replies(answer=wire.Refused(code="failed", reason=reason))
+        return self._adopt(doubtful)
+
+    def _check_settled(self) -> None:
+        """Raise `StorageError` while a decision is in doubt: the next one depends on it."""
+        if self._doubtful is not None:
+            raise StorageError(
+                "the pool's journal is out of reach; what was asked has not been done.",
+                hint="The broker tries again by itself.",
+            )
 
     def _compact(self) -> None:
         """Start the journal anew with the present pool. Decisions stand whether or not this succeeds."""
@@ -411,14 +452,14 @@ class BrokerService:
         )
 
 
-def remembered(journal: Journal) -> tuple[int, pool.Pool]:
+def remembered(journal: PoolJournal) -> tuple[int, pool.Pool]:
     """Return the last row's number and the pool at that row. Raises `StorageError`."""
     kept = journal.load()
     try:
         known = pool.thaw(kept.state) if kept.state else pool.Pool()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StorageError(
-            f"{journal.path}: the pool it begins with is none this version knows ({error}).",
+            f"{journal.name}: the pool it begins with is none this version knows ({error}).",
             hint="Was it written by a newer version? Update this one.",
         ) from error
     return kept.sequence, pool.replay(kept.facts, known)

@@ -21,8 +21,9 @@ from typing import Final
 import click
 from cryptography import x509
 
+from fusionai.broker.home import DIRECTORY
 from fusionai.broker.options import BrokerOptions
-from fusionai.broker.server import DIRECTORY, Announcement, BrokerServer, run_broker
+from fusionai.broker.server import Announcement, BrokerServer, run_broker
 from fusionai.cli.page.access import LOOPBACK, SHORTEST_PASSWORD, SessionGate, gate_of
 from fusionai.cli.page.app import BrokerPage, PageAddress
 from fusionai.cli.page.desk import BrokerDesk

@@ -97,6 +97,17 @@ ID_CHARACTERS: Final = 12
     name="policy_file",
     dir_okay=False,
 )
+@click.option(
+    "--journal",
+    metavar="URL",
+    help="Keep the pool's journal in this engine: postgresql://HOST/DATABASE, etcd://HOST,HOST,HOST, or sqlite for "
+    "files in --home.  [default: where it is; at first sqlite]",
+)
+@click.option(
+    "--journal-from",
+    metavar="URL",
+    help="Move the journal from this place to --journal first, which must be empty, and end the old one.",
+)
 @flags.options(
     click.option(
         "--page",
@@ -150,6 +161,8 @@ def broker(
     trusted_only: tuple[str, ...],
     trust_file: Path | None,
     policy_file: Path | None,
+    journal: str | None,
+    journal_from: str | None,
     page: bool,
     lifeline: bool,
     home: Path,
@@ -176,6 +189,8 @@ def broker(
         trusted_keys=frozenset(parse_key(text) for text in trusted_only),
         trust_file=trust_file,
         policy_file=policy_file,
+        journal=journal,
+        journal_from=journal_from,
         announces=announce,
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.broker.server import DEFAULT_POOL, BrokerHome
+from fusionai.broker.home import DEFAULT_POOL, BrokerHome
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.transport.enrolment import load_membership
 from fusionai.transport.security.certificates import load_authority, read_certificate
