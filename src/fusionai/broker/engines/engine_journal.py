@@ -265,11 +265,7 @@ class EngineJournal:
         end = (found.sequence, found.chain)
         written = doubt is not None and end == (doubt.after.sequence, doubt.after.chain)
         if not written and end != (last.sequence, last.chain):
-            raise JournalTaken(
-                f"expected {self.name} to end with row {last.sequence}, found row {found.sequence}: it was set back, "
-                "or changed by another program.",
-                hint="Stop this broker and look at the engine: rows that were acknowledged may be missing.",
-            )
+            raise self._taken(found)
         self._head, self._doubt, self.outage = renewed, None, ""
         return None if doubt is None else written
 
@@ -304,10 +300,14 @@ class EngineJournal:
                 found = self._engine.head()
         head = self._head
         there = "no journal" if found is None else f"term {found.term}, row {found.sequence}"
+        expected = f"expected {self.name} at term {head.term}, row {head.sequence}, found {there}"
+        if found is None or found.owner == self._owner:
+            return JournalTaken(
+                f"{expected}: it was set back, or changed by another program.",
+                hint="Stop this broker and look at the engine: rows that were acknowledged may be missing.",
+            )
         return JournalTaken(
-            f"expected {self.name} at term {head.term}, row {head.sequence}, found {there}: another broker has "
-            "taken over.",
-            hint="Stop this broker; only one may keep a pool.",
+            f"{expected}: another broker has taken over.", hint="Stop this broker; only one may keep a pool."
         )
 
 

@@ -1,0 +1,193 @@
+"""Real servers for a pool's journal: PostgreSQL and etcd on loopback ports, in a directory of their own.
+
+They can be killed, suspended and started again with their data. What they need must be installed (`why_not` says what
+is missing). Tests name a schema or prefix each, so that one server serves a module. Neighbours: `harness.fault_proxy`
+stands between a broker and its server.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import psutil
+
+from fusionai.broker.engines.locations import engine_at
+from fusionai.primitives.environment import inherited
+from fusionai.primitives.errors import FusionError
+from harness.fault_proxy import LOOPBACK, free_port
+from harness.patience import CEILING_S
+
+_SERVER_USER: Final = "postgres"
+_POLL_S: Final = 0.05
+_POSTGRES_SETTINGS: Final = """
+listen_addresses = '127.0.0.1'
+unix_socket_directories = ''
+shared_buffers = '16MB'
+max_connections = 20
+max_wal_size = '64MB'
+autovacuum = off
+"""
+
+
+class EngineServer(ABC):
+    """`with PostgresServer() as server:` starts it and removes all of it at the end."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.directory = Path(tempfile.mkdtemp(prefix="fusion-engine-"))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @abstractmethod
+    def url(self, name: str, port: int | None = None) -> str:
+        """URL of the journal `name`, at a proxy's port if one is given."""
+
+    @abstractmethod
+    def command(self) -> Sequence[str | Path]: ...
+
+    def start(self) -> None:
+        with (self.directory / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(part) for part in self.command()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.directory,
+                env=inherited(),
+                **self.owner(),
+            )
+        deadline_s = time.monotonic() + CEILING_S
+        engine = engine_at(self.url("ready"))
+        while True:
+            try:
+                engine.connect()
+                engine.close()
+                return
+            except FusionError:
+                if self._process.poll() is not None or time.monotonic() > deadline_s:
+                    raise AssertionError((self.directory / "log").read_text(errors="replace")[-4000:]) from None
+                time.sleep(_POLL_S)
+
+    def owner(self) -> dict[str, str]:
+        return {}
+
+    def kill(self) -> None:
+        """As a loss of power: every process of the server ends without a word."""
+        for process in self._processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        if self._process is not None:
+            self._process.wait()
+            self._process = None
+
+    def suspend(self) -> None:
+        for process in self._processes():
+            process.suspend()
+
+    def resume(self) -> None:
+        for process in self._processes():
+            process.resume()
+
+    def _processes(self) -> list[psutil.Process]:
+        if self._process is None:
+            return []
+        main = psutil.Process(self._process.pid)
+        return [main, *main.children(recursive=True)]
+
+    def __enter__(self) -> EngineServer:
+        try:
+            self.start()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class PostgresServer(EngineServer):
+    def __init__(self) -> None:
+        super().__init__()
+        if os.geteuid() == 0:
+            account = pwd.getpwnam(_SERVER_USER)
+            os.chown(self.directory, account.pw_uid, account.pw_gid)
+        programs = _postgres_programs()
+        assert programs is not None
+        self._postgres = programs / "postgres"
+        self._data = self.directory / "data"
+        subprocess.run(
+            [programs / "initdb", "-D", self._data, "-U", "broker", "-A", "trust", "-E", "UTF8", "--no-locale", "-N"],
+            check=True,
+            capture_output=True,
+            cwd=self.directory,
+            **self.owner(),
+        )
+        with (self._data / "postgresql.conf").open("a") as settings:
+            settings.write(f"{_POSTGRES_SETTINGS}port = {self.port}\n")
+
+    def url(self, name: str, port: int | None = None) -> str:
+        return f"postgresql://broker@{LOOPBACK}:{port or self.port}/postgres?schema={name}"
+
+    def command(self) -> Sequence[str | Path]:
+        return (self._postgres, "-D", self._data)
+
+    def owner(self) -> dict[str, str]:
+        return {"user": _SERVER_USER, "group": _SERVER_USER} if os.geteuid() == 0 else {}
+
+
+class EtcdServer(EngineServer):
+    def __init__(self, *flags: str) -> None:
+        super().__init__()
+        self._peer_port = free_port()
+        self._flags = flags
+
+    def url(self, name: str, port: int | None = None) -> str:
+        return f"etcd://{LOOPBACK}:{port or self.port}/{name}"
+
+    def command(self) -> Sequence[str | Path]:
+        clients, peers = f"http://{LOOPBACK}:{self.port}", f"http://{LOOPBACK}:{self._peer_port}"
+        return (
+            *("etcd", "--name", "one", "--data-dir", self.directory / "data", "--log-level", "error"),
+            *("--listen-client-urls", clients, "--advertise-client-urls", clients),
+            *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),
+            *("--initial-cluster", f"one={peers}", "--heartbeat-interval", "50", "--election-timeout", "500"),
+            *self._flags,
+        )
+
+
+def _postgres_programs() -> Path | None:
+    """Directory of `postgres` and `initdb`: Debian does not put them on the path."""
+    found = shutil.which("initdb")
+    places = [Path(found).parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    return next((place for place in places if (place / "postgres").exists()), None)
+
+
+def why_not(kind: type[EngineServer]) -> str:
+    """Why no server of this kind can be started here; empty if one can."""
+    if sys.platform == "win32":
+        return "these servers are started on Unix only"
+    if kind is EtcdServer:
+        return "" if shutil.which("etcd") else "etcd is not installed (Debian: etcd-server)"
+    if _postgres_programs() is None:
+        return "PostgreSQL is not installed (Debian: postgresql)"
+    if os.geteuid() == 0:
+        try:
+            pwd.getpwnam(_SERVER_USER)
+        except KeyError:
+            return f"PostgreSQL does not run as root, and there is no user {_SERVER_USER}"
+    return ""
