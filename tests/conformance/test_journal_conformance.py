@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -24,7 +25,7 @@ from fusionai.broker.journal import Journal
 from fusionai.coordination.broker.events import Fact, JobNoted, PlanMinted
 from fusionai.primitives.errors import StorageError, UsageError
 from fusionai.primitives.ids import PeerId
-from harness.engine_servers import EngineServer, EtcdServer, PostgresServer, why_not
+from harness.engine_servers import PASSWORD, EngineServer, EtcdServer, PostgresServer, why_not
 from harness.fault_proxy import TO_CLIENT, TO_TARGET, Direction, FaultProxy
 
 pytestmark = pytest.mark.slow
@@ -587,3 +588,27 @@ def postgres_on_a_small_disk(tmp_path: Path) -> Iterator[EngineServer]:
         finally:
             server.kill()
             subprocess.run(["umount", str(place)], check=False, capture_output=True)
+
+
+# --------------------------------------------------------------------------------------------- TLS and passwords
+
+
+@pytest.mark.parametrize("kind", [PostgresServer, EtcdServer], ids=["postgresql", "etcd"])
+def test_a_server_with_tls_and_passwords(kind: type[PostgresServer] | type[EtcdServer]):
+    if reason := why_not(kind):
+        pytest.skip(reason)
+    with kind(guarded=True) as server:
+        url = server.url("guarded")
+        with closing(EngineJournal.open(engine_at(url), "home", ONE, lambda _: KEY)) as journal:
+            assert PASSWORD not in journal.name
+            assert quote(PASSWORD, safe="") not in journal.name
+            assert journal.append(0, notes(2)) == 2
+        wrong = server.directory / "wrong"
+        wrong.write_text("another word")
+        for bad in (
+            url.replace(quote(PASSWORD, safe=""), "another").replace(str(server.directory / "password"), str(wrong)),
+            url.replace("localhost", "127.0.0.2"),
+        ):
+            with pytest.raises((UsageError, StorageError)) as refused:
+                EngineJournal.open(engine_at(bad), "home", ONE, lambda _: KEY)
+            assert PASSWORD not in str(refused.value)

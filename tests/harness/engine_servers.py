@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -20,15 +21,19 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final
+from urllib.parse import quote
 
+import httpx
 import psutil
 
 from fusionai.broker.engines.locations import engine_at
 from fusionai.primitives.environment import inherited
 from fusionai.primitives.errors import FusionError
+from harness.certificates import self_signed
 from harness.fault_proxy import LOOPBACK, free_port
 from harness.patience import CEILING_S
 
+PASSWORD: Final = "p@ss/word"
 _SERVER_USER: Final = "postgres"
 _POLL_S: Final = 0.05
 _POSTGRES_SETTINGS: Final = """
@@ -82,6 +87,12 @@ class EngineServer(ABC):
     def owner(self) -> dict[str, str]:
         return {}
 
+    def certificate(self) -> tuple[Path, Path]:
+        """Files of a certificate for localhost, which is its own authority, and of its key."""
+        certificate, key = self_signed(self.directory)
+        key.chmod(0o600)
+        return certificate, key
+
     def kill(self) -> None:
         """As a loss of power: every process of the server ends without a word."""
         for process in self._processes():
@@ -121,17 +132,26 @@ class EngineServer(ABC):
 
 
 class PostgresServer(EngineServer):
-    def __init__(self) -> None:
+    """`guarded`: it takes TLS and a password only."""
+
+    def __init__(self, *, guarded: bool = False) -> None:
         super().__init__()
+        self._guarded = guarded
+        files = self.certificate() if guarded else ()
+        (self.directory / "password").write_text(PASSWORD)
         if os.geteuid() == 0:
             account = pwd.getpwnam(_SERVER_USER)
-            os.chown(self.directory, account.pw_uid, account.pw_gid)
+            for path in (self.directory, *files, self.directory / "password"):
+                os.chown(path, account.pw_uid, account.pw_gid)
         programs = _postgres_programs()
         assert programs is not None
         self._postgres = programs / "postgres"
         self._data = self.directory / "data"
         subprocess.run(
-            [programs / "initdb", "-D", self._data, "-U", "broker", "-A", "trust", "-E", "UTF8", "--no-locale", "-N"],
+            [
+                *(programs / "initdb", "-D", self._data, "-U", "broker", "-E", "UTF8", "--no-locale", "-N"),
+                *("-A", "scram-sha-256" if guarded else "trust", "--pwfile", self.directory / "password"),
+            ],
             check=True,
             capture_output=True,
             cwd=self.directory,
@@ -139,8 +159,15 @@ class PostgresServer(EngineServer):
         )
         with (self._data / "postgresql.conf").open("a") as settings:
             settings.write(f"{_POSTGRES_SETTINGS}port = {self.port}\n")
+            if files:
+                settings.write(f"ssl = on\nssl_cert_file = '{files[0]}'\nssl_key_file = '{files[1]}'\n")
+        if guarded:
+            (self._data / "pg_hba.conf").write_text("hostssl all all 127.0.0.1/32 scram-sha-256\n")
 
     def url(self, name: str, port: int | None = None) -> str:
+        if self._guarded:
+            place = f"broker:{quote(PASSWORD, safe='')}@localhost:{port or self.port}/postgres?schema={name}"
+            return f"postgresql://{place}&sslmode=verify-full&sslrootcert={self.directory / 'cert.pem'}"
         return f"postgresql://broker@{LOOPBACK}:{port or self.port}/postgres?schema={name}"
 
     def command(self) -> Sequence[str | Path]:
@@ -151,16 +178,43 @@ class PostgresServer(EngineServer):
 
 
 class EtcdServer(EngineServer):
-    def __init__(self, *flags: str) -> None:
+    """`guarded`: it takes TLS and a password only."""
+
+    def __init__(self, *flags: str, guarded: bool = False) -> None:
         super().__init__()
+        self._guarded = guarded
+        self._has_users = False
+        if guarded:
+            certificate, key = self.certificate()
+            flags = (*flags, "--cert-file", str(certificate), "--key-file", str(key))
+            (self.directory / "password").write_text(PASSWORD)
         self._peer_port = free_port()
         self._flags = flags
 
     def url(self, name: str, port: int | None = None) -> str:
-        return f"etcd://{LOOPBACK}:{port or self.port}/{name}"
+        if not self._guarded:
+            return f"etcd://{LOOPBACK}:{port or self.port}/{name}"
+        login = f"&password_file={self.directory / 'password'}" if self._has_users else ""
+        user = "root@" if self._has_users else ""
+        return f"etcd://{user}localhost:{port or self.port}/{name}?ca={self.directory / 'cert.pem'}{login}"
+
+    def start(self) -> None:
+        super().start()
+        if self._guarded and not self._has_users:
+            trusted = ssl.create_default_context(cafile=str(self.directory / "cert.pem"))
+            calls = (
+                ("user/add", {"name": "root", "password": PASSWORD}),
+                ("user/grant", {"user": "root", "role": "root"}),
+                ("enable", {}),
+            )
+            for path, content in calls:
+                url = f"https://localhost:{self.port}/v3/auth/{path}"
+                httpx.post(url, json=content, verify=trusted, trust_env=False).raise_for_status()
+            self._has_users = True
 
     def command(self) -> Sequence[str | Path]:
-        clients, peers = f"http://{LOOPBACK}:{self.port}", f"http://{LOOPBACK}:{self._peer_port}"
+        scheme = "https" if self._guarded else "http"
+        clients, peers = f"{scheme}://{LOOPBACK}:{self.port}", f"http://{LOOPBACK}:{self._peer_port}"
         return (
             *("etcd", "--name", "one", "--data-dir", self.directory / "data", "--log-level", "error"),
             *("--listen-client-urls", clients, "--advertise-client-urls", clients),

@@ -156,7 +156,7 @@ async def open_when_free(
         except EngineUnreachable as error:
             if not waiting:
                 raise
-            _LOG.warning("still waiting: %s", error)
+            _LOG.info("still waiting: %s", error)
         waiting = True
         try:
             async with asyncio.timeout(TAKEOVER_CHECK_S):

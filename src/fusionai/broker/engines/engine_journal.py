@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -27,6 +28,7 @@ from fusionai.broker.engines.interface import (
     MAX_APPEND_BYTES,
     MAX_FACT_BYTES,
     MOVED,
+    OPERATION_S,
     AnswerLost,
     Engine,
     EngineHead,
@@ -51,6 +53,9 @@ LEASE_S: Final = 6.0
 """Time after which another broker may take over from one that no longer renews its lease, in seconds (chosen: a
 takeover within 10 s, and two renewals may fail)."""
 RENEW_S: Final = 2.0
+INLINE_S: Final = 1.0
+"""An operation that failed within this time is resolved at once: the connection was dead, and a new one is made
+quickly. The server of one that failed later is slow, and asked by `recover`, so as not to hold up the broker."""
 _TRIES: Final = 3
 """Attempts to take a head that changes meanwhile: a late write of this broker may change it once."""
 _LOG: Final = logging.getLogger(__name__)
@@ -132,22 +137,19 @@ class EngineJournal:
             raise StorageError(f"expected at most {MAX_APPEND_BYTES} bytes in one append, got {sum(map(len, data))}.")
         if not data:
             return expected_sequence
-        with self._turn:
+        with self._engine_alone():
             # Twice, because a connection may have died unnoticed since the last append.
             for _ in range(2):
                 rows, after = self._rows(data)
+                began_s = time.monotonic()
                 try:
-                    written = self._engine.append(self._head, after, rows)
+                    if not self._engine.append(self._head, after, rows):
+                        raise self._taken()
+                    self._head = after
                 except (AnswerLost, EngineUnreachable) as lost:
                     self._doubt = _Doubt(self._head, after)
-                    if not self._asked(lost):
+                    if not self._asked(lost, at_once=time.monotonic() - began_s < INLINE_S):
                         continue
-                    written = True
-                else:
-                    if written:
-                        self._head = after
-                if not written:
-                    raise self._taken()
                 self._growth = self._growth.plus(rows)
                 return self._head.sequence
         self._lose(AnswerLost(f"{self.name} has ended the connection twice during a write."))
@@ -234,9 +236,12 @@ class EngineJournal:
             chain = rows[-1].chain
         return rows, msgspec.structs.replace(head, sequence=rows[-1].sequence, chain=chain)
 
-    def _asked(self, lost: FusionError) -> bool:
-        """Return whether the append in doubt was written. Raises `JournalInDoubt` if the engine can't be asked."""
+    def _asked(self, lost: FusionError, *, at_once: bool) -> bool:
+        """Return whether the append in doubt was written. Raises `JournalInDoubt` if the engine can't be asked, or is
+        not to be asked `at_once`."""
         try:
+            if not at_once:
+                raise lost
             return self._resolve() is True
         except JournalTaken:
             raise
@@ -271,7 +276,7 @@ class EngineJournal:
 
     def _done(self, operation: Callable[[], T]) -> T:
         """Return the result of an operation that may be repeated, on a new connection if the old one is dead."""
-        with self._turn:
+        with self._engine_alone():
             try:
                 try:
                     return operation()
@@ -282,9 +287,23 @@ class EngineJournal:
                 self._lose(error)
                 raise StorageError(f"{error.message}", hint="The broker tries again.") from error
 
+    @contextmanager
+    def _engine_alone(self) -> Generator[None]:
+        """Wait for a renewal in the other thread. Raises `StorageError` during an outage, and if the renewal takes
+        long because the engine is slow."""
+        if not self._turn.acquire(timeout=OPERATION_S):
+            raise StorageError(
+                f"{self.name} is slow; what was asked has not been done.", hint="The broker tries again by itself."
+            )
+        try:
+            self._check_usable()
+            yield
+        finally:
+            self._turn.release()
+
     def _lose(self, error: FusionError) -> None:
         self.outage = error.message.removesuffix(".")
-        _LOG.error("the journal is out of reach: %s", error.message)
+        _LOG.info("the journal is out of reach: %s", error.message)
         self.on_outage()
 
     def _check_usable(self) -> None:

@@ -107,6 +107,7 @@ class EtcdClient:
         self._http = httpx.Client(
             verify=_tls(self._address) if self._address.tls else False,
             timeout=httpx.Timeout(OPERATION_S, connect=CONNECT_S),
+            headers={"Accept-Encoding": "identity"},
             trust_env=False,
         )
         scheme, said = "https" if self._address.tls else "http", ""

@@ -25,9 +25,9 @@ from fusionai.primitives.errors import FusionError, StorageError
 
 CONNECT_S: Final = 2.0
 """Limit for one attempt to connect, in seconds (chosen): a dead server must not keep the next one waiting."""
-OPERATION_S: Final = 4.0
-"""Limit for one operation of an engine, in seconds (chosen): below half of a member's lease (12 s), with one attempt to
-connect on top."""
+OPERATION_S: Final = 3.0
+"""Limit for one operation of an engine, in seconds (chosen): the broker answers nothing else meanwhile, and a member's
+lease is 12 s."""
 MAX_FACT_BYTES: Final = 32 * 2**20
 """Limit of one fact. A plan has at most 16 MiB."""
 MAX_APPEND_BYTES: Final = 64 * 2**20

@@ -25,6 +25,7 @@ ETCD_PORT: Final = 2379
 DEFAULT_NAME: Final = "fusionai"
 """Schema or prefix of a journal whose URL has none."""
 _ETCD_OPTIONS: Final = ("tls", "ca", "cert", "key", "password_file")
+_ESCAPE: Final = "Write SCHEME://USER:PASSWORD@HOST:PORT/NAME, with special characters of user and password as %XX."
 _SCHEMA: Final = re.compile(r"[a-z_][a-z0-9_]{0,62}")
 _MEMBER: Final = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\[\]:/@\s]+)(:(?P<port>\d{1,5}))?")
 
@@ -38,7 +39,7 @@ def engine_at(url: str) -> Engine:
     if scheme in ("postgresql", "postgres"):
         return _postgresql(url)
     raise UsageError(
-        f"expected {EMBEDDED}, postgresql://HOST/DATABASE or etcd://HOST[,HOST...], got {url!r}.",
+        f"expected {EMBEDDED}, postgresql://HOST/DATABASE or etcd://HOST[,HOST...], got {scheme or url!r}.",
         hint="See docs/operating.md.",
     )
 
@@ -62,11 +63,13 @@ def _postgresql(url: str) -> Engine:
         given.setdefault("sslmode", "verify-full")
     if "," in hosts:
         given.setdefault("target_session_attrs", "read-write")
+    if not all(not one or one.startswith("%2F") or _host(one) for one in hosts.split(",")) or "@" in parts.path:
+        raise UsageError("the hosts in the URL of PostgreSQL can't be read.", hint=_ESCAPE)
     full = urlunsplit(("postgresql", parts.netloc, parts.path, urlencode(given), ""))
     if parts.fragment or not is_valid(full):
         raise UsageError(
             f"libpq can't read the URL of the journal at {hosts or 'this machine'}.",
-            hint="Write postgresql://USER@HOST/DATABASE?PARAMETERS, with special characters as %XX.",
+            hint=_ESCAPE,
         )
     return PostgresEngine(full, schema, f"postgresql://{hosts}{parts.path or '/'} (schema {schema})")
 
@@ -76,8 +79,8 @@ def _etcd(url: str) -> Engine:
     login, _, hosts = parts.netloc.rpartition("@")
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
     matches = [_MEMBER.fullmatch(one) for one in hosts.split(",")]
-    if not all(matches):
-        raise UsageError(f"expected etcd://HOST[:PORT][,HOST...][/PREFIX], got the hosts {hosts!r}.")
+    if not all(matches) or "@" in parts.path:
+        raise UsageError("the hosts in the URL of etcd can't be read.", hint=_ESCAPE)
     members = tuple(f"{one['host']}:{one['port'] or ETCD_PORT}" for one in matches if one)
     if unknown := sorted(set(given) - set(_ETCD_OPTIONS)):
         raise UsageError(f"the URL of etcd has the unknown option {unknown[0]!r}: {nearest(unknown[0], _ETCD_OPTIONS)}")

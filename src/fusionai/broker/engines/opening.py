@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -163,10 +162,15 @@ def _copy_to_files(home: JournalHome, history: PoolHistory, term: int) -> None:
     mirror = mirror_path(home.file)
     if home.file.exists() or mirror.exists():
         raise UsageError(f"{home.file} exists.", hint="Move journal.sqlite and journal.mirror away first.")
-    histories.replace_mirror(mirror, home.pool, history).close()
-    tables.write_table(home.file, home.pool, history, term)
-    with closing(Journal.open(home.file, home.pool)) as copied:
-        _compare(copied.name, copied.history(), history)
+    try:
+        histories.replace_mirror(mirror, home.pool, history).close()
+        tables.write_table(home.file, home.pool, history, term)
+        for name, copy in ((home.file, tables.read_table(home.file)), (mirror, histories.read_mirror(mirror))):
+            _compare(str(name), histories.merge(home.pool, (copy,)), history)
+    except BaseException:
+        for file in (home.file, mirror):
+            file.unlink(missing_ok=True)
+        raise
 
 
 def _copy_to_engine(home: JournalHome, engine: Engine, history: PoolHistory, term: int) -> None:
