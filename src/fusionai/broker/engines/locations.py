@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from fusionai.broker.engines.etcd import EtcdEngine
 from fusionai.broker.engines.etcd_client import EtcdAddress
@@ -53,7 +53,7 @@ def _postgresql(url: str) -> Engine:
             hint="Run: pip install 'fusionai[postgresql]'",
         ) from None
     parts = urlsplit(url)
-    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+    given = _options(parts.query)
     schema = given.pop("schema", DEFAULT_NAME)
     if not _SCHEMA.fullmatch(schema):
         raise UsageError(f"expected a schema of small letters, digits and underscores in --journal, got {schema!r}.")
@@ -65,7 +65,8 @@ def _postgresql(url: str) -> Engine:
         given.setdefault("target_session_attrs", "read-write")
     if not all(not one or one.startswith("%2F") or _host(one) for one in hosts.split(",")) or "@" in parts.path:
         raise UsageError("the hosts in the URL of PostgreSQL can't be read.", hint=_ESCAPE)
-    full = urlunsplit(("postgresql", parts.netloc, parts.path, urlencode(given), ""))
+    query = urlencode(given, quote_via=quote)
+    full = f"postgresql://{parts.netloc}{parts.path}{'?' if query else ''}{query}"
     if parts.fragment or not is_valid(full):
         raise UsageError(
             f"libpq can't read the URL of the journal at {hosts or 'this machine'}.",
@@ -77,7 +78,7 @@ def _postgresql(url: str) -> Engine:
 def _etcd(url: str) -> Engine:
     parts = urlsplit(url)
     login, _, hosts = parts.netloc.rpartition("@")
-    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+    given = _options(parts.query)
     matches = [_MEMBER.fullmatch(one) for one in hosts.split(",")]
     if not all(matches) or "@" in parts.path:
         raise UsageError("the hosts in the URL of etcd can't be read.", hint=_ESCAPE)
@@ -95,6 +96,11 @@ def _etcd(url: str) -> Engine:
     prefix = unquote(parts.path).strip("/") or DEFAULT_NAME
     address = EtcdAddress(members=members, tls=tls == "on", user=user, password=password, **files)
     return EtcdEngine(address, prefix, f"etcd://{','.join(members)}/{quote(prefix)}")
+
+
+def _options(query: str) -> dict[str, str]:
+    """Return the options of a URL. As in libpq, `+` is no space."""
+    return dict(parse_qsl(query.replace("+", "%2B"), keep_blank_values=True))
 
 
 def _host(member: str) -> str:
