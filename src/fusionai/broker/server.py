@@ -320,12 +320,8 @@ async def run_broker(
             )
             set_aside_what_stays()
 
-            def own() -> tuple[str, ...]:
-                return (*listener.candidates_now(), *service.addresses)
-
-            beside = [asyncio.create_task(_renew(home, own, clock)), asyncio.create_task(watch.run())]
-            if isinstance(home.journal, EngineJournal):
-                beside.append(asyncio.create_task(EngineWatch(home.journal, server, notice).run()))
+            beside = [asyncio.create_task(_renew(home, listener, service, clock)), asyncio.create_task(watch.run())]
+            beside += _watch_journal(home, server, notice)
             try:
                 await server.keep(stop)
             finally:
@@ -390,12 +386,19 @@ def _watch_addresses(
     return AddressWatch(listener.candidates_now, known, describe, announcer)
 
 
-async def _renew(home: BrokerHome, addresses: Callable[[], tuple[str, ...]], clock: Clock) -> None:
+def _watch_journal(home: BrokerHome, server: BrokerServer, notice: Callable[[str], None]) -> list[asyncio.Task[None]]:
+    """Start to keep the lease of a journal in an engine. Files need no watch."""
+    if not isinstance(home.journal, EngineJournal):
+        return []
+    return [asyncio.create_task(EngineWatch(home.journal, server, notice).run())]
+
+
+async def _renew(home: BrokerHome, listener: TcpListener, service: BrokerService, clock: Clock) -> None:
     """Renew the broker's own certificate before it ends, for as long as the broker runs."""
     while True:
         await asyncio.sleep(RENEWAL_CHECK_S)
         if home.renew_if_due(clock.wall_s()):
             try:
-                home.keep_own_membership(addresses())
+                home.keep_own_membership((*listener.candidates_now(), *service.addresses))
             except StorageError as error:
                 _LOG.error("the renewed certificate is in use but could not be kept: %s", error)

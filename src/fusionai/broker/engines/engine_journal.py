@@ -30,9 +30,9 @@ from fusionai.broker.engines.interface import (
     MOVED,
     OPERATION_S,
     AnswerLost,
-    Engine,
     EngineHead,
     EngineUnreachable,
+    JournalEngine,
     JournalHeld,
     JournalInDoubt,
     JournalTaken,
@@ -74,7 +74,7 @@ class EngineJournal:
 
     healed: tuple[str, ...] = ()
 
-    def __init__(self, engine: Engine, owner: str, head: EngineHead, *, lock: JobLock | None = None) -> None:
+    def __init__(self, engine: JournalEngine, owner: str, head: EngineHead, *, lock: JobLock | None = None) -> None:
         self._engine = engine
         self._owner = owner
         self._head = head
@@ -90,7 +90,7 @@ class EngineJournal:
     @classmethod
     def open(
         cls,
-        engine: Engine,
+        engine: JournalEngine,
         pool: str,
         identity: PeerId,
         authority_key: Callable[[bool], bytes],
@@ -330,7 +330,7 @@ class EngineJournal:
         )
 
 
-def proven(engine: Engine, head: EngineHead) -> PoolHistory:
+def proven(engine: JournalEngine, head: EngineHead) -> PoolHistory:
     """Read the engine's content and return the history that it proves, which ends at `head`. Raises `StorageError` for
     content that is not as it was written."""
     copy = engine.read()
@@ -362,7 +362,7 @@ def _encoded(fact: Fact) -> bytes:
     return data
 
 
-def _begun(engine: Engine, pool: str, owner: str, authority_key: Callable[[bool], bytes]) -> EngineHead | None:
+def _begun(engine: JournalEngine, pool: str, owner: str, authority_key: Callable[[bool], bytes]) -> EngineHead | None:
     """Take the journal, which is created if there is none. Returns None if it changed meanwhile."""
     head = engine.head()
     if head is None:
@@ -383,7 +383,7 @@ def _begun(engine: Engine, pool: str, owner: str, authority_key: Callable[[bool]
     return None
 
 
-def check_belongs(engine: Engine, head: EngineHead, pool: str, authority_key: bytes) -> None:
+def check_belongs(engine: JournalEngine, head: EngineHead, pool: str, authority_key: bytes) -> None:
     """Raise `UsageError` unless this broker may keep the journal."""
     if head.format != FORMAT:
         raise StorageError(f"expected journal format {FORMAT} in {engine.name}, found {head.format}.", hint="Update.")

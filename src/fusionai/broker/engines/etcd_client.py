@@ -1,7 +1,7 @@
 """Speaks to an etcd cluster over its JSON gateway (HTTP), as much of it as a journal needs.
 
 Keys and values travel as base64. Every call goes to the member that answered first at `connect`; answers are read up to
-a limit and for a limited time. Errors are told apart by whether the request may have been done: `EngineUnreachable`,
+a limit and for a limited time. Errors say whether the request may have been done: `EngineUnreachable`,
 `AnswerLost`, `StorageError`. `etcd` keeps the journal with it.
 """
 
@@ -45,7 +45,7 @@ class EtcdAddress:
     """Members of a cluster, and how they are spoken to. Without `tls` the traffic is plain."""
 
     members: tuple[str, ...]
-    """As HOST:PORT."""
+    """HOST:PORT of each."""
     tls: bool = False
     ca: Path | None = None
     """Certificates of the authority that the members' certificates are of; None: the system's."""

@@ -1,8 +1,8 @@
 """What the broker needs of a journal, and what a journal needs of an engine.
 
 `PoolJournal` is what `broker.service` uses: `broker.journal` keeps it in files of the broker, `engine_journal` in an
-engine that an operator runs. `Engine` is what `engine_journal` needs of such a server: a head that is compared and
-replaced together with the rows. Every call of an engine ends after a limited time, and its failure says what is known:
+engine that an operator runs. `JournalEngine` is what `engine_journal` needs of such a server: a head that is compared
+and replaced together with the rows. Every call of an engine ends after a limited time, and its failure says what is known:
 
     EngineUnreachable    nothing was sent, so nothing was written
     AnswerLost           it was sent, and it is not known whether it was written
@@ -143,7 +143,7 @@ class EngineCopy(Copy):
     damaged: str = ""
 
 
-class Engine(Protocol):
+class JournalEngine(Protocol):
     """A server that keeps one journal. Not for use by several threads at once."""
 
     @property

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from fusionai.broker.engines.etcd import EtcdEngine
 from fusionai.broker.engines.etcd_client import EtcdAddress
-from fusionai.broker.engines.interface import Engine
+from fusionai.broker.engines.interface import JournalEngine
 from fusionai.primitives.errors import UsageError, nearest
 from fusionai.transport.routes.addresses import is_loopback
 
@@ -30,7 +30,7 @@ _SCHEMA: Final = re.compile(r"[a-z_][a-z0-9_]{0,62}")
 _MEMBER: Final = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\[\]:/@\s]+)(:(?P<port>\d{1,5}))?")
 
 
-def engine_at(url: str) -> Engine:
+def engine_at(url: str) -> JournalEngine:
     """Return the engine, not connected yet. Raises `UsageError` for a URL that can't be read and for a package that is
     not installed."""
     scheme = urlsplit(url).scheme
@@ -44,7 +44,7 @@ def engine_at(url: str) -> Engine:
     )
 
 
-def _postgresql(url: str) -> Engine:
+def _postgresql(url: str) -> JournalEngine:
     try:
         from fusionai.broker.engines.postgresql import PostgresEngine, is_valid
     except ImportError:
@@ -75,7 +75,7 @@ def _postgresql(url: str) -> Engine:
     return PostgresEngine(full, schema, f"postgresql://{hosts}{parts.path or '/'} (schema {schema})")
 
 
-def _etcd(url: str) -> Engine:
+def _etcd(url: str) -> JournalEngine:
     parts = urlsplit(url)
     login, _, hosts = parts.netloc.rpartition("@")
     given = _options(parts.query)

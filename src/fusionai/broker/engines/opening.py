@@ -9,7 +9,6 @@ unchanged, reads the copy back, compares the hash of its last row, and only then
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Final
 from fusionai.broker import history as histories
 from fusionai.broker import table as tables
 from fusionai.broker.engines.engine_journal import FORMAT, EngineJournal, proven
-from fusionai.broker.engines.interface import AnswerLost, Engine, EngineHead, PoolJournal
+from fusionai.broker.engines.interface import AnswerLost, EngineHead, JournalEngine, PoolJournal
 from fusionai.broker.engines.locations import EMBEDDED, engine_at
 from fusionai.broker.history import PoolHistory
 from fusionai.broker.journal import Journal, lock_for, mirror_path
@@ -29,7 +28,6 @@ from fusionai.transport.security.identity import read_private, write_private
 
 JOURNAL_FILE: Final = "journal.sqlite"
 PLACE_FILE: Final = "journal.url"
-_LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +171,7 @@ def _copy_to_files(home: JournalHome, history: PoolHistory, term: int) -> None:
         raise
 
 
-def _copy_to_engine(home: JournalHome, engine: Engine, history: PoolHistory, term: int) -> None:
+def _copy_to_engine(home: JournalHome, engine: JournalEngine, history: PoolHistory, term: int) -> None:
     authority = home.authority_key(False)
     if not authority:
         raise UsageError(

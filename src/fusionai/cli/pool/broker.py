@@ -197,8 +197,7 @@ def broker(
     def opened(pool: Announcement) -> None:
         figures = attributes(pool, "pool peer addresses invitation code fingerprint healed")
         write_json(json_file, "broker", figures, is_secret=True)
-        link = "" if found is None else found.link
-        _say_open(pool, uses, lifetime, endorsed=bool(trusted_only) or trust_file is not None, page=link)
+        _say_open(pool, uses, lifetime, endorsed=bool(trusted_only) or trust_file is not None, page=found)
 
     found = _page(page, home, of_page)
     if found is not None:
@@ -231,9 +230,9 @@ def _say(sentence: str) -> None:
         console.line(console.printable(sentence))
 
 
-def _say_open(pool: Announcement, uses: int, lifetime_s: float, *, endorsed: bool, page: str) -> None:
+def _say_open(pool: Announcement, uses: int, lifetime_s: float, *, endorsed: bool, page: OpenPage | None) -> None:
     """Print what a broker's owner needs. `endorsed`: only machines with endorsed keys may lend themselves; `page`: the
-    address of the broker's page, empty without one."""
+    broker's page, if there is one."""
     for line in pool.healed:
         console.line(f"Repaired: {line}")
     console.line(f"Pool {pool.pool} is open; broker {short(pool.peer)}, key of the pool {pool.fingerprint}.")
@@ -248,8 +247,8 @@ def _say_open(pool: Announcement, uses: int, lifetime_s: float, *, endorsed: boo
             _print_code(pool.code, CODE_LIFETIME_S)
     else:
         console.line("`fusion invite` makes an invitation for further machines, `fusion invite --code` a code.")
-    if page:
-        console.line(f"Page: {page}")
+    if page is not None:
+        console.line(f"Page: {page.link}")
     console.line("Press Ctrl-C to close the pool.")
 
 
