@@ -2,7 +2,8 @@
 
 `PoolJournal` is what `broker.service` uses: `broker.journal` keeps it in files of the broker, `engine_journal` in an
 engine that an operator runs. `JournalEngine` is what `engine_journal` needs of such a server: a head that is compared
-and replaced together with the rows. Every call of an engine ends after a limited time, and its failure says what is known:
+and replaced together with the rows. Every call of an engine ends after a limited time, and its failure says what is
+known:
 
     EngineUnreachable    nothing was sent, so nothing was written
     AnswerLost           it was sent, and it is not known whether it was written

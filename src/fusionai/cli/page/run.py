@@ -163,7 +163,9 @@ async def run_with_page(
 
     async def keep_page() -> None:
         try:
-            desk.append(BrokerDesk(await running, home, programs, approves=_approves(options)))
+            if not await _opens(running, stop):
+                return
+            desk.append(BrokerDesk(running.result(), home, programs, approves=_approves(options)))
             app = BrokerPage(desk[0], page.gate, page.address, SystemClock())
             await serve(app, page.listener, stop=stop, on_listening=lambda: None, tls=page.tls)
         finally:
@@ -176,3 +178,14 @@ async def run_with_page(
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(keep_page())
             await run_broker(options, announce=announce, stop=closing_pool, notice=noticed, opened=running.set_result)
+
+
+async def _opens(running: asyncio.Future[BrokerServer], stop: asyncio.Event) -> bool:
+    """Wait until the broker is open, which may have to wait for another broker's lease. Returns False if `stop` is set
+    before."""
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+    return running.done()

@@ -9,14 +9,20 @@ from pathlib import Path
 import httpx
 import pytest
 
+from fusionai.broker.engines import opening
+from fusionai.broker.engines.engine_journal import EngineJournal
 from fusionai.broker.options import BrokerOptions
 from fusionai.broker.server import Announcement
 from fusionai.cli.main import main
 from fusionai.cli.page.programs import PagePrograms
 from fusionai.cli.page.run import KEY_FILE, OpenPage, PageOptions, open_page, run_with_page
 from fusionai.primitives.errors import UsageError
+from fusionai.primitives.ids import PeerId
 from fusionai.transport.enrolment import enrol
+from fusionai.transport.security.certificates import load_authority
 from harness.certificates import self_signed
+from harness.memory_engine import MemoryEngine
+from harness.patience import CEILING_S, until
 
 LOCAL = PageOptions(port=0)
 
@@ -111,3 +117,25 @@ def test_a_broker_that_can_not_start_ends_its_page(tmp_path: Path):
         asyncio.run(run())
     assert isinstance(refusal.value.exceptions[0], UsageError)
     assert page.listener.fileno() == -1
+
+
+def test_a_broker_that_waits_for_another_ends_with_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    authority = load_authority(tmp_path / "broker", "home", now_wall_s=1.0)
+    engine, said = MemoryEngine(), list[str]()
+    EngineJournal.open(engine, "home", PeerId("other"), lambda _: authority.public_key)
+    monkeypatch.setattr(opening, "engine_at", lambda _: MemoryEngine(engine.store))
+    options = BrokerOptions(home=tmp_path, pool="home", host="127.0.0.1", port=0, journal="etcd://one")
+    page = open_page(LOCAL, tmp_path)
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        running = asyncio.create_task(
+            run_with_page(options, page, announce=lambda _: None, stop=stop, notice=said.append)
+        )
+        await until(lambda: said)
+        stop.set()
+        async with asyncio.timeout(CEILING_S):
+            await running
+
+    asyncio.run(run())
+    assert "waits to take over" in said[0]
