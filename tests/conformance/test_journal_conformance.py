@@ -25,7 +25,7 @@ from fusionai.broker.journal import Journal
 from fusionai.coordination.broker.events import Fact, JobNoted, PlanMinted
 from fusionai.primitives.errors import StorageError, UsageError
 from fusionai.primitives.ids import PeerId
-from harness.engine_servers import PASSWORD, EngineServer, EtcdServer, PostgresServer, why_not
+from harness.engine_servers import PASSWORD, EngineServer, EtcdServer, PostgresServer, etcd_cluster, why_not
 from harness.fault_proxy import TO_CLIENT, TO_TARGET, Direction, FaultProxy
 
 pytestmark = pytest.mark.slow
@@ -612,3 +612,40 @@ def test_a_server_with_tls_and_passwords(kind: type[PostgresServer] | type[EtcdS
             with pytest.raises((UsageError, StorageError)) as refused:
                 EngineJournal.open(engine_at(bad), "home", ONE, lambda _: KEY)
             assert PASSWORD not in str(refused.value)
+
+
+# --------------------------------------------------------------------------------------------------------- clusters
+
+
+def test_a_cluster_goes_on_without_any_one_member():
+    if reason := why_not(EtcdServer):
+        pytest.skip(reason)
+    with etcd_cluster(3) as servers:
+        url = f"etcd://{','.join(f'127.0.0.1:{server.port}' for server in servers)}/pool"
+        journal = EngineJournal.open(engine_at(url), "home", ONE, lambda _: KEY)
+        written = journal.append(0, [note(0)])
+        for number, server in enumerate(servers, start=2):
+            server.kill()
+            while written < number:
+                written = go_on(journal, written)
+            server.start()
+        assert written == 4
+        assert journal.load().facts == notes(4)
+        for server in servers[:2]:
+            server.kill()
+        with pytest.raises(StorageError):
+            journal.append(4, [note(4)])
+        assert journal.outage, "one of three is no majority"
+        journal.close()
+
+
+def go_on(journal: EngineJournal, written: int) -> int:
+    """As a broker does: try, and find out what became of it. Returns the last row."""
+    try:
+        if not journal.outage:
+            return journal.append(written, [note(written)])
+        return written + (journal.recover() is True)
+    except JournalTaken:
+        raise
+    except StorageError:
+        return written

@@ -16,8 +16,8 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -62,6 +62,10 @@ class EngineServer(ABC):
     def command(self) -> Sequence[str | Path]: ...
 
     def start(self) -> None:
+        self.launch()
+        self.wait_until_ready()
+
+    def launch(self) -> None:
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [str(part) for part in self.command()],
@@ -72,6 +76,9 @@ class EngineServer(ABC):
                 env=inherited(),
                 **self.owner(),
             )
+
+    def wait_until_ready(self) -> None:
+        assert self._process is not None
         deadline_s = time.monotonic() + CEILING_S
         engine = engine_at(self.url("ready"))
         while True:
@@ -188,8 +195,10 @@ class EtcdServer(EngineServer):
             certificate, key = self.certificate()
             flags = (*flags, "--cert-file", str(certificate), "--key-file", str(key))
             (self.directory / "password").write_text(PASSWORD)
-        self._peer_port = free_port()
+        self.peer_url = f"http://{LOOPBACK}:{free_port()}"
         self._flags = flags
+        self.members: Sequence[EtcdServer] = (self,)
+        """All members of its cluster."""
 
     def url(self, name: str, port: int | None = None) -> str:
         if not self._guarded:
@@ -214,14 +223,31 @@ class EtcdServer(EngineServer):
 
     def command(self) -> Sequence[str | Path]:
         scheme = "https" if self._guarded else "http"
-        clients, peers = f"{scheme}://{LOOPBACK}:{self.port}", f"http://{LOOPBACK}:{self._peer_port}"
+        clients, peers = f"{scheme}://{LOOPBACK}:{self.port}", self.peer_url
+        cluster = ",".join(f"m{one.port}={one.peer_url}" for one in self.members)
         return (
-            *("etcd", "--name", "one", "--data-dir", self.directory / "data", "--log-level", "error"),
+            *("etcd", "--name", f"m{self.port}", "--data-dir", self.directory / "data", "--log-level", "error"),
             *("--listen-client-urls", clients, "--advertise-client-urls", clients),
             *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),
-            *("--initial-cluster", f"one={peers}", "--heartbeat-interval", "50", "--election-timeout", "500"),
+            *("--initial-cluster", cluster, "--heartbeat-interval", "50", "--election-timeout", "500"),
             *self._flags,
         )
+
+
+@contextmanager
+def etcd_cluster(count: int) -> Generator[tuple[EtcdServer, ...]]:
+    """Start the members of one cluster."""
+    servers = tuple(EtcdServer() for _ in range(count))
+    try:
+        for server in servers:
+            server.members = servers
+            server.launch()
+        for server in servers:
+            server.wait_until_ready()
+        yield servers
+    finally:
+        for server in servers:
+            server.__exit__(None, None, None)
 
 
 def _postgres_programs() -> Path | None:
