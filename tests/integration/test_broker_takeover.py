@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from harness.engine_servers import EngineServer, EtcdServer, PostgresServer, why_not
-from harness.live_pool import Process, fusion
+from harness.fault_proxy import free_port
+from harness.live_pool import LivePool, Process, fusion, write_recipe, write_text
 
 pytestmark = pytest.mark.slow
 
+STEPS = 100_000
+"""More than the test sees: the job is stopped."""
 TAKEOVER_S = 10.0
 """From the kill of one broker to the other's open port; an idle machine takes 6 s or less."""
 
@@ -82,3 +85,42 @@ def test_a_pool_moves_outlives_an_outage_and_a_broker(server: EngineServer, tmp_
     assert time.monotonic() - killed_s < TAKEOVER_S
     assert invitations(second) == before
     assert fusion("invite", "--home", second).code == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("server", [EtcdServer], ids=["etcd"], indirect=True)
+def test_a_job_goes_on_without_the_engine_and_with_another_broker(server: EngineServer, tmp_path: Path):
+    ports = (free_port(), free_port())
+    named = [flag for port in ports for flag in ("--address", f"tcp://127.0.0.1:{port}")]
+    options = ("--journal", server.url("pool"), *named)
+    with LivePool(tmp_path, peers=("one", "two"), port=str(ports[0]), broker_options=options) as pool:
+        keys = tmp_path / "second" / "broker"
+        keys.mkdir(parents=True, mode=0o700)
+        for name in ("authority.pem", "authority.der"):
+            shutil.copy(tmp_path / "broker" / "broker" / name, keys / name)
+        write_text(tmp_path / "text.txt", lines=200)
+        recipe = write_recipe(tmp_path / "r.toml", job__steps=STEPS, placement={"stages": 2})
+        job = Process("train", recipe, "--home", pool.owner, "--threads", 1, "--json", tmp_path / "train.json")
+        job.wait_for("step 5/")
+
+        server.kill()
+        pool.broker.wait_for("can't be used")
+        job.wait_for("the broker can't")
+        steps_seen = len(job.lines)
+        job.wait_until(lambda: len(job.lines) > steps_seen + 5 or None)
+        server.start()
+        pool.broker.wait_for("is back")
+
+        other = Process(
+            *("broker", "--home", tmp_path / "second", "--host", "127.0.0.1", "--port", ports[1], "--no-announce"),
+            *options,
+        )
+        other.wait_for("waits to take over")
+        pool.broker.end()
+        other.wait_for("Restored: 2 members, 1 jobs")
+        rows = fusion("jobs", "--home", tmp_path / "second").out.splitlines()
+        name = next(row.split()[0] for row in rows if " running " in row)
+        # The request goes to the second broker, and from there to the job.
+        assert "asked to stop" in fusion("stop", name, "--home", pool.owner).out
+        assert job.ended() == 0, job.text
+        assert "stopped" in fusion("jobs", "--home", tmp_path / "second").out

@@ -134,6 +134,11 @@ class Journal:
     def name(self) -> str:
         return str(self.path)
 
+    @property
+    def lapsed(self) -> bool:
+        """Files are locked, so that no other broker can keep the pool."""
+        return False
+
     def load(self) -> Remembered:
         """Read and check both copies. Raises `StorageError` naming a bad row or file."""
         kept = self.history()

@@ -128,8 +128,8 @@ class BrokerServer:
                     waiting.set_result(outcome)
                 else:
                     self._dispatch(outcome)
-                # Heartbeats were refused meanwhile.
-                self._dispatch(self.service.stalled())
+            # Heartbeats may have been refused meanwhile.
+            self._dispatch(self.service.stalled())
             self._report_ended()
         except JournalTaken as error:
             self.superseded(error)

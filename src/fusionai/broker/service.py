@@ -372,8 +372,9 @@ class BrokerService:
         return self._adopt(doubtful)
 
     def _check_settled(self) -> None:
-        """Raise `StorageError` while a decision is in doubt: the next one depends on it."""
-        if self._doubtful is not None:
+        """Raise `StorageError` while a decision is in doubt, because the next one depends on it; and while another
+        broker may keep the pool, so that members look for that one."""
+        if self._doubtful is not None or self.journal.lapsed:
             raise StorageError(
                 "the pool's journal is out of reach; what was asked has not been done.",
                 hint="The broker tries again by itself.",

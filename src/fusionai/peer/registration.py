@@ -107,6 +107,8 @@ class Registration:
         except RefusedError as error:
             if error.code in ("unknown_peer", "not_authorised", "untrusted", "bad_message", "evicted"):
                 raise
+            if error.code == "failed":
+                self.broker.pass_over()
             raise TransportError(f"the broker refused: {error}") from error
         finally:
             await conversation.close()

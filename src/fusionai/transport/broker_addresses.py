@@ -47,6 +47,8 @@ class BrokerAddresses:
         default=_announced_pool, compare=False, repr=False
     )
     _reached: bool = field(default=False, init=False, compare=False, repr=False)
+    _first: int = field(default=0, init=False, compare=False, repr=False)
+    """Which of the known addresses is tried first."""
 
     @property
     def is_beside(self) -> bool:
@@ -65,8 +67,15 @@ class BrokerAddresses:
         self._reached = True
         return channel
 
+    def pass_over(self) -> None:
+        """Begin with the next address from now on: the broker that answers can't serve at present, and another one may
+        have taken over."""
+        self._first += 1
+
     async def _dial(self, transport: Transport, stream: Stream, timeout_s: float) -> Channel:
-        known = asyncio.create_task(transport.dial(self.known, expect=None, stream=stream, timeout_s=timeout_s))
+        first = self._first % max(1, len(self.known))
+        order = self.known[first:] + self.known[:first]
+        known = asyncio.create_task(transport.dial(order, expect=None, stream=stream, timeout_s=timeout_s))
         tried = [known]
         channel: Channel | None = None
         try:

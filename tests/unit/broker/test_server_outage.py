@@ -185,3 +185,21 @@ def test_a_broker_replaced_during_an_outage_says_that_it_does_not_know(play):
             await keeping
 
     play(scene)
+
+
+def test_once_its_lease_has_ended_a_broker_answers_nothing(play, monkeypatch: pytest.MonkeyPatch):
+    """Another one may keep the pool, and members must look for it."""
+
+    async def scene(bench: Bench) -> None:
+        owner = await bench.owner()
+        with monkeypatch.context() as patched:
+            patched.setattr(EngineJournal, "lapsed", True)
+            answer = await ask(owner, PoolQuery())
+            assert isinstance(answer, Refused)
+            assert answer.code == "failed"
+            with pytest.raises(StorageError):
+                bench.service.tick()
+        bench.server.resume(None)
+        assert isinstance(await ask(owner, PoolQuery()), PoolView)
+
+    play(scene)

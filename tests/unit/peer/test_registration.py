@@ -173,6 +173,13 @@ def test_a_busy_broker_is_asked_again(play):
     assert seen == ["Register", "Register", "on_registered", "Heartbeat", "Heartbeat"]
 
 
+def test_a_broker_that_can_not_serve_is_passed_over(play, monkeypatch: pytest.MonkeyPatch):
+    passed: list[object] = []
+    monkeypatch.setattr(BrokerAddresses, "pass_over", lambda self: passed.append(self))
+    play(lambda: Script(REGISTERED, wire.Refused(code="failed", reason="its lease has ended"), ACK))
+    assert len(passed) == 1
+
+
 def test_a_machine_that_moved_while_the_broker_was_away_says_where_it_is_and_keeps_its_place(play):
     there = "tcp://10.0.0.9:1"
     seen = play(lambda: Script(REGISTERED, "break", ACK, REGISTERED, ACK, finds=(there,)))

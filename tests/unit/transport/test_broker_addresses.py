@@ -109,6 +109,20 @@ async def test_another_machine_at_the_old_address_does_not_hide_the_broker(
 
 
 @in_a_loop
+async def test_a_broker_that_can_not_serve_is_passed_over(pool: CertifiedPool, tmp_path: Path):
+    doors = [await broker_of(pool), await broker_of(pool)]
+    membership = member_of(pool, tmp_path, [address for door in doors for address in door.addresses], [])
+    known = membership.broker.known
+    for expected in (known[0], known[1], known[0]):
+        channel = await dialled(membership)
+        assert expected.endswith(f":{channel.remote.port}")
+        membership.broker.pass_over()
+    assert membership.broker.known == known
+    for door in doors:
+        await door.close()
+
+
+@in_a_loop
 async def test_a_silent_address_costs_a_head_start(
     pool: CertifiedPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

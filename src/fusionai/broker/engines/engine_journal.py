@@ -74,12 +74,16 @@ class EngineJournal:
 
     healed: tuple[str, ...] = ()
 
-    def __init__(self, engine: JournalEngine, owner: str, head: EngineHead, *, lock: JobLock | None = None) -> None:
+    def __init__(
+        self, engine: JournalEngine, owner: str, head: EngineHead, held_until_s: float, *, lock: JobLock | None = None
+    ) -> None:
         self._engine = engine
         self._owner = owner
         self._head = head
         self._lock = lock
         """Lock of the broker's home directory, released with the journal."""
+        self._held_until_s = held_until_s
+        """When the lease ends, on this machine's monotonic clock. It is counted from before the engine was asked."""
         self._turn = threading.Lock()
         self._doubt: _Doubt | None = None
         self._growth = Growth.after(PoolHistory(histories.origin(head.pool), ()), COMPACT_ROWS, COMPACT_BYTES)
@@ -104,9 +108,10 @@ class EngineJournal:
         engine.connect()
         try:
             for _ in range(_TRIES):
+                until_s = time.monotonic() + LEASE_S
                 with suppress(AnswerLost):
                     if (head := _begun(engine, pool, owner, authority_key)) is not None:
-                        return cls(engine, owner, head, lock=lock)
+                        return cls(engine, owner, head, until_s, lock=lock)
                     continue
                 engine.connect()
         except BaseException:
@@ -124,6 +129,11 @@ class EngineJournal:
     @property
     def term(self) -> int:
         return self._head.term
+
+    @property
+    def lapsed(self) -> bool:
+        """Return whether another broker may keep the pool by now, because the lease could not be renewed in time."""
+        return time.monotonic() > self._held_until_s
 
     def append(self, expected_sequence: int, facts: Sequence[Fact]) -> int:
         """Write `facts` after row `expected_sequence` and return the new last row. A lost answer is resolved before
@@ -156,8 +166,10 @@ class EngineJournal:
         raise StorageError(f"{self.outage}; what was asked has not been done.", hint="Ask again in a while.")
 
     def load(self) -> Remembered:
-        """Read and check all rows. Raises `StorageError` naming a bad row."""
+        """Read and check all rows, and renew the lease, because that may take long. Raises `StorageError` naming a bad
+        row."""
         kept = self.history()
+        self.renew()
         self._growth = Growth.after(kept, COMPACT_ROWS, COMPACT_BYTES)
         return Remembered(kept.sequence, kept.base.state, facts_of(self.name, kept))
 
@@ -190,8 +202,10 @@ class EngineJournal:
         """Renew the lease of the deciding broker. Raises `JournalTaken` if another one has taken over, `StorageError`
         during an outage."""
         self._check_usable()
+        until_s = time.monotonic() + LEASE_S
         if not self._done(lambda: self._engine.renew(self._head, LEASE_S)):
             raise self._taken()
+        self._held_until_s = max(until_s, self._held_until_s)
 
     def recover(self) -> bool | None:
         """Try once to end an outage. Returns whether the append in doubt was written, None if none was in doubt. Raises
@@ -260,7 +274,9 @@ class EngineJournal:
             if head is None or head.owner != self._owner:
                 raise self._taken(head)
             renewed = msgspec.structs.replace(head, term=head.term + 1)
+            until_s = time.monotonic() + LEASE_S
             if self._engine.take(head, renewed, LEASE_S):
+                self._held_until_s = until_s
                 return self._settled(head, renewed)
         raise AnswerLost(f"{self.name} changes while this broker reads it.")
 

@@ -87,6 +87,11 @@ class PoolJournal(Protocol):
         ...
 
     @property
+    def lapsed(self) -> bool:
+        """Return whether another broker may keep the pool by now, because the lease could not be renewed in time."""
+        ...
+
+    @property
     def compaction_due(self) -> bool: ...
 
     def append(self, expected_sequence: int, facts: Sequence[Fact]) -> int:

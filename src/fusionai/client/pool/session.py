@@ -216,9 +216,20 @@ class PoolSession:
             if self._conversation is not None:
                 self._conversation.channel.abort()
             raise TransportError(f"the broker did not answer within {ANSWER_S:g} s.") from None
+        except RefusedError as error:
+            if error.code == "failed":
+                self._pass_over()
+                raise TransportError(f"the broker can't do that now: {error.hint or error.message}") from error
+            raise
         if not isinstance(answer, expected):
             raise WireError(f"the broker answered {type(answer).__name__} to {type(message).__name__}.")
         return answer
+
+    def _pass_over(self) -> None:
+        """Look for another broker: the one that answered can't journal anything."""
+        self.membership.broker.pass_over()
+        if self._conversation is not None:
+            self._conversation.channel.abort()
 
     async def _connected(self) -> Conversation:
         """Return the open connection; connect if there is none."""

@@ -177,3 +177,25 @@ def test_what_is_too_large_is_refused_before_it_is_sent(
     with pytest.raises(StorageError, match="at most 50 bytes in one append"):
         journal.append(1, [note(1), note(2)])
     assert engine.writes == 0
+
+
+def test_a_broker_that_could_not_renew_its_lease_knows_that_it_may_be_replaced(
+    engine: MemoryEngine, journal: EngineJournal, monkeypatch: pytest.MonkeyPatch
+):
+    assert not journal.lapsed
+    monkeypatch.setattr(engine_journals, "LEASE_S", -1.0)
+    other = opened(engine)
+    assert other.lapsed
+    monkeypatch.undo()
+    other.renew()
+    assert not other.lapsed
+    monkeypatch.setattr(engine_journals, "LEASE_S", -1.0)
+    engine.down = True
+    with pytest.raises(StorageError):
+        other.renew()
+    engine.down = False
+    other.recover()
+    assert other.lapsed
+    monkeypatch.undo()
+    other.load()
+    assert not other.lapsed, "reading a long journal must not end the lease"
