@@ -18,7 +18,7 @@ import pytest
 from fusionai.broker.engines import engine_journal as engine_journals
 from fusionai.broker.engines import etcd_client, postgresql
 from fusionai.broker.engines.engine_journal import EngineJournal
-from fusionai.broker.engines.etcd_client import text
+from fusionai.broker.engines.etcd_client import EtcdClient, EtcdFull, text
 from fusionai.broker.engines.interface import JournalHeld, JournalInDoubt, JournalTaken, PoolJournal
 from fusionai.broker.engines.locations import engine_at
 from fusionai.broker.journal import Journal
@@ -539,6 +539,31 @@ def test_a_full_etcd_refuses_and_keeps_what_it_has():
         journal = EngineJournal.open(engine_at(server.url("full")), "home", ONE, lambda _: KEY)
         with closing(journal):
             _fill(journal)
+
+
+@ON_ETCD
+@pytest.mark.parametrize("done", [True, False], ids=["done", "not done"])
+def test_etcd_may_have_done_what_it_refuses_because_it_is_full(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch, done: bool
+):
+    """The request that meets the quota first is applied, and answered by "database space exceeded"."""
+    journal = stand.engine()
+    transact = EtcdClient.transact
+
+    def full(client: EtcdClient, compare, success) -> bool:
+        if done:
+            transact(client, compare, success)
+        raise EtcdFull("etcd is full; what was asked has not been done.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EtcdClient, "transact", full)
+        if done:
+            assert journal.append(0, [note(0)]) == 1
+        else:
+            with pytest.raises(StorageError, match="is full"):
+                journal.append(0, [note(0)])
+    assert journal.append(int(done), [note(1)]) == 1 + done
+    assert journal.load().facts == ((note(0), note(1)) if done else (note(1),))
 
 
 def test_a_full_postgresql_refuses_and_keeps_what_it_has(postgres_on_a_small_disk: EngineServer):

@@ -20,7 +20,15 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from fusionai.broker.engines.etcd_client import AnswerTooLarge, EtcdAddress, EtcdClient, KeyValue, prefix_end, text
+from fusionai.broker.engines.etcd_client import (
+    AnswerTooLarge,
+    EtcdAddress,
+    EtcdClient,
+    EtcdFull,
+    KeyValue,
+    prefix_end,
+    text,
+)
 from fusionai.broker.engines.interface import (
     MAX_APPEND_BYTES,
     MAX_STATE_BYTES,
@@ -101,7 +109,7 @@ class EtcdEngine:
             self._client.put(self._rows_key(batch[0].sequence), self._stored(msgspec.msgpack.encode(batch)))
         base = self._stored(msgspec.msgpack.encode(history.base))
         done = [self._put(b"head", msgspec.msgpack.encode(head)), self._put(b"base", base)]
-        return self._client.transact([self._absent(b"head")], done)
+        return self._replace(head, [self._absent(b"head")], done)
 
     def take(self, old: EngineHead, new: EngineHead, lease_s: float) -> bool:
         held = self._value(b"lease")
@@ -112,10 +120,10 @@ class EtcdEngine:
         unchanged = self._absent(b"lease") if held is None else self._equals(b"lease", held.value)
         head = self._put(b"head", msgspec.msgpack.encode(new))
         if lease_s == 0:
-            return self._client.transact([self._is(old), unchanged], [head, _delete(self._key(b"lease"))])
+            return self._replace(new, [self._is(old), unchanged], [head, _delete(self._key(b"lease"))])
         lease = self._client.grant(lease_s)
-        taken = self._client.transact(
-            [self._is(old), unchanged], [head, self._put(b"lease", new.owner.encode(), lease=lease)]
+        taken = self._replace(
+            new, [self._is(old), unchanged], [head, self._put(b"lease", new.owner.encode(), lease=lease)]
         )
         if taken:
             self._lease = lease
@@ -127,7 +135,7 @@ class EtcdEngine:
             self._put(b"head", msgspec.msgpack.encode(new)),
             _put(self._rows_key(rows[0].sequence), stored),
         ]
-        return self._client.transact([self._is(old)], done)
+        return self._replace(new, [self._is(old)], done)
 
     def rebase(self, head: EngineHead, base: Base) -> bool:
         stored = self._stored(msgspec.msgpack.encode(base))
@@ -172,6 +180,16 @@ class EtcdEngine:
 
     def close(self) -> None:
         self._client.close()
+
+    def _replace(self, new: EngineHead, compare: list[dict[str, object]], done: list[dict[str, Any]]) -> bool:
+        """Run a transaction that replaces the head. If etcd answers that it is full, the head shows whether the
+        transaction was done."""
+        try:
+            return self._client.transact(compare, done)
+        except EtcdFull:
+            if self.head() == new:
+                return True
+            raise
 
     def _delete_parts(self, head: EngineHead, keep: bytes) -> None:
         """Delete the parts that nothing refers to, unless the head has changed."""

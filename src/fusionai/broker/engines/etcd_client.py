@@ -26,7 +26,7 @@ MAX_ANSWER_BYTES: Final = 24 * 2**20
 _UNAUTHENTICATED: Final = 16
 _FULL: Final = 8
 _TOO_LARGE: Final = 3
-_NOT_DONE: Final = frozenset({_TOO_LARGE, 5, 6, 7, _FULL, 9, 11, 12, _UNAUTHENTICATED})
+_NOT_DONE: Final = frozenset({_TOO_LARGE, 5, 6, 7, 9, 11, 12, _UNAUTHENTICATED})
 """Codes of gRPC with which etcd refuses a request before it is proposed. After others it may have been done."""
 _OF_THE_USER: Final = (
     "authentication failed",
@@ -34,6 +34,11 @@ _OF_THE_USER: Final = (
     "permission denied",
     "authentication is not enabled",
 )
+
+
+class EtcdFull(StorageError):
+    """etcd has no space. The request that meets the quota first may have been done all the same, but none is done
+    after this answer."""
 
 
 class AnswerTooLarge(StorageError):
@@ -202,7 +207,7 @@ class EtcdClient:
             # The token has ended. It was not done, and a new connection gets a new token.
             return EngineUnreachable(f"{self._shown} wants this broker to sign in again ({said}).")
         if answer.code == _FULL:
-            return StorageError(
+            return EtcdFull(
                 f"{self._shown} is full ({said}); what was asked has not been done.",
                 hint="Free some space there (`etcdctl compact`, `defrag`, `alarm disarm`) and ask again.",
             )
