@@ -40,7 +40,7 @@ def decomposed(program: ExportedProgram, table: Decompositions, mode: FakeTensor
     try:
         with mode, torch.no_grad(), kept, enable_python_dispatcher():
             _Decomposing(program, others, replaced | others.keys()).run()
-    except Exception:  # noqa: BLE001 - the whole trace raises what is wrong with the model
+    except _OnlyWhole:
         return program.run_decompositions(dict(table))
     return program
 
@@ -65,6 +65,7 @@ class _Decomposing:
         module = self._program.graph_module
         self._copied(module, {}, None)
         self._graph.eliminate_dead_code()
+        self._rename(module.graph, self._graph)
         module.graph = self._graph
         module.recompile()
 
@@ -76,8 +77,9 @@ class _Decomposing:
                 results = fx.map_arg(node.args[0], made.__getitem__)
                 if region is None:
                     self._graph.output(results).meta = dict(node.meta)
-                    self._rename(node, results)
                 return results
+            if node.op == "get_attr" and not isinstance(getattr(module, node.target, None), fx.GraphModule):
+                raise _OnlyWhole
             if node not in made and node.op != "get_attr":
                 made[node] = self._copy(module, node, made, region)
         raise AssertionError("a graph ends with its output")
@@ -88,8 +90,9 @@ class _Decomposing:
         if node.target is wrap_with_set_grad_enabled:
             _, part, *operands = cast("tuple[Any, ...]", node.args)
             inner: fx.GraphModule = getattr(module, part.target)
-            given = zip(inner.graph.find_nodes(op="placeholder"), (made[one] for one in operands), strict=True)
-            return self._copied(inner, dict(given), region or node)
+            given = (made[one] if isinstance(one, fx.Node) else one for one in operands)
+            placeholders = inner.graph.find_nodes(op="placeholder")
+            return self._copied(inner, dict(zip(placeholders, given, strict=True)), region or node)
         if node.target is operator.getitem and not isinstance(results := made[node.all_input_nodes[0]], fx.Node):
             return results[node.args[1]]
         if not self._is_functional(node):
@@ -136,7 +139,10 @@ class _Decomposing:
         operands = [made[leaves[place]] for place in at]
         if not all(isinstance(one, fx.Node) for one in operands):
             raise _OnlyWhole
-        traced = make_fx(call, decomposition_table=self._table)(*(leaves[place].meta["val"] for place in at))
+        try:
+            traced = make_fx(call, decomposition_table=self._table)(*(leaves[place].meta["val"] for place in at))
+        except RuntimeError as error:  # such as a branch on data: the whole trace says where in the model it is
+            raise _OnlyWhole from error
         inner = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
         for one in traced.graph.nodes:
             if one.op == "output":
@@ -172,11 +178,11 @@ class _Decomposing:
             self._sizes[expression] = self._last = size
         return self._sizes[expression]
 
-    def _rename(self, node: fx.Node, results: Any) -> None:
-        """Let the program's signature name its results as they are named now."""
-        for old, new in zip(_nodes(node.args[0]), _nodes(results), strict=True):
-            if old.name != new.name:
-                self._program.graph_signature.replace_all_uses(old.name, new.name)
+    def _rename(self, old: fx.Graph, new: fx.Graph) -> None:
+        """Let the program's signature name its results as they are named in the new graph."""
+        for before, now in zip(_nodes(old.output_node().args), _nodes(new.output_node().args), strict=True):
+            if before.name != now.name:
+                self._program.graph_signature.replace_all_uses(before.name, now.name)
 
 
 def _meta(node: fx.Node, region: fx.Node | None) -> dict[str, Any]:
