@@ -26,15 +26,15 @@ class Growth:
     due_bytes: int
 
     @classmethod
-    def after(cls, history: PoolHistory, due_rows: int, due_bytes: int) -> Growth:
+    def after(cls, history: PoolHistory) -> Growth:
         """Return the growth of a history. A large base makes compaction due later, because it costs more."""
         base_bytes = len(history.base.state)
         return cls(
             rows=len(history.rows),
             fact_bytes=_bytes(history.rows),
             base_bytes=base_bytes,
-            due_rows=due_rows,
-            due_bytes=max(due_bytes, 2 * base_bytes),
+            due_rows=COMPACT_ROWS,
+            due_bytes=max(COMPACT_BYTES, 2 * base_bytes),
         )
 
     @property
@@ -44,10 +44,10 @@ class Growth:
     def plus(self, rows: Sequence[Row]) -> Growth:
         return replace(self, rows=self.rows + len(rows), fact_bytes=self.fact_bytes + _bytes(rows))
 
-    def postponed(self, by_rows: int, by_bytes: int) -> Growth:
+    def postponed(self) -> Growth:
         """Make compaction due again after as many further rows or bytes as after a new base."""
-        further = max(by_bytes, 2 * self.base_bytes)
-        return replace(self, due_rows=self.rows + by_rows, due_bytes=self.fact_bytes + further)
+        further = max(COMPACT_BYTES, 2 * self.base_bytes)
+        return replace(self, due_rows=self.rows + COMPACT_ROWS, due_bytes=self.fact_bytes + further)
 
 
 def _bytes(rows: Sequence[Row]) -> int:

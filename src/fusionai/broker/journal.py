@@ -26,7 +26,6 @@ from typing import Final
 
 import msgspec
 
-from fusionai.broker import growth as growths
 from fusionai.broker import history as histories
 from fusionai.broker import table as tables
 from fusionai.broker.engines.interface import JournalTaken, Remembered
@@ -37,8 +36,6 @@ from fusionai.coordination.broker.events import Fact, decode, encode
 from fusionai.primitives.errors import StorageError, UsageError
 from fusionai.storage.atomic import JobLock, sync_directory
 
-COMPACT_ROWS = growths.COMPACT_ROWS
-COMPACT_BYTES = growths.COMPACT_BYTES
 MOVED_SUFFIX: Final = ".moved"
 """Suffix of the files of a journal whose pool goes on in another engine."""
 _LOCK_SUFFIX: Final = ".lock"
@@ -71,7 +68,7 @@ class Journal:
         self._table = table
         self._mirror = mirror
         self._unusable = ""
-        self._growth = Growth.after(history, COMPACT_ROWS, COMPACT_BYTES)
+        self._growth = Growth.after(history)
         with table.transaction():
             self.term = max(table.head().term, history.term) + 1
             table.set_term(self.term)
@@ -176,11 +173,11 @@ class Journal:
             self._mirror = renewed
             with self._table.transaction():
                 self._table.rebase(base)
-        self._growth = Growth.after(PoolHistory(base, ()), COMPACT_ROWS, COMPACT_BYTES)
+        self._growth = Growth.after(PoolHistory(base, ()))
 
     def postpone_compaction(self) -> None:
         """Make compaction due again after as many further rows or bytes as after a new base."""
-        self._growth = self._growth.postponed(COMPACT_ROWS, COMPACT_BYTES)
+        self._growth = self._growth.postponed()
 
     def retire(self, successor: str) -> None:
         """Close the journal and rename its files, so that no broker goes on with them."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.broker import journal as journals
+from fusionai.broker import growth
 from fusionai.broker.journal import Journal, JournalTaken, Remembered, mirror_path
 from fusionai.coordination.broker.events import JobNoted
 from fusionai.primitives.errors import StorageError, UsageError
@@ -334,8 +334,8 @@ def test_a_broker_killed_within_a_compaction_loses_nothing(path: Path):
 
 
 def test_compaction_is_due_after_many_rows_or_bytes_and_keeps_files_small(path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(journals, "COMPACT_ROWS", 20)
-    monkeypatch.setattr(journals, "COMPACT_BYTES", 8_000)
+    monkeypatch.setattr(growth, "COMPACT_ROWS", 20)
+    monkeypatch.setattr(growth, "COMPACT_BYTES", 8_000)
     sizes: list[int] = []
     with closing(Journal.open(path, "home")) as journal:
         last = 0
@@ -351,7 +351,7 @@ def test_compaction_is_due_after_many_rows_or_bytes_and_keeps_files_small(path: 
 
 
 def test_a_compaction_that_fails_loses_nothing_and_is_put_off(journal: Journal, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(journals, "COMPACT_ROWS", 5)
+    monkeypatch.setattr(growth, "COMPACT_ROWS", 5)
     journal.append(0, NOTES)
     journal.postpone_compaction()
     assert not journal.compaction_due

@@ -39,7 +39,7 @@ from fusionai.broker.engines.interface import (
     Remembered,
     identity_of,
 )
-from fusionai.broker.growth import COMPACT_BYTES, COMPACT_ROWS, Growth
+from fusionai.broker.growth import Growth
 from fusionai.broker.history import IncompleteHistory, PoolHistory, Row
 from fusionai.broker.journal import facts_of
 from fusionai.coordination.broker.events import Fact, decode, encode
@@ -86,7 +86,7 @@ class EngineJournal:
         """When the lease ends, on this machine's monotonic clock. It is counted from before the engine was asked."""
         self._turn = threading.Lock()
         self._doubt: _Doubt | None = None
-        self._growth = Growth.after(PoolHistory(histories.origin(head.pool), ()), COMPACT_ROWS, COMPACT_BYTES)
+        self._growth = Growth.after(PoolHistory(histories.origin(head.pool), ()))
         self.outage = ""
         """Why the engine can't be used now; empty if it can."""
         self.on_outage: Callable[[], object] = lambda: None
@@ -170,7 +170,7 @@ class EngineJournal:
         row."""
         kept = self.history()
         self.renew()
-        self._growth = Growth.after(kept, COMPACT_ROWS, COMPACT_BYTES)
+        self._growth = Growth.after(kept)
         return Remembered(kept.sequence, kept.base.state, facts_of(self.name, kept))
 
     def history(self) -> PoolHistory:
@@ -193,10 +193,10 @@ class EngineJournal:
         base = histories.make_base(head.pool, head.sequence, head.chain, state)
         if not self._done(lambda: self._engine.rebase(self._head, base)):
             raise self._taken()
-        self._growth = Growth.after(PoolHistory(base, ()), COMPACT_ROWS, COMPACT_BYTES)
+        self._growth = Growth.after(PoolHistory(base, ()))
 
     def postpone_compaction(self) -> None:
-        self._growth = self._growth.postponed(COMPACT_ROWS, COMPACT_BYTES)
+        self._growth = self._growth.postponed()
 
     def renew(self) -> None:
         """Renew the lease of the deciding broker. Raises `JournalTaken` if another one has taken over, `StorageError`

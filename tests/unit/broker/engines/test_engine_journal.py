@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from fusionai.broker import growth
 from fusionai.broker.engines import engine_journal as engine_journals
 from fusionai.broker.engines.engine_journal import EngineJournal
 from fusionai.broker.engines.interface import JournalHeld, JournalInDoubt, JournalTaken
@@ -122,7 +123,7 @@ def test_renewals_and_compactions_go_on_over_a_new_connection(engine: MemoryEngi
 
 
 def test_compaction_is_due_after_many_rows(journal: EngineJournal, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_journals, "COMPACT_ROWS", 3)
+    monkeypatch.setattr(growth, "COMPACT_ROWS", 3)
     journal.load()
     assert not journal.compaction_due
     journal.append(1, [note(1), note(2)])
