@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from harness.engine_servers import EngineServer, EtcdServer, PostgresServer, why_not
@@ -47,6 +48,12 @@ def invitations(home: Path) -> str:
     return said.out
 
 
+def ready(port: int) -> tuple[int, str]:
+    """Return what a broker answers to the question of its supervisor."""
+    answer = httpx.get(f"http://127.0.0.1:{port}/ready")
+    return answer.status_code, answer.json()["reason"]
+
+
 def test_a_pool_moves_outlives_an_outage_and_a_broker(server: EngineServer, tmp_path: Path):
     first, second, url = tmp_path / "first", tmp_path / "second", server.url("pool")
     one = broker(first)
@@ -57,13 +64,17 @@ def test_a_pool_moves_outlives_an_outage_and_a_broker(server: EngineServer, tmp_
 
     refused = fusion("broker", "--home", first, "--port", "0", "--journal", url)
     assert (refused.code, "Move it with --journal-from" in refused.err) == (2, True)
-    one = broker(first, "--journal", url, "--journal-from", "sqlite")
+    watched, waiting = free_port(), free_port()
+    one = broker(first, "--journal", url, "--journal-from", "sqlite", "--metrics-port", watched)
     assert "both end with row 1, hash" in one.wait_for("Moved 1 rows from")
     one.wait_for("Press Ctrl-C")
     assert invitations(first) == before
+    assert ready(watched) == (200, "")
 
     server.kill()
     one.wait_for("The pool's journal can't be used")
+    status, reason = ready(watched)
+    assert (status, bool(reason)) == (503, True)
     refused = fusion("invite", "--home", first)
     assert (refused.code, "can't be used now" in refused.err) == (1, True)
     unreachable = fusion("broker", "--home", second, "--port", "0", "--journal", url)
@@ -77,12 +88,14 @@ def test_a_pool_moves_outlives_an_outage_and_a_broker(server: EngineServer, tmp_
     assert (unkeyed.code, "Copy broker/authority.pem" in unkeyed.err) == (2, True)
     for name in ("authority.pem", "authority.der"):
         shutil.copy(first / "broker" / name, second / "broker" / name)
-    other = broker(second, "--journal", url)
+    other = broker(second, "--journal", url, "--metrics-port", waiting)
     other.wait_for("waits to take over")
+    assert (ready(watched)[0], ready(waiting)[0]) == (200, 503)
     one.end()
     killed_s = time.monotonic()
     other.wait_for("Press Ctrl-C")
     assert time.monotonic() - killed_s < TAKEOVER_S
+    assert ready(waiting) == (200, "")
     assert invitations(second) == before
     assert fusion("invite", "--home", second).code == 0
 

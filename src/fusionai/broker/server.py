@@ -66,6 +66,11 @@ class BrokerServer:
     _ended: set[int] = field(default_factory=set[int])
     """Connections whose end could not be journalled yet."""
 
+    @property
+    def connections(self) -> int:
+        """Return how many connections are open, without those that only measure a link."""
+        return len(self._channels)
+
     async def accept(self, channel: Channel) -> None:
         """Serve one connection until it ends. Senders of tensors get one answer only, and so do strangers, unless it is
         the first of the two answers of joining with a code."""

@@ -97,6 +97,8 @@ class BrokerService:
     """Addresses of this broker, for invitations."""
     notice: Callable[[str], None] = _LOG.info
     """Gets a sentence when a machine comes or goes."""
+    appended: Callable[[float], object] = lambda _: None
+    """Gets the time in seconds that each append to the journal took."""
     announces: bool = False
     """Whether machines nearby can find this broker, so that codes are of use."""
     unendorsed: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
@@ -116,6 +118,11 @@ class BrokerService:
             self.clock,
             lambda: self.invite(uses=1, lifetime_s=CODE_LIFETIME_S),
         )
+
+    @property
+    def sequence(self) -> int:
+        """Return the number of the journal's last row."""
+        return self._sequence
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -344,11 +351,13 @@ class BrokerService:
         decision = handle(self.state, request, now_s=self.clock.now_s(), wall_s=self.clock.wall_s())
         sequence = self._sequence
         if decision.facts:
+            began_s = self.clock.now_s()
             try:
                 sequence = self.journal.append(self._sequence, decision.facts)
             except JournalInDoubt:
                 self._doubtful = _Doubtful(sequence + len(decision.facts), decision, finish, invitation)
                 raise
+            self.appended(self.clock.now_s() - began_s)
         return self._adopt(_Doubtful(sequence, decision, finish, invitation))
 
     def _adopt(self, decided: _Doubtful) -> Replies:

@@ -186,11 +186,11 @@ def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def open_listener(
-    host: str, port: int, *, has_keys: bool, has_tls: bool = False, clear_text: bool = False
+    host: str, port: int, *, has_keys: bool, has_tls: bool = False, clear_text: bool = False, flag: str = "--port"
 ) -> tuple[socket.socket, str]:
     """Reserve the address for `serve` and return the socket and its URL. `port` 0: any free one. Raises `UsageError` if
     it can't listen there, or if the address is reachable from other machines without API keys, or without TLS although
-    `clear_text` does not allow that."""
+    `clear_text` does not allow that. `flag`: names the port in errors."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, OverflowError, UnicodeError) as problem:
@@ -215,7 +215,7 @@ def open_listener(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setblocking(False)
     try:
-        with _listening_errors((host, port)):
+        with _listening_errors((host, port), flag):
             listener.bind(address)
     except UsageError:
         listener.close()
@@ -225,13 +225,13 @@ def open_listener(
 
 
 @contextlib.contextmanager
-def _listening_errors(address: tuple[Any, ...]) -> Generator[None, None, None]:
+def _listening_errors(address: tuple[Any, ...], flag: str = "--port") -> Generator[None, None, None]:
     try:
         yield
     except OSError as problem:
         raise UsageError(
             f"can't listen on {address[0]}:{address[1]}: {problem.strerror or problem}.",
-            hint="Another program may be using it: choose another with --port, or --port 0 for any free one.",
+            hint=f"Another program may be using it: choose another with {flag}, or {flag} 0 for any free one.",
         ) from problem
 
 

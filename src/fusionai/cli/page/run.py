@@ -76,7 +76,9 @@ def open_page(options: PageOptions, home: Path) -> OpenPage:
             "tunnel: ssh -L 4780:127.0.0.1:4780 THIS-MACHINE.",
         )
     password = _password(options)
-    listener, url = open_listener(options.host, options.port, has_keys=True, has_tls=tls is not None)
+    listener, url = open_listener(
+        options.host, options.port, has_keys=True, has_tls=tls is not None, flag="--page-port"
+    )
     if password is None:
         make_private_directory(home)
         make_private_directory(home / DIRECTORY)
@@ -148,6 +150,7 @@ async def run_with_page(
     announce: Callable[[Announcement], None],
     stop: asyncio.Event,
     notice: Callable[[str], None],
+    opened: Callable[[BrokerServer], None] = lambda _: None,
 ) -> None:
     """Run the broker like `run_broker`, with the page beside it."""
     closing_pool = asyncio.Event()
@@ -160,6 +163,10 @@ async def run_with_page(
         notice(sentence)
         for one in desk:
             one.notice(sentence)
+
+    def open_now(server: BrokerServer) -> None:
+        opened(server)
+        running.set_result(server)
 
     async def keep_page() -> None:
         try:
@@ -177,7 +184,7 @@ async def run_with_page(
     with closing(page.listener):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(keep_page())
-            await run_broker(options, announce=announce, stop=closing_pool, notice=noticed, opened=running.set_result)
+            await run_broker(options, announce=announce, stop=closing_pool, notice=noticed, opened=open_now)
 
 
 async def _opens(running: asyncio.Future[BrokerServer], stop: asyncio.Event) -> bool:

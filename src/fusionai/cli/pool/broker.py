@@ -6,9 +6,10 @@ evict` sends a member away.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,8 +28,9 @@ from fusionai.primitives.units import format_seconds, parse_rate_limit_bytes_per
 from fusionai.transport.security.trust import parse_key
 
 if TYPE_CHECKING:
-    from fusionai.broker.server import Announcement
+    from fusionai.broker.server import Announcement, BrokerServer
     from fusionai.cli.page.run import OpenPage
+    from fusionai.cli.pool.monitoring import OpenMonitoring
     from fusionai.client.pool.session import PoolMember, PoolSession
     from fusionai.wire.messages import InvitationView
 
@@ -143,6 +145,22 @@ ID_CHARACTERS: Final = 12
     ),
     flags.path_option("--page-tls-key", "FILE", "The PEM file of the certificate's private key.", dir_okay=False),
 )
+@flags.options(
+    flags.number_option(
+        "--metrics-port",
+        "Answer /metrics (Prometheus), /health and /ready on this TCP port; 0: any free one.  [default: don't]",
+        None,
+        0,
+        65_535,
+        metavar="PORT",
+    ),
+    click.option(
+        "--metrics-host",
+        metavar="ADDRESS",
+        help="Answer them on this address: counts and times, in clear text, for all that reach it.  [default: "
+        "127.0.0.1]",
+    ),
+)
 @lifeline_option
 @flags.home_option
 @flags.json_option
@@ -164,6 +182,8 @@ def broker(
     journal: str | None,
     journal_from: str | None,
     page: bool,
+    metrics_port: int | None,
+    metrics_host: str | None,
     lifeline: bool,
     home: Path,
     json_file: Path | None,
@@ -194,21 +214,44 @@ def broker(
         announces=announce,
     )
 
-    def opened(pool: Announcement) -> None:
+    def announced(pool: Announcement) -> None:
         figures = attributes(pool, "pool peer addresses invitation code fingerprint healed")
         write_json(json_file, "broker", figures, is_secret=True)
         _say_open(pool, uses, lifetime, endorsed=bool(trusted_only) or trust_file is not None, page=found)
 
     found = _page(page, home, of_page)
-    if found is not None:
+    watched = _monitoring(metrics_host, metrics_port)
+
+    async def keep(stop: asyncio.Event, opened: Callable[[BrokerServer], None]) -> None:
+        if found is None:
+            await run_broker(options, announce=announced, stop=stop, notice=_say, opened=opened)
+            return
         from fusionai.cli.page.run import run_with_page
 
-        run_until_stopped(
-            lambda stop: run_with_page(options, found, announce=opened, stop=stop, notice=_say), lifeline=lifeline
-        )
-    else:
-        run_until_stopped(lambda stop: run_broker(options, announce=opened, stop=stop, notice=_say), lifeline=lifeline)
+        await run_with_page(options, found, announce=announced, stop=stop, notice=_say, opened=opened)
+
+    async def run(stop: asyncio.Event) -> None:
+        if watched is None:
+            await keep(stop, lambda _: None)
+            return
+        from fusionai.cli.pool.monitoring import run_monitored
+
+        _say(f"Metrics: {watched.url}/metrics, and /health and /ready beside it.")
+        await run_monitored(watched, lambda opened: keep(stop, opened))
+
+    run_until_stopped(run, lifeline=lifeline)
     console.line("The pool is closed; run `fusion broker` again to reopen it.")
+
+
+def _monitoring(host: str | None, port: int | None) -> OpenMonitoring | None:
+    """Return the address of the metrics, reserved; None without `--metrics-port`. Raises `UsageError`."""
+    if port is None:
+        if host is not None:
+            raise UsageError("--metrics-host is for a broker with metrics.", hint="Add --metrics-port PORT.")
+        return None
+    from fusionai.cli.pool.monitoring import open_monitoring
+
+    return open_monitoring(host or "127.0.0.1", port)
 
 
 def _page(wanted: bool, home: Path, given: Mapping[str, Any]) -> OpenPage | None:
