@@ -28,6 +28,7 @@ from fusionai.primitives.units import format_seconds, parse_rate_limit_bytes_per
 from fusionai.transport.security.trust import parse_key
 
 if TYPE_CHECKING:
+    from fusionai.broker.options import BrokerOptions
     from fusionai.broker.server import Announcement, BrokerServer
     from fusionai.cli.page.run import OpenPage
     from fusionai.cli.pool.monitoring import OpenMonitoring
@@ -193,7 +194,6 @@ def broker(
     with the same --home it is the same pool: members reconnect by themselves, and running jobs continue while the
     broker is away."""
     from fusionai.broker.options import DEFAULT_PORT, BrokerOptions
-    from fusionai.broker.server import run_broker
 
     options = BrokerOptions(
         home=home,
@@ -221,26 +221,35 @@ def broker(
 
     found = _page(page, home, of_page)
     watched = _monitoring(metrics_host, metrics_port)
+    run_until_stopped(lambda stop: _keep(options, announced, stop, found, watched), lifeline=lifeline)
+    console.line("The pool is closed; run `fusion broker` again to reopen it.")
 
-    async def keep(stop: asyncio.Event, opened: Callable[[BrokerServer], None]) -> None:
-        if found is None:
-            await run_broker(options, announce=announced, stop=stop, notice=_say, opened=opened)
+
+async def _keep(
+    options: BrokerOptions,
+    announce: Callable[[Announcement], None],
+    stop: asyncio.Event,
+    page: OpenPage | None,
+    watched: OpenMonitoring | None,
+) -> None:
+    """Run the broker with what runs beside it."""
+    from fusionai.broker.server import run_broker
+
+    async def run(opened: Callable[[BrokerServer], None]) -> None:
+        if page is None:
+            await run_broker(options, announce=announce, stop=stop, notice=_say, opened=opened)
             return
         from fusionai.cli.page.run import run_with_page
 
-        await run_with_page(options, found, announce=announced, stop=stop, notice=_say, opened=opened)
+        await run_with_page(options, page, announce=announce, stop=stop, notice=_say, opened=opened)
 
-    async def run(stop: asyncio.Event) -> None:
-        if watched is None:
-            await keep(stop, lambda _: None)
-            return
-        from fusionai.cli.pool.monitoring import run_monitored
+    if watched is None:
+        await run(lambda _: None)
+        return
+    from fusionai.cli.pool.monitoring import run_monitored
 
-        _say(f"Metrics: {watched.url}/metrics, and /health and /ready beside it.")
-        await run_monitored(watched, lambda opened: keep(stop, opened))
-
-    run_until_stopped(run, lifeline=lifeline)
-    console.line("The pool is closed; run `fusion broker` again to reopen it.")
+    _say(f"Metrics: {watched.url}/metrics, and /health and /ready beside it.")
+    await run_monitored(watched, run)
 
 
 def _monitoring(host: str | None, port: int | None) -> OpenMonitoring | None:
