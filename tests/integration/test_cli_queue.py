@@ -63,6 +63,34 @@ def test_a_second_owners_job_waits_and_starts_when_the_first_ends(pool: LivePool
     assert listed(bert, figures)["second"]["state"] == "done"
 
 
+def losses(process: Process, figures: Path) -> list[float]:
+    """Interrupt the job and return its losses."""
+    process.interrupt()
+    assert process.ended() == EXIT_INTERRUPTED, process.text
+    return json.loads(figures.read_text())["losses"]
+
+
+@pytest.mark.long
+def test_an_idle_job_gives_way_and_goes_on_with_the_same_bits(pool: LivePool, tmp_path: Path):
+    """The bits are those of the same recipe that nothing disturbs."""
+    bert = pool.directory / "bert"
+    patient = recipe(tmp_path / "patient", "patient", job__steps=100_000)
+    idle = train(patient, pool.owner, "--wait", "--priority", "idle", "--json", tmp_path / "idle.json")
+    idle.wait_for("step 1/")
+    urgent = train(recipe(tmp_path / "urgent", "urgent", job__steps=3), bert, "--wait")
+    assert "which is more urgent" in idle.wait_for("asks this job to give way to")
+    done = int(idle.wait_for("it waits in the queue and goes on from there").split("stopped after ")[1].split()[0])
+    assert urgent.ended() == EXIT_DONE, urgent.text
+    idle.wait_for(f"step {done + 2}/")
+    found = losses(idle, tmp_path / "idle.json")
+
+    undisturbed = recipe(tmp_path / "undisturbed", "undisturbed", job__steps=100_000)
+    alone = train(undisturbed, pool.owner, "--json", tmp_path / "alone.json")
+    alone.wait_for(f"step {done + 2}/")
+    expected = losses(alone, tmp_path / "alone.json")
+    assert found[: done + 2] == expected[: done + 2]
+
+
 @pytest.mark.long
 def test_a_place_is_given_up_with_an_interrupt_and_with_stop(pool: LivePool, tmp_path: Path):
     bert, figures = pool.directory / "bert", tmp_path / "jobs.json"
@@ -106,5 +134,24 @@ def test_a_model_that_waits_is_served_when_its_turn_comes(pool: LivePool, tmp_pa
     expected = greedy(model, "a pool of")
     ready = json.loads((tmp_path / "serve.json").read_text())
     assert asked(ready["url"], "a pool of")["choices"][0]["text"] == expected
+    server.interrupt()
+    assert server.ended() == EXIT_DONE
+
+
+@pytest.mark.long
+def test_an_idle_model_gives_way_and_is_served_again(pool: LivePool, tmp_path: Path):
+    bert, model = pool.directory / "bert", saved_model(tmp_path / "tiny")
+    server = Process(
+        *("serve", model, "--context", 128, "--sessions", 2, "--port", 0, "--home", bert, "--threads", 1, "--wait"),
+        *("--priority", "idle", "--goal", "latency", "--json", tmp_path / "serve.json"),
+    )
+    server.wait_for("curl ")
+    urgent = train(recipe(tmp_path / "urgent", "urgent", job__steps=3), pool.owner, "--wait")
+    server.wait_for("asks this job to give way to")
+    server.wait_for("The model is not served for now")
+    assert urgent.ended() == EXIT_DONE, urgent.text
+    assert server.wait_until(lambda: sum("curl " in line for line in server.lines) == 2 or None), server.text
+    ready = json.loads((tmp_path / "serve.json").read_text())
+    assert asked(ready["url"], "a pool of")["choices"][0]["text"] == greedy(model, "a pool of")
     server.interrupt()
     assert server.ended() == EXIT_DONE

@@ -1,7 +1,8 @@
 """The queue under random owners, needs, machines and losses, and over a day of simulated work.
 
 A turn has all the machines that a job needs, or none; a machine is in one turn at most; no quota is passed; every job
-is reached in the end; owners with work left hold equal shares."""
+is reached in the end; owners with work left hold equal shares; jobs that give way do so for more urgent ones alone,
+which then get their machines, and go on later."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ from fusionai.coordination.broker.decisions import handle
 from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.coordination.broker.job_queue import QueuePolicy, Quota
 from fusionai.coordination.broker.pool import Pool
-from fusionai.coordination.broker.requests import Answer, IssueTickets
+from fusionai.coordination.broker.requests import Answer, IssueTickets, Notify
 from fusionai.coordination.broker.state import BrokerRules, BrokerState, recovered
 from fusionai.primitives.ids import JobId, PeerId
-from fusionai.wire.messages import QueuePlace, Refused
+from fusionai.wire.messages import QueuePlace, Refused, StopNotice
 from harness.examples import examples
 
 pytestmark = pytest.mark.slow
@@ -57,6 +58,7 @@ class Simulated:
     ends: dict[JobId, float] = field(default_factory=dict[JobId, float])
     began: dict[JobId, float] = field(default_factory=dict[JobId, float])
     held_gb_s: dict[PeerId, float] = field(default_factory=lambda: defaultdict(float))
+    gave_way: list[tuple[JobId, JobId]] = field(default_factory=list[tuple[JobId, JobId]])
 
     def __post_init__(self) -> None:
         rules = BrokerRules(pool="home", broker=BROKER, queue=self.policy, lease_s=1e9, unattended_s=1e9)
@@ -71,6 +73,8 @@ class Simulated:
         decision = handle(self.desk, request, now_s=self.now_s, wall_s=WALL_S + self.now_s)
         self.desk = decision.desk
         self.check()
+        notices = [one.message for one in decision.commands if isinstance(one, Notify)]
+        self.gave_way += [(JobId(one.job), JobId(one.gives_way_to)) for one in notices if isinstance(one, StopNotice)]
         return [one.message if isinstance(one, Answer) else one for one in decision.commands]
 
     def check(self) -> None:
@@ -103,7 +107,7 @@ class Simulated:
 
     def place(self, name: JobId) -> QueuePlace | Refused:
         work = self.works[name]
-        (found,) = self.ask(
+        found, *_ = self.ask(
             requests.AskPlace(
                 work.owner, 10_000, name, "t", 1, work.machines, work.memory_gb * GB, work.excluded, work.priority
             )
@@ -124,6 +128,26 @@ class Simulated:
                 (*_, granted) = self.ask(request)
                 assert isinstance(granted, IssueTickets), granted
                 self.began[name], self.ends[name] = self.now_s, self.now_s + work.runs_s
+        self.give_way()
+
+    def give_way(self) -> None:
+        """Every job that was asked to gives way at once, asks for a place again, and has the rest left to do."""
+        while self.gave_way:
+            asked, self.gave_way = self.gave_way, []
+            waiting = {name for _, name in asked}
+            assert len(waiting) == 1
+            (urgent,) = waiting
+            policy, work = self.policy, self.works
+            for name, _ in asked:
+                assert policy.gives_way(work[name].priority)
+                assert policy.rank(work[name].priority) > policy.rank(work[urgent].priority)
+                left_s = self.ends.pop(name) - self.now_s
+                work[name] = replace(work[name], runs_s=left_s)
+                self.ask(requests.ReportJob(work[name].owner, 10_000, name, "done", 1, ""))
+            assert urgent in self.desk.turns, "its machines came free"
+            for name, _ in asked:
+                self.place(name)
+            self.take_turns()
 
     def advance(self) -> None:
         """To the next end of a job."""
@@ -146,7 +170,7 @@ works = st.builds(
     machines=st.integers(1, 6),
     memory_gb=st.integers(0, 24),
     runs_s=st.sampled_from([10.0, 60.0, 600.0]),
-    priority=st.sampled_from(["", "", "low"]),
+    priority=st.sampled_from(["", "", "low", "idle"]),
     excluded=st.lists(st.sampled_from(MACHINES), max_size=2, unique=True).map(tuple),
 )
 sizes = st.lists(st.integers(1, 8), min_size=6, max_size=6).map(lambda found: dict(zip(MACHINES, found, strict=True)))

@@ -26,10 +26,12 @@ _Machines = Annotated[int, Meta(ge=1, le=100_000)] | None
 
 
 class ClassTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A priority class. `owners`: ids of the machines whose jobs may be of it; left out: all."""
+    """A priority class. `owners`: ids of the machines whose jobs may be of it; left out: all. `gives_way`: running jobs
+    of it are stopped for more urgent ones that wait."""
 
     name: str
     owners: tuple[_PeerText, ...] | None = None
+    gives_way: bool = False
 
 
 class QuotaTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -73,7 +75,7 @@ def load_policy(path: Path) -> QueuePolicy:
     classes = _DEFAULT.classes
     if found.classes is not None:
         classes = tuple(
-            PriorityClass(one.name, None if one.owners is None else frozenset(map(PeerId, one.owners)))
+            PriorityClass(one.name, None if one.owners is None else frozenset(map(PeerId, one.owners)), one.gives_way)
             for one in found.classes
         )
     names = [one.name for one in classes]

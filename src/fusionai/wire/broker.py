@@ -358,9 +358,11 @@ class JobStop(WireMessage, frozen=True, kw_only=True, tag="job_stop"):
 
 
 class StopNotice(WireMessage, frozen=True, kw_only=True, tag="stop_notice"):
-    """The broker tells a job's driver that an authorised member asked to stop the job."""
+    """The broker asks a job's driver to stop the job. `gives_way_to`: the job that gets its machines, because it is
+    more urgent and the job's class gives way; empty if an authorised member asked for the stop."""
 
     job: Job
+    gives_way_to: Annotated[str, Meta(max_length=128)] = ""
 
 
 class InviteRequest(WireMessage, frozen=True, kw_only=True, tag="invite_request"):

@@ -95,8 +95,8 @@ ID_CHARACTERS: Final = 12
 @flags.path_option(
     "--policy",
     "FILE",
-    "Priority classes of the queue and quotas of owners, in TOML. Read at the start.  [default: classes high, normal "
-    "and low, no quotas]",
+    "Priority classes of the queue and quotas of owners, in TOML. Read at the start.  [default: classes high, normal, "
+    "low and idle, no quotas]",
     name="policy_file",
     dir_okay=False,
 )

@@ -7,13 +7,9 @@ released. `client.serving.serve` runs the job, `gateway` answers requests, `cli.
 from __future__ import annotations
 
 import asyncio
-import json
-import shlex
-import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,50 +17,18 @@ import click
 
 from fusionai.cli import console
 from fusionai.cli import options as flags
-from fusionai.cli.options import ServingOptions, given_options, write_json
-from fusionai.cli.planning.view import privacy_figures, privacy_lines
+from fusionai.cli.options import ServingOptions, given_options
 from fusionai.cli.running import lifeline_option, run_until_stopped
-from fusionai.ir.serving import Purpose
+from fusionai.cli.serving.endpoint import ApiEndpoint, OpenEndpoint, opened
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.units import parse_seconds
 from fusionai.serving.speculating import MOST_FIXED
 
 if TYPE_CHECKING:
-    import ssl
-
-    from fusionai.cli.serving.view import ServingObservation
     from fusionai.client.serving.job import ServeRequest
-    from fusionai.client.serving.serve import Served, ServeEvent
-    from fusionai.gateway.config import KeyRing
-    from fusionai.gateway.tracing import Tracer
+    from fusionai.client.serving.serve import ServeEvent
 
 PORT: Final = 8000
-_HELLO: Final = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
-_EXAMPLES: Final[Mapping[Purpose, tuple[str, Mapping[str, Any]]]] = {
-    "generate": ("chat/completions", _HELLO),
-    "embed": ("embeddings", {"input": "Hello"}),
-    "score": ("rerank", {"query": "Hello", "documents": ["Good day", "Good night"]}),
-}
-"""A request for each kind of model: path and fields."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiEndpoint:
-    """Where the API listens and who may use it. `name`: the model's name for clients, None: its own name. `clear_text`:
-    other machines may connect without TLS. `strict`: requests with unknown fields are refused. `image_urls`: images are
-    fetched if requests name them by URLs. `behind_gateway`: another process of this command forwards requests to it."""
-
-    host: str
-    port: int
-    key_file: Path | None
-    tls_certificate: Path | None
-    tls_key: Path | None
-    clear_text: bool
-    strict: bool
-    image_urls: bool
-    name: str | None
-    behind_gateway: bool
-
 
 _ENDPOINT_OPTIONS: Final = flags.options(
     flags.host_option("127.0.0.1", "; others than loopback need API keys and TLS"),
@@ -276,7 +240,14 @@ def serve(
     )
     if any(endpoint.name == adapter for adapter, _ in request.adapters):
         raise UsageError(f"an adapter has the same name as the model, {endpoint.name!r}.", hint="Give it another name.")
-    run_until_stopped(lambda stop: _run(request, endpoint, json_file, stop), lifeline=lifeline)
+
+    async def run(stop: asyncio.Event) -> None:
+        from fusionai.client.pool.job_process import GAVE_WAY
+
+        while await _run(request, endpoint, json_file, stop) == GAVE_WAY and request.wait and not stop.is_set():
+            console.line(f"The model is not served for now: {GAVE_WAY}. It waits in the queue.")
+
+    run_until_stopped(run, lifeline=lifeline)
 
 
 def _serve_several(
@@ -303,7 +274,7 @@ def _serve_several(
         idle_s=idle_s,
         json_file=json_file,
     )
-    keys, tls, listener, url = _opened(endpoint)
+    keys, tls, listener, url = opened(endpoint)
 
     async def run(stop: asyncio.Event) -> None:
         with closing(listener):
@@ -312,38 +283,19 @@ def _serve_several(
     run_until_stopped(run, lifeline=lifeline)
 
 
-def _opened(endpoint: ApiEndpoint) -> tuple[KeyRing | None, ssl.SSLContext | None, socket.socket, str]:
-    """Return the keys, the certificate, and the reserved address with its URL. They are checked before a model is
-    loaded, which takes minutes."""
-    from fusionai.gateway.config import KeyRing
-    from fusionai.gateway.server import open_listener
-
-    if endpoint.key_file is not None and not endpoint.key_file.is_file():
-        raise UsageError(f"--api-key-file: there is no file {endpoint.key_file}.")
-    keys = None if endpoint.key_file is None else KeyRing.load(endpoint.key_file)
-    tls = _tls(endpoint)
-    listener, url = open_listener(
-        endpoint.host,
-        endpoint.port,
-        has_keys=keys is not None,
-        has_tls=tls is not None,
-        clear_text=endpoint.clear_text,
-    )
-    return keys, tls, listener, url
-
-
-async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | None, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set. If it is set before the model is ready, the start is cancelled."""
+async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | None, stop: asyncio.Event) -> str:
+    """Serve until `stop` is set, or until the broker stops the job; return its reason, else an empty text. If `stop` is
+    set before the model is ready, the start is cancelled."""
     from fusionai.cli.serving.view import ServingView
     from fusionai.gateway.tracing import tracer_from_environment
     from fusionai.privacy.findings import sentence
 
-    keys, tls, listener, url = _opened(endpoint)
+    keys, tls, listener, url = opened(endpoint)
     tracer = tracer_from_environment()
     console.line(f"privacy {request.privacy}: {sentence(request.privacy)}")
     ready = asyncio.Event()
     with closing(listener), ServingView() as view:
-        door = _Door(
+        door = OpenEndpoint(
             listener,
             url,
             endpoint.name,
@@ -361,11 +313,12 @@ async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | N
             await asyncio.wait({working, asked}, return_when=asyncio.FIRST_COMPLETED)
             if asked.done() and not ready.is_set():
                 working.cancel()
-            await working
+            return await working
         except asyncio.CancelledError:
             if not asked.done() or ready.is_set():
                 raise
             view.say("stopped before the model was ready")
+            return ""
         finally:
             asked.cancel()
             working.cancel()
@@ -373,100 +326,13 @@ async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | N
             await asyncio.to_thread(tracer.close)
 
 
-def _tls(endpoint: ApiEndpoint) -> ssl.SSLContext | None:
-    from fusionai.gateway.server import tls_context
-
-    match endpoint.tls_certificate, endpoint.tls_key:
-        case None, None:
-            return None
-        case Path() as certificate, Path() as key:
-            if endpoint.clear_text:
-                raise UsageError("--clear-text allows clients without TLS: it can't be combined with --tls-cert.")
-            return tls_context(certificate, key)
-        case _:
-            raise UsageError("a certificate and its private key are needed: give --tls-cert and --tls-key, or neither.")
-
-
-@dataclass(frozen=True, slots=True)
-class _Door:
-    """The API's address, reserved before the model is there, its keys, certificate and tracer, and what is announced
-    of it."""
-
-    listener: socket.socket
-    url: str
-    name: str | None
-    keys: KeyRing | None
-    tls: ssl.SSLContext | None
-    tracer: Tracer
-    json_file: Path | None
-    is_strict: bool
-    fetches_images: bool
-    is_behind: bool
-    """Clients use another address, of the process that forwards their requests."""
-    written: dict[str, object] = field(default_factory=dict[str, object])
-    """What `--json` has when the model is ready."""
-
-    def announce(self, ready: Served) -> None:
-        """Print that the model is ready, with an example of a request, and write `--json`."""
-        name, plan = self.name or ready.model.files.name, ready.engine.deployment.plan
-        self.written.update(
-            url=self.url,
-            model=name,
-            adapters=[adapter.name for adapter in ready.model.adapters],
-            job=ready.job,
-            privacy=privacy_figures(ready.privacy, plan),
-            plan=plan,
-            peers={stage.peer: ready.names.get(stage.peer, stage.peer) for stage in plan.stages},
-            local_pids={} if ready.pool is None else ready.pool.pids,
-        )
-        write_json(self.json_file, "serve", self.written)
-        purpose = ready.model.purpose
-        source = ready.model.texts.source
-        if purpose == "generate" and ready.model.texts.template.is_plain and source is None:
-            console.line(f"{name} has no chat template: chats are passed to it as lines of `role: text`.")
-        at = "" if self.is_behind else f" at {self.url}/v1"
-        console.line(f"ready: a probe token has crossed all stages and matched; {name}{at}")
-        for sentence in privacy_lines(ready.privacy, plan):
-            console.line(sentence)
-        if self.is_behind:
-            return
-        console.line(f"page: {self.url}/ (also the base URL for clients of Anthropic and Ollama)")
-        key = "" if self.keys is None else " -H 'Authorization: Bearer YOUR-KEY'"
-        if source is not None and source.speech is not None:
-            form = f"-F {shlex.quote(f'model={name}')} -F file=@SPEECH.wav"
-            console.line(f"curl {self.url}/v1/audio/transcriptions{key} {form}")
-            return
-        path, fields = _EXAMPLES[purpose]
-        body = json.dumps({"model": name, **fields})
-        quoted = body.replace("'", "'\\''")
-        console.line(f"curl {self.url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{quoted}'")
-
-    def conclude(self, ready: Served, observation: ServingObservation) -> None:
-        """Print predicted and measured figures, and add them to `--json`."""
-        from fusionai.cli.serving.view import show_serving
-        from fusionai.cli.training.observation import shared_cores
-
-        deployment, problem = ready.engine.deployment, ready.problem()
-        rows = observation.rows(problem, ready.chunk_tokens)
-        shared = shared_cores(
-            {stage.peer for stage in deployment.plan.stages},
-            deployment.members,
-            {profile.peer: profile for profile in problem.everyone},
-            ready.names,
-        )
-        guessed = ready.engine.status.extra.get("accepted_tokens", 0.0)
-        show_serving(rows, left_out=observation.left_out, guessed=guessed, shared=shared)
-        observed = {"observed": rows, "left_out": observation.left_out, "shared_cores": shared or None}
-        write_json(self.json_file, "serve", {**self.written, **observed})
-
-
 async def _serve(
     request: ServeRequest,
-    door: _Door,
+    door: OpenEndpoint,
     stop: asyncio.Event,
     ready: asyncio.Event,
     on_event: Callable[[ServeEvent], None],
-) -> None:
+) -> str:
     from fusionai.cli.serving.view import ServingObservation
     from fusionai.client.serving.serve import serving
     from fusionai.gateway import server
@@ -498,3 +364,4 @@ async def _serve(
             closing_app.set()
             await listening
         door.conclude(served, observation)
+        return served.stop_reason()

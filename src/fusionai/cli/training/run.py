@@ -25,8 +25,9 @@ from fusionai.client.pool.faults import FaultReport
 from fusionai.client.pool.job_process import Noted
 from fusionai.client.training.demo import DemoEvent
 from fusionai.client.training.kills import Killed, PeerReturned
+from fusionai.client.training.outcome import TrainingResult
 from fusionai.client.training.replicas import InReplica, ReplicasEvent, ReplicasResult, train_replicas
-from fusionai.client.training.train import Planned, RunEvent, TrainingResult, TrainOptions, train
+from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.tables import ConfigModel, FactoryModel, HubModel, LocalModel, Replicas
 from fusionai.dashboard.live import FaultLine, ReplicasView, TrainingView

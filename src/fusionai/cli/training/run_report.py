@@ -18,7 +18,8 @@ from fusionai.client.pool.faults import Episode, FaultReport, stages_in_words
 from fusionai.client.pool.job_process import Met, Noted
 from fusionai.client.training.demo import PROMPT, DemoEvent, DemoResult
 from fusionai.client.training.kills import Killed, PeerReturned
-from fusionai.client.training.train import Planned, TrainingResult
+from fusionai.client.training.outcome import TrainingResult
+from fusionai.client.training.train import Planned
 from fusionai.corpus.recipe import Recipe
 from fusionai.dashboard.report import write_report
 from fusionai.dashboard.report_data import PlanObservation, ReportData, ReportedFault, StepSpans, Tenure

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from fusionai.backends.interface import Backend, DeviceReport
 from fusionai.backends.registry import open_backend
@@ -22,6 +23,11 @@ from fusionai.primitives.ids import PeerId
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.transport.enrolment import Membership
+from fusionai.wire.messages import StopNotice
+
+STOPPED_BY_MEMBER: Final = "fusion stop"
+GAVE_WAY: Final = "it gave way to a more urgent job"
+"""Why the broker stopped a job, in words for its owner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,7 @@ class KnownMembers:
 
 class OwnerProcess:
     """One job in its owner's process: its lines for the user, its trust, the members that it knows, its session with
-    the pool. `stopped` is set when the broker passes on a `fusion stop`."""
+    the pool. `stopped` is set when the broker asks the job to stop, because of `stop_reason`."""
 
     def __init__(
         self,
@@ -75,13 +81,20 @@ class OwnerProcess:
         self.known = KnownMembers(on_event)
         self.clock = SystemClock()
         self.stopped = asyncio.Event()
-        self.pool = PoolSession(
-            membership, trust=self.trust, on_stop=lambda _job: self.stopped.set(), on_members=self.known.see
-        )
+        self.stop_reason = ""
+        self.pool = PoolSession(membership, trust=self.trust, on_stop=self._stop, on_members=self.known.see)
         self._on_event = on_event
 
     def note(self, text: str) -> None:
         self._on_event(Noted(text))
+
+    def _stop(self, notice: StopNotice) -> None:
+        if notice.gives_way_to and self.stop_reason != STOPPED_BY_MEMBER:
+            self.note(f"the broker asks this job to give way to {notice.gives_way_to}, which is more urgent")
+            self.stop_reason = GAVE_WAY
+        else:
+            self.stop_reason = STOPPED_BY_MEMBER
+        self.stopped.set()
 
     def note_trust(self, plan: Plan) -> None:
         """Note how many of the plan's machines are trusted, if the owner has a trust list."""

@@ -101,7 +101,7 @@ def members_of(view: wire.PoolView) -> tuple[PoolMember, ...]:
 class PoolSession:
     """A session, used as `async with PoolSession(membership, trust=...) as pool:`.
 
-    `on_stop` receives the id of a job that is asked to stop, `on_members` the members at each listing. `trust`: the
+    `on_stop` receives the notice that a job must stop, `on_members` the members at each listing. `trust`: the
     trust of the session's job; None for a session that only looks at the pool. Connects at the first request, and again
     after the broker was away. Every request raises `TransportError` if it is not answered within `ANSWER_S`."""
 
@@ -110,7 +110,7 @@ class PoolSession:
         membership: Membership,
         *,
         trust: JobTrust | None,
-        on_stop: Callable[[JobId], None] | None = None,
+        on_stop: Callable[[wire.StopNotice], None] | None = None,
         on_members: Callable[[tuple[PoolMember, ...]], None] | None = None,
     ) -> None:
         self.membership = membership
@@ -248,7 +248,7 @@ class PoolSession:
 
     def _notice(self, message: wire.Message) -> None:
         if isinstance(message, wire.StopNotice) and self._on_stop is not None:
-            self._on_stop(JobId(message.job))
+            self._on_stop(message)
         if isinstance(message, wire.RevocationNotice):
             self._take_revocations(message.signed)
 

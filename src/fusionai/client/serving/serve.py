@@ -111,8 +111,8 @@ ServeEvent = Noted | ServePlanned | Met | Hashed | PipelineNews | PipelineOpened
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
     """A served model, ready for generations. `job`: of the first pipeline. `ended` is done when no pipeline is left,
-    with the error of the last one if it had one. `stopped` is set when the broker was asked to stop a job of the
-    model."""
+    with the error of the last one if it had one. `stopped` is set when the broker asks a job of the model to
+    stop, because of what `stop_reason` returns."""
 
     job: JobId
     model: ServedModel
@@ -122,6 +122,7 @@ class Served:
     names: dict[str, str]
     ended: asyncio.Future[None]
     stopped: asyncio.Event
+    stop_reason: Callable[[], str]
     adapters: RunningAdapters | None
     """Loads and unloads adapters; None if the request has no room for any."""
     pool: LocalPool | None
@@ -366,6 +367,7 @@ class _Start:
             names=process.known.names,
             ended=engine.ended,
             stopped=process.stopped,
+            stop_reason=lambda: process.stop_reason,
             adapters=None if room is None else RunningAdapters(room.directory, model, loaded.weights, engine),
             pool=self._local,
             chunk_tokens=min(first.job.chunk_tokens, first.job.options.pass_tokens),

@@ -25,8 +25,9 @@ import numpy as np
 from fusionai.client.pool.job_process import Noted
 from fusionai.client.pool.local_pool import NAMES, LocalPeer, LocalPool
 from fusionai.client.training.kills import Kill, KillOutcome, StrikeEvent, Striker, check_kills
+from fusionai.client.training.outcome import TrainingResult
 from fusionai.client.training.preparation import PreparedJob
-from fusionai.client.training.train import Planned, RunEvent, TrainingResult, TrainOptions, train
+from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
 from fusionai.corpus.files import select_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.corpus.source import TokenSource

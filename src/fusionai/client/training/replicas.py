@@ -33,10 +33,11 @@ from fusionai.client.training.job_directory import (
     job_id,
     open_directory,
 )
+from fusionai.client.training.outcome import TrainingResult
 from fusionai.client.training.preparation import PreparedJob, excluded_peers, prepare, problem_for
 from fusionai.client.training.replica_crews import Crews, ReplicaPart, stands_by
 from fusionai.client.training.replica_rounds import ReplicaRounds, seat_name
-from fusionai.client.training.train import Planned, RunEvent, TrainingResult, TrainOptions, train
+from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
 from fusionai.corpus.order import Deal
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.tables import Replicas

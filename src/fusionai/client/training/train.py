@@ -17,14 +17,23 @@ from typing import Any, Final
 
 from fusionai.backends.tolerance import TOLERANCES
 from fusionai.client.pool.beginning import begin, nobody
-from fusionai.client.pool.faults import FaultRecord, FaultRecords
-from fusionai.client.pool.job_process import Met, Noted, OwnerProcess, OwnMachine, beside, own_machine, owner_profile
+from fusionai.client.pool.faults import FaultRecords
+from fusionai.client.pool.job_process import (
+    GAVE_WAY,
+    STOPPED_BY_MEMBER,
+    Met,
+    Noted,
+    OwnerProcess,
+    OwnMachine,
+    beside,
+    own_machine,
+    owner_profile,
+)
 from fusionai.client.pool.place import LeftQueue, Waiting
 from fusionai.client.pool.replanning import (
     Distrusted,
     MachineHistory,
     TrainingReplanner,
-    adopted_plan,
     distrusted,
 )
 from fusionai.client.pool.reporting import Reporting
@@ -39,6 +48,7 @@ from fusionai.client.training.job_directory import (
     job_id,
     open_directory,
 )
+from fusionai.client.training.outcome import TrainingResult, already_over, result_of
 from fusionai.client.training.preparation import (
     PreparedJob,
     checking,
@@ -48,7 +58,6 @@ from fusionai.client.training.preparation import (
     standing_problem,
 )
 from fusionai.client.training.replica_crews import ReplicaPart
-from fusionai.coordination.training.evaluations import Evaluation, standing
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.schedule import early_rounds, learning_rate
 from fusionai.execution.connections import Deployment
@@ -56,10 +65,10 @@ from fusionai.primitives.errors import ExecutionError, FusionError, TransportErr
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.primitives.privacy import keeps_ends
 from fusionai.primitives.process import in_background, set_aside_what_stays
-from fusionai.scheduling.problem.types import PeerProfile, Plan, TolerantTakeover
+from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.scheduling.training.replicated import with_replicas
 from fusionai.storage.commits import CommitJournal
-from fusionai.storage.reader import best_checkpoint, forget_after, latest, open_latest, step_of, sweep
+from fusionai.storage.reader import forget_after, open_latest, sweep
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints
@@ -104,26 +113,6 @@ class TrainOptions:
     epilogue: Callable[[Driver, PreparedJob], Awaitable[None]] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingResult:
-    job: JobId
-    steps: int
-    stopped: str | None
-    checkpoint: Path | None
-    directory: Path
-    losses: tuple[float, ...] = field(default=())
-    """Mean loss per committed step, from step 0, as in the journal."""
-    faults: tuple[FaultRecord, ...] = ()
-    """Faults of this start of the driver, oldest first."""
-    tolerant_takeovers: tuple[TolerantTakeover, ...] = ()
-    """Takeovers by machines with other numerics, of all starts of the job."""
-    best: Evaluation | None = None
-    best_checkpoint: Path | None = None
-    """Checkpoint with the lowest evaluation loss."""
-    early: str | None = None
-    """Why the job ended before its last step, None if it did not."""
-
-
 async def train(
     recipe: Recipe,
     options: TrainOptions,
@@ -132,9 +121,27 @@ async def train(
     stop: asyncio.Event,
     part: ReplicaPart | None = None,
 ) -> TrainingResult:
-    """Run or resume the job. `part`: set if this is one of several replicas. Raises `RecipeError`, `ModelError`,
+    """Run or resume the job. One that had to give way to a more urgent job goes on when it has machines again, if it
+    may wait for them. `part`: set if this is one of several replicas. Raises `RecipeError`, `ModelError`,
     `DataError`, `PlanError`, `TransportError`, `RefusedError`, `StorageError`, `ExecutionError` (a stage failed;
     running the recipe again resumes)."""
+    while True:
+        result = await _started(recipe, options, on_event, stop, part)
+        if result.stopped != GAVE_WAY or not options.wait or stop.is_set():
+            return result
+        on_event(
+            Noted(f"stopped after {result.steps} steps: {GAVE_WAY}; it waits in the queue and goes on from there.")
+        )
+
+
+async def _started(
+    recipe: Recipe,
+    options: TrainOptions,
+    on_event: Callable[[RunEvent], None],
+    stop: asyncio.Event,
+    part: ReplicaPart | None,
+) -> TrainingResult:
+    """Run the job until it is done or stopped. Raises as `train`."""
     # A machine in no pool must not create the job's directory; a job that is done needs no pool.
     membership = None if has_directory(recipe) else await owner_membership(options.home, options.invitation)
     directory = open_directory(recipe)
@@ -142,11 +149,11 @@ async def train(
         check_recipe(recipe, directory, journal)
         sweep(directory.checkpoints)
         forget_after(directory.checkpoints, journal.committed)  # checkpoints of steps that were rolled back
-        if (over := _over(recipe, directory, journal)) is not None:
+        if (over := already_over(recipe, directory, journal)) is not None:
             on_event(Noted(over))
             owner = known_owner(options.home)
             name = JobId(recipe.job.name) if owner is None else job_id(recipe, owner.peer, directory)
-            return _result(recipe, directory, journal, name, None)
+            return result_of(recipe, directory, journal, name, None)
         on_event(Noted("connecting to the pool"))
         membership = membership or await owner_membership(options.home, options.invitation)
         privacy = recipe.privacy
@@ -158,12 +165,14 @@ async def train(
             return await working
         except LeftQueue as error:
             on_event(Noted(error.message))
-            return _result(recipe, directory, journal, job_id(recipe, membership.peer, directory), "fusion stop")
+            return result_of(recipe, directory, journal, job_id(recipe, membership.peer, directory), STOPPED_BY_MEMBER)
         except asyncio.CancelledError:
             dropped = None if part is None else part.dropped
             if dropped is None and (run.driving.is_set() or not stop.is_set()):
                 raise
-            return _result(recipe, directory, journal, job_id(recipe, membership.peer, directory), dropped or "Ctrl-C")
+            return result_of(
+                recipe, directory, journal, job_id(recipe, membership.peer, directory), dropped or "Ctrl-C"
+            )
         finally:
             asked_early.cancel()
             working.cancel()
@@ -310,8 +319,8 @@ class _Run:
         reason, noticed = "interrupted", ()
         try:
             with beside(
-                _stop_when(self.stop, driver, "Ctrl-C"),
-                _stop_when(process.stopped, driver, "fusion stop"),
+                _stop_when(self.stop, driver, lambda: "Ctrl-C"),
+                _stop_when(process.stopped, driver, lambda: process.stop_reason),
                 reporting.run(),
                 watch.run(),
                 watch_trust(process.trust, driver),
@@ -326,7 +335,7 @@ class _Run:
             noticed = faults.close()
             if reason != "interrupted":  # after an interruption the broker's answer is not waited for
                 await reporting.close("done" if reason.startswith(("done", "stopped")) else "failed", reason)
-        return _result(self.recipe, self.directory, self.journal, job, stopped, noticed)
+        return result_of(self.recipe, self.directory, self.journal, job, stopped, noticed)
 
     def _driver(self, machine: OwnMachine, begun: _Begun, on_progress: Callable[[progress.Progress], None]) -> Driver:
         prepared, part = begun.prepared, self.part
@@ -430,60 +439,9 @@ def _training_job(
     )
 
 
-def _over(recipe: Recipe, directory: RunDirectory, journal: CommitJournal) -> str | None:
-    """Return why there is nothing left to do, None if the job is not done."""
-    newest = latest(directory.checkpoints)
-    if newest is None:
-        return None
-    evaluation, steps = recipe.evaluation, journal.committed
-    if steps < recipe.job.steps:
-        early = _early(recipe, journal)
-        ended = early is not None and step_of(newest) == steps
-        return f"the job has already ended early, after {steps} steps: {early}" if ended else None
-    if evaluation is not None and evaluation.keeps_best and evaluation.every and steps % evaluation.every == 0:
-        evaluated = journal.evaluations[-1].step if journal.evaluations else 0
-        if evaluated < steps:
-            return None
-    return f"all {recipe.job.steps} steps are already done"
-
-
-def _early(recipe: Recipe, journal: CommitJournal) -> str | None:
-    """Return why the journalled evaluations end the job before its last step, None if they don't."""
-    evaluation, found = recipe.evaluation, journal.evaluations
-    if evaluation is None or not found or found[-1].step < journal.committed or journal.committed >= recipe.job.steps:
-        return None
-    return standing(found, evaluation.minimum_improvement).enough(evaluation.patience)
-
-
-def _result(
-    recipe: Recipe,
-    directory: RunDirectory,
-    journal: CommitJournal,
-    job: JobId,
-    stopped: str | None,
-    faults: tuple[FaultRecord, ...] = (),
-) -> TrainingResult:
-    best, adopted = None, adopted_plan(journal)
-    if recipe.evaluation is not None and recipe.evaluation.keeps_best:
-        best = standing(journal.evaluations).best
-    return TrainingResult(
-        tolerant_takeovers=() if adopted is None else adopted.tolerant_takeovers,
-        best=best,
-        best_checkpoint=best_checkpoint(directory.checkpoints, best),
-        early=_early(recipe, journal) if stopped is None else None,
-        job=job,
-        steps=journal.committed,
-        stopped=stopped,
-        checkpoint=latest(directory.checkpoints),
-        directory=directory.root,
-        losses=tuple(record.loss for record in journal.records()),
-        faults=faults,
-    )
-
-
-async def _stop_when(event: asyncio.Event, driver: Driver, reason: str) -> None:
+async def _stop_when(event: asyncio.Event, driver: Driver, reason: Callable[[], str]) -> None:
     await event.wait()
-    driver.stop(reason)
+    driver.stop(reason())
 
 
 async def _cancel_unless(driving: asyncio.Event, stop: asyncio.Event, working: asyncio.Task[TrainingResult]) -> None:

@@ -10,7 +10,6 @@ from fusionai.coordination.broker import events, requests
 from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.coordination.broker.job import Job
 from fusionai.coordination.broker.requests import REASON_LENGTH, Answer, Notify, Refusal
-from fusionai.coordination.broker.state import Lease
 from fusionai.coordination.broker.transaction import Transaction
 from fusionai.coordination.broker.turns import check_entry, leave_queue
 from fusionai.primitives.ids import JobId, PeerId, short
@@ -30,7 +29,7 @@ def request_job(turn: Transaction, request: requests.RequestJob) -> None:
     turn.attend(request.job, request.connection)
     turn.commands.append(requests.IssueTickets(request.job, version))
     if turn.pool.jobs[request.job].phase == "stopping":
-        turn.commands.append(Notify(request.connection, StopNotice(job=request.job)))
+        turn.ask_driver_to_stop(request.job, request.connection)
 
 
 def report_job(turn: Transaction, request: requests.ReportJob) -> None:
@@ -53,7 +52,7 @@ def report_job(turn: Transaction, request: requests.ReportJob) -> None:
         case "failed":
             turn.record(events.JobFailed(at_s=at_s, job=job.job, step=step, detail=detail))
         case "stopping" if job.phase != "stopping":
-            _ask_to_stop(turn, job, request.sender)
+            turn.stop(job, request.sender, notify=False)
         case "running" if job.phase == "requested":
             turn.record(events.JobStarted(at_s=at_s, job=job.job))
         case _:
@@ -65,7 +64,7 @@ def report_job(turn: Transaction, request: requests.ReportJob) -> None:
         if detail and detail != turn.pool.jobs[job.job].notes[-1].text:
             turn.record(events.JobNoted(at_s=at_s, job=job.job, text=detail))
         if job.phase == "stopping" and request.state != "stopping":
-            turn.commands.append(Notify(request.connection, StopNotice(job=job.job)))
+            turn.ask_driver_to_stop(job.job, request.connection)
         turn.put("progress", job.job, step)
     turn.commands.insert(0, Answer(Done()))
 
@@ -83,19 +82,8 @@ def stop_job(turn: Transaction, request: requests.StopJob) -> None:
         if driver is not None and driver != request.connection:
             turn.commands.append(Notify(driver, StopNotice(job=job.job)))
     elif job.live:
-        _ask_to_stop(turn, job, request.sender)
-        if driver is not None:
-            turn.commands.append(Notify(driver, StopNotice(job=job.job)))
-        elif not job.attended:
-            turn.fail(job, "stopped while nobody attended to it")
+        turn.stop(job, request.sender)
     turn.commands.append(Answer(Done()))
-
-
-def _ask_to_stop(turn: Transaction, job: Job, sender: PeerId) -> None:
-    """Record the stop. The first one starts the driver's grace period, which no later one prolongs."""
-    turn.record(events.JobStopAsked(at_s=turn.wall_s, job=job.job, by=sender))
-    if job.job not in turn.desk.stops:
-        turn.put("stops", job.job, Lease(turn.rules.stop_grace_s, turn.now_s))
 
 
 def _same_plan(turn: Transaction, request: requests.RequestJob, job: Job | None) -> int:

@@ -137,8 +137,11 @@ class JobStarted(_Fact, frozen=True, tag="job_started"):
 
 
 class JobStopAsked(_Fact, frozen=True, tag="job_stop_asked"):
+    """`gives_way_to`: the queued job that gets its machines; empty if a member asked for the stop."""
+
     job: Job
     by: Peer
+    gives_way_to: str = ""
 
 
 class JobUnattended(_Fact, frozen=True, tag="job_unattended"):

@@ -61,6 +61,8 @@ class Job(State):
     """When it got its place in the queue, in seconds since 1970."""
     missed: int = 0
     """Turns that it let pass since."""
+    gives_way_to: str = ""
+    """Job for which it was asked to stop; empty if it was asked by a member, or not at all."""
     ended_at_s: float = 0.0
     held_bytes: int = 0
     held_flops_per_s: float = 0.0
@@ -141,6 +143,7 @@ def _request_again(job: Job, fact: events.JobRequested) -> Job:
         requested_at_s=fact.at_s,
         begun_at_step=job.step + 1,
         attended=True,
+        gives_way_to="",
     )
     return _noted(renewed, fact.at_s, "its turn was taken" if job.queued else "asked for again")
 
@@ -165,8 +168,15 @@ def _moved(text: Callable[[Any], str], **changes: Any) -> Callable[[Job, Any], J
     return act
 
 
+def _stop(job: Job, fact: events.JobStopAsked) -> Job:
+    """Stop the job. One that gives way and is then stopped by a member does not come back."""
+    text = f"{short(PeerId(fact.by))} asked it to stop"
+    if fact.gives_way_to:
+        text = f"gives way to {fact.gives_way_to}, which is more urgent"
+    return _noted(replace(job, phase="stopping", gives_way_to=fact.gives_way_to), fact.at_s, text)
+
+
 _start: Final = _moved(lambda _fact: "running", phase="running")
-_stop: Final = _moved(lambda fact: f"{short(PeerId(fact.by))} asked it to stop", phase="stopping")
 _unattend: Final = _moved(lambda fact: f"unattended: {fact.reason}", attended=False)
 _attend: Final = _moved(lambda _fact: "attended again", attended=True)
 _note: Final = _moved(lambda fact: fact.text)

@@ -4,7 +4,7 @@ which job.
 The order: first the priority class, then how small the share of the pool is that the owner's jobs hold or would hold
 with those ahead (dominant resource fairness over memory and speed, Ghodsi et al. 2011), then how small its share was
 over the last day, then the time of asking. A job gets its *turn* only when machines that fit its need are free, all at
-once; for a while they are kept for it alone.
+once; for a while they are kept for it alone. Running jobs of a class that gives way are stopped for more urgent ones.
 
 How long a job runs is not known. So nothing that a job ahead could use is given to a later one: if the free machines
 don't suffice for a job, they are all kept for it until enough have come free, unless not even all machines of the pool
@@ -44,22 +44,24 @@ class Quota:
 @dataclass(frozen=True, slots=True)
 class PriorityClass:
     """Jobs of one urgency. `owners`: the machines whose jobs may be of this class; None: all, and the broker's own
-    machine always may."""
+    machine always may. `gives_way`: running jobs of this class are stopped for a more urgent one that waits."""
 
     name: str
     owners: frozenset[PeerId] | None = None
+    gives_way: bool = False
 
 
 HIGH: Final = PriorityClass("high", frozenset())
 NORMAL: Final = PriorityClass("normal")
 LOW: Final = PriorityClass("low")
+IDLE: Final = PriorityClass("idle", gives_way=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuePolicy:
     """What the broker's owner decides about the queue. `classes`: most urgent first."""
 
-    classes: tuple[PriorityClass, ...] = (HIGH, NORMAL, LOW)
+    classes: tuple[PriorityClass, ...] = (HIGH, NORMAL, LOW, IDLE)
     usual: str = NORMAL.name
     """Class of jobs that name none."""
     turn_s: float = 60.0
@@ -82,6 +84,9 @@ class QueuePolicy:
         usual one."""
         names = [one.name for one in self.classes]
         return names.index(name if name in names else self.usual)
+
+    def gives_way(self, name: str) -> bool:
+        return self.classes[self.rank(name)].gives_way
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +236,49 @@ class Arrangement:
                 del left[one.peer]
         return Line(order, kept, granted)
 
+    def in_the_way(self, line: Line) -> tuple[JobId, tuple[JobId, ...]] | None:
+        """Return the first job of the arranged `line` that waits and need not, and the running jobs that must give way
+        to it: of classes that do, and less urgent. As few as possible stop, the least urgent and then the youngest
+        first; none if their machines would not suffice. Machines of jobs that are stopping already count as free."""
+        pool, policy = self.pool, self.policy
+        held = held_by_owners(pool, self.turns)
+        present = [one for one in pool.members.values() if one.phase in LENT]
+        whole = holding(present)
+        for name in line.jobs:
+            job = pool.jobs[name]
+            need, machine = job.need, machine_of(pool, job.owner)
+            if name in self.turns or name in line.granted or not job.attended or not self._ever(need, present, whole):
+                continue
+            asked = LentAmount(need.machines, need.memory_bytes)
+            if not policy.quota_of(machine).allows(held.get(machine, NOTHING) + asked):
+                continue
+            if policy.gives_way(need.priority):
+                continue
+            free = holding(member for peer, member in self.free.items() if line.kept.get(peer) == name)
+            stopping, running = self._coming_free(job)
+            found = _fewest(need, free + sum(stopping, NOTHING), running)
+            return (name, found) if found else None
+        return None
+
+    def _coming_free(self, waiting: Job) -> tuple[list[LentAmount], list[tuple[JobId, LentAmount]]]:
+        """Return the machines that `waiting` could use of each job that stops, and of each that would have to give way
+        to it, in the order in which they are asked."""
+        policy, rank = self.policy, self.policy.rank
+        held: dict[JobId, list[Member]] = defaultdict(list)
+        for member in self.pool.members.values():
+            if member.job is not None and member.phase == "active" and member.peer not in waiting.need.excluded:
+                held[member.job].append(member)
+        stopping: list[LentAmount] = []
+        running: list[Job] = []
+        for name, members in held.items():
+            job = self.pool.jobs[name]
+            if job.phase == "stopping":
+                stopping.append(holding(members))
+            elif policy.gives_way(job.need.priority) and rank(job.need.priority) > rank(waiting.need.priority):
+                running.append(job)
+        running.sort(key=lambda job: (-rank(job.need.priority), -job.requested_at_s, job.job))
+        return stopping, [(job.job, holding(held[job.job])) for job in running]
+
     def _rank(self, job: Job, since_s: float) -> int:
         """Return the rank of an owner's first job: its class, and one less for each `age_s` that passed since."""
         waited_s = max(0.0, self.wall_s - since_s)
@@ -290,6 +338,22 @@ class Arrangement:
         if not need.excluded:
             return whole.meets(need)
         return holding(one for one in present if one.peer not in need.excluded).meets(need)
+
+
+def _fewest(need: Need, free: LentAmount, running: list[tuple[JobId, LentAmount]]) -> tuple[JobId, ...]:
+    """Return the first of `running` whose machines, with those that are `free`, meet the need, without those that are
+    not needed; none if `free` is enough, or all are not."""
+    taken: list[tuple[JobId, LentAmount]] = []
+    for one in running:
+        if sum((amount for _, amount in taken), free).meets(need):
+            break
+        taken.append(one)
+    if not sum((amount for _, amount in taken), free).meets(need):
+        return ()
+    for one in tuple(taken):
+        if sum((amount for other, amount in taken if other != one[0]), free).meets(need):
+            taken.remove(one)
+    return tuple(name for name, _ in taken)
 
 
 def _chosen(

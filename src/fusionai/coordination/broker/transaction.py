@@ -19,9 +19,9 @@ from fusionai.coordination.broker.requests import (
     Notify,
     Refusal,
 )
-from fusionai.coordination.broker.state import PRESENT, BrokerRules, BrokerState
+from fusionai.coordination.broker.state import PRESENT, BrokerRules, BrokerState, Lease
 from fusionai.primitives.ids import JobId, PeerId, short
-from fusionai.wire.messages import LeaveNotice
+from fusionai.wire.messages import LeaveNotice, StopNotice
 
 LARGE: Final = 64
 """Entries from which a table is overlaid instead of copied (chosen)."""
@@ -96,6 +96,24 @@ class Transaction:
             self.record(events.JobAttended(at_s=self.wall_s, job=name))
         self.put("drivers", name, connection)
         self.drop(name, "waits")
+
+    def stop(self, job: Job, sender: PeerId, *, gives_way_to: str = "", notify: bool = True) -> None:
+        """Record that the job was asked to stop, and `notify` its driver. The first stop starts the driver's grace
+        period, which no later one prolongs. A job that nobody attends to ends at once."""
+        self.record(events.JobStopAsked(at_s=self.wall_s, job=job.job, by=sender, gives_way_to=gives_way_to))
+        if job.job not in self.desk.stops:
+            self.put("stops", job.job, Lease(self.rules.stop_grace_s, self.now_s))
+        driver = self.desk.drivers.get(job.job)
+        if not notify:
+            return
+        if driver is not None:
+            self.ask_driver_to_stop(job.job, driver)
+        elif not job.attended:
+            self.fail(job, "stopped while nobody attended to it")
+
+    def ask_driver_to_stop(self, name: JobId, connection: int) -> None:
+        notice = StopNotice(job=name, gives_way_to=self.pool.jobs[name].gives_way_to)
+        self.commands.append(Notify(connection, notice))
 
     def dismiss(self, name: JobId) -> None:
         """Forget what is kept in memory about a job that has ended."""

@@ -89,9 +89,20 @@ def rearrange(turn: Transaction, *, timely: bool) -> None:
         line = turn.desk.arrangement(turn.wall_s).arranged()
         for name, members in line.granted.items():
             turn.put("turns", name, Turn(Lease(turn.rules.queue.turn_s, turn.now_s), members))
+        _make_way(turn, line)
     else:
         line = Line()
     turn.desk = replace(turn.desk, line=line, arranged_of=of, arranged_s=turn.now_s)
+
+
+def _make_way(turn: Transaction, line: Line) -> None:
+    """Stop running jobs of a class that gives way, for the first more urgent job that waits."""
+    found = turn.desk.arrangement(turn.wall_s).in_the_way(line)
+    if found is None:
+        return
+    waiting, stopping = found
+    for name in stopping:
+        turn.stop(turn.pool.jobs[name], turn.rules.broker, gives_way_to=waiting)
 
 
 def _drop_broken_turns(turn: Transaction) -> None:

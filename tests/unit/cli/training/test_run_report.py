@@ -10,7 +10,8 @@ import pytest
 from fusionai.cli.training.run_report import RunReport, Tenures
 from fusionai.client.pool.job_process import Met, Noted
 from fusionai.client.training.kills import Kill, Killed, PeerReturned
-from fusionai.client.training.train import Planned, TrainingResult
+from fusionai.client.training.outcome import TrainingResult
+from fusionai.client.training.train import Planned
 from fusionai.dashboard.report_data import ReportData, Tenure
 from fusionai.primitives.ids import JobId
 from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, StagePlacement, Standby

@@ -343,7 +343,7 @@ def test_a_more_urgent_class_comes_first_and_waiting_makes_urgent(desk: Desk):
 
 
 def test_classes_are_those_of_the_policy_and_of_whom_it_says(desk: Desk):
-    assert desk.refused(want("job-2", priority="urgent"), "bad_message").endswith("it has high, normal, low.")
+    assert desk.refused(want("job-2", priority="urgent"), "bad_message").endswith("it has high, normal, low, idle.")
     assert "is not for jobs of" in desk.refused(want("job-2", priority="high"), "not_authorised")
     classes = (PriorityClass("urgent", frozenset({BERT})), PriorityClass("normal"))
     other = Desk(replace(POLICY, classes=classes))
@@ -558,3 +558,91 @@ def test_one_owner_has_a_limited_number_of_places(desk: Desk):
     assert "200 jobs of this owner" in desk.refused(want("job-x", BERT), "busy")
     assert desk.place("job-1", BERT, machines=2).waiting == MOST_OF_OWNER
     assert desk.place("job-x", CARL).waiting == MOST_OF_OWNER + 1
+
+
+def idle(desk: Desk, name: str, *peers: PeerId, owner: PeerId = ANNA) -> None:
+    """Start a job of the class that gives way on machines of its turn."""
+    assert set(peers) <= set(desk.place(name, owner, machines=len(peers), priority="idle").members)
+    desk.start(name, *peers, owner=owner)
+    desk.ask(requests.ReportJob(owner, ord(owner[0]), JobId(name), "running", 0, ""))
+
+
+def given_way(decision: Decision) -> dict[str, str]:
+    """Return which jobs are asked to give way, and to which one."""
+    notices = [one.message for one in decision.commands if isinstance(one, Notify)]
+    return {one.job: one.gives_way_to for one in notices if isinstance(one, StopNotice)}
+
+
+def test_an_idle_job_gives_way_and_gets_machines_again_later(desk: Desk):
+    idle(desk, "idle-1", A, B, C)
+    decision = desk.ask(want("job-2", BERT, machines=2))
+    assert given_way(decision) == {"idle-1": "job-2"}
+    assert desk.phase("idle-1") == "stopping"
+    assert "gives way to job-2" in desk.desk.pool.jobs[JobId("idle-1")].notes[-1].text
+    assert given_way(desk.ask(want("job-2", BERT, machines=2))) == {}, "once is enough"
+    desk.end("idle-1")
+    assert desk.place("idle-1", machines=3, priority="idle").place == 2
+    desk.start("job-2", *desk.place("job-2", BERT, machines=2).members[:2], owner=BERT)
+    assert desk.place("idle-1", machines=3, priority="idle").members == ()
+    desk.end("job-2", BERT)
+    assert desk.place("idle-1", machines=3, priority="idle").members == (A, B, C)
+    assert not desk.desk.pool.jobs[JobId("idle-1")].missed
+
+
+def test_as_few_jobs_as_possible_give_way_the_youngest_first(desk: Desk):
+    for name, peer in (("idle-1", A), ("idle-2", B), ("idle-3", C)):
+        idle(desk, name, peer)
+        desk.wait(1.0)
+    assert given_way(desk.ask(want("job-1", BERT))) == {"idle-3": "job-1"}
+    assert given_way(desk.ask(want("job-2", BERT))) == {}, "the machine of a job that stops already is counted"
+    desk.end("idle-3")
+    desk.start("job-1", *desk.place("job-1", BERT).members, owner=BERT)
+    assert (desk.phase("idle-1"), desk.phase("idle-2")) == ("running", "stopping"), "now for job-2"
+    assert given_way(desk.ask(want("job-2", BERT, machines=2))) == {"idle-1": "job-2"}
+
+
+def test_a_large_job_alone_gives_way_where_small_ones_are_not_needed_too():
+    desk = Desk(machines=(A, B, C))
+    desk.register(C, boot=1, memory_bytes=16 * GB)
+    idle(desk, "large", C)
+    desk.wait(1.0)
+    idle(desk, "small", A)
+    assert given_way(desk.ask(want("job-1", BERT, memory_bytes=12 * GB))) == {"large": "job-1"}
+
+
+def test_nothing_gives_way_in_vain_nor_to_its_equals(desk: Desk):
+    idle(desk, "idle-1", A)
+    desk.start("job-1", B, owner=CARL)
+    assert given_way(desk.ask(want("job-2", BERT, machines=3))) == {}, "job-1 does not give way"
+    assert given_way(desk.ask(want("idle-2", BERT, machines=2, priority="idle"))) == {}
+    desk.ask(requests.ReportJob(BERT, ord("p"), JobId("job-2"), "done", 0, ""))
+    assert given_way(desk.ask(want("job-3", BERT, machines=2, excluded=(A,)))) == {}
+    assert given_way(desk.ask(want("job-3", BERT, machines=2))) == {"idle-1": "job-3"}
+
+
+def test_a_waiting_job_at_its_owners_quota_makes_none_give_way():
+    desk = Desk(QueuePolicy(quota=Quota(machines=1)))
+    idle(desk, "idle-1", A)
+    desk.start("job-1", B, owner=BERT)
+    desk.start("job-2", C, owner=CARL)
+    assert given_way(desk.ask(want("job-3", BERT))) == {}
+
+
+def test_a_driver_that_comes_back_hears_to_what_it_gives_way_and_a_members_stop_outlasts_that(desk: Desk):
+    idle(desk, "idle-1", A, B, C)
+    desk.ask(requests.Disconnected(ord(ANNA[0])))
+    assert given_way(desk.ask(want("job-2", BERT))) == {}, "nobody hears it now"
+    report = requests.ReportJob(ANNA, 99, JobId("idle-1"), "running", 3, "")
+    assert given_way(desk.ask(report)) == {"idle-1": "job-2"}
+    assert given_way(desk.ask(requests.StopJob(ANNA, JobId("idle-1")))) == {"idle-1": ""}
+    assert given_way(desk.ask(report)) == {"idle-1": ""}
+
+
+def test_an_idle_job_that_nobody_attends_to_ends_at_once(desk: Desk):
+    idle(desk, "idle-1", A, B, C)
+    desk.ask(requests.Disconnected(ord(ANNA[0])))
+    desk.wait(desk.rules.lease_s + 1.0)
+    assert not desk.desk.pool.jobs[JobId("idle-1")].attended
+    desk.ask(want("job-2", BERT))
+    assert desk.phase("idle-1") == "failed"
+    assert desk.place("job-2", BERT).members == (A, B, C)
