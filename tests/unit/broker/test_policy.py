@@ -63,7 +63,7 @@ def test_a_whole_file(tmp_path: Path):
         ("age = '0.1s'", "age: expected a second or more"),
         ("[quota]\nmachines = 0", "machines"),
         ("[quota]\nmemory = 'much'", "quota: memory: expected a size"),
-        ("usual = 'urgent'", "usual: expected one of the classes high, normal, low, got 'urgent'"),
+        ("usual = 'urgent'", "usual: expected one of the classes high, normal, low, idle, got 'urgent'"),
         ("classes = []", "classes: expected one or more names"),
         ("[[classes]]\nname = 'a'\n[[classes]]\nname = 'a'", "each once"),
         ("[[classes]]\nname = 'Very urgent'", "expected up to 32 small letters"),

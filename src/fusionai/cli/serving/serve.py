@@ -240,14 +240,7 @@ def serve(
     )
     if any(endpoint.name == adapter for adapter, _ in request.adapters):
         raise UsageError(f"an adapter has the same name as the model, {endpoint.name!r}.", hint="Give it another name.")
-
-    async def run(stop: asyncio.Event) -> None:
-        from fusionai.client.pool.job_process import GAVE_WAY
-
-        while await _run(request, endpoint, json_file, stop) == GAVE_WAY and request.wait and not stop.is_set():
-            console.line(f"The model is not served for now: {GAVE_WAY}. It waits in the queue.")
-
-    run_until_stopped(run, lifeline=lifeline)
+    run_until_stopped(lambda stop: _run(request, endpoint, json_file, stop), lifeline=lifeline)
 
 
 def _serve_several(
@@ -283,7 +276,15 @@ def _serve_several(
     run_until_stopped(run, lifeline=lifeline)
 
 
-async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | None, stop: asyncio.Event) -> str:
+async def _run(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | None, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set, and again after giving way to a more urgent job, if the model may wait."""
+    from fusionai.client.pool.job_process import GAVE_WAY
+
+    while await _run_once(request, endpoint, json_file, stop) == GAVE_WAY and request.wait and not stop.is_set():
+        console.line(f"The model is not served for now: {GAVE_WAY}. It waits in the queue.")
+
+
+async def _run_once(request: ServeRequest, endpoint: ApiEndpoint, json_file: Path | None, stop: asyncio.Event) -> str:
     """Serve until `stop` is set, or until the broker stops the job; return its reason, else an empty text. If `stop` is
     set before the model is ready, the start is cancelled."""
     from fusionai.cli.serving.view import ServingView

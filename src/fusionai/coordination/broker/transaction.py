@@ -99,7 +99,7 @@ class Transaction:
 
     def stop(self, job: Job, sender: PeerId, *, gives_way_to: str = "", notify: bool = True) -> None:
         """Record that the job was asked to stop, and `notify` its driver. The first stop starts the driver's grace
-        period, which no later one prolongs. A job that nobody attends to ends at once."""
+        period, which no later one prolongs. A job without an owner in touch ends at once."""
         self.record(events.JobStopAsked(at_s=self.wall_s, job=job.job, by=sender, gives_way_to=gives_way_to))
         if job.job not in self.desk.stops:
             self.put("stops", job.job, Lease(self.rules.stop_grace_s, self.now_s))
