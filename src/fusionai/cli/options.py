@@ -162,7 +162,8 @@ def own_part_options(what: str) -> _Option[_Function]:
             "--priority",
             metavar="CLASS",
             default="",
-            help="With --wait: the job's priority class, one of those of the pool.  [default: the pool's usual one]",
+            help="With --wait: the job's priority class, one of those of the pool; without a policy of its owner they "
+            "are high, normal, low, and idle, which gives way to the others.  [default: the pool's usual one]",
         ),
     )
 
