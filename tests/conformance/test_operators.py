@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -16,12 +18,15 @@ from fusionai.backends.torch.host import DTYPE_NAMES, DTYPES
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN, TorchContext
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Arg, DTypeArg, Graph, ListArg, Node, Ref, ValueSpec
+from fusionai.primitives.errors import FusionError
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.wire.messages import StageOptions
 from harness.operator_cases import Case, DType, Still, cases, tried
 
 SEMANTIC = frozenset({"fusion.attention", "fusion.dropout", "fusion.in_training", "fusion.uniform"})
 CASES = list(cases())
+TOGETHER = 30
+"""Cases in one program."""
 CONTEXT = TorchContext(training=True, key=DropoutKey(0, 0, 0))
 
 
@@ -121,29 +126,132 @@ def numbers(tensor: HostTensor) -> np.ndarray[Any, Any]:
     return np.frombuffer(tensor.data, tensor.dtype).reshape(tensor.shape)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize(
-    "name", ["torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("jax", "onnxruntime"))]
-)
-def test_an_operator(name: str, case: Case) -> None:
-    backend = opened(name)
-    if missing := backend.unsupported([case.op]):
-        pytest.skip(f"this backend has no {missing[0]}, and says so")
-    trains = name != "onnxruntime"
-    if not trains and "batch_norm" in case.op and "no_training" not in case.op:
-        pytest.skip("in training it is another operator")
+@dataclass(frozen=True)
+class Asked:
+    """A case as a graph of one node with its input, torch's results, and the gradients that are fed back. `floats`:
+    inputs that may have a gradient."""
+
+    case: Case
+    graph: Graph
+    fed: dict[str, HostTensor]
+    floats: tuple[str, ...]
+    plain: list[torch.Tensor]
+    exact: list[torch.Tensor]
+    operands: list[torch.Tensor]
+    roots: dict[str, HostTensor]
+
+
+@cache
+def asked(number: int, *, trains: bool) -> Asked:
+    """Case `number`; with gradients, and torch's own in `operands`, if it `trains`."""
+    case = CASES[number]
     plain, _ = reference(case, double=False)
     exact, operands = reference(case, double=not case.exact)
     graph, fed = graph_of(case, plain)
     floats = tuple(key for key, tensor in fed.items() if key[0] == "x" and tensor.dtype in FLOAT_DTYPES)
-    program = backend.load(graph, grad_inputs=floats, options=StageOptions())
-    call = Call("train" if trains else "eval", 0, 0)
-    made = program.forward(call, fed)
+    roots: dict[str, HostTensor] = {}
+    weighted: list[torch.Tensor] = []
+    for place, wanted in enumerate(exact if trains and OPERATORS[case.op].differentiable and floats else ()):
+        key = f"y{place}"
+        if key in graph.outputs and wanted.requires_grad and graph.values[key].dtype == "float32":
+            drawn = np.random.default_rng(place).standard_normal(tuple(wanted.shape)).astype(np.float32)
+            roots[key] = host_tensor("float32", drawn.shape, np.ascontiguousarray(drawn).tobytes())
+            weighted.append((wanted * torch.from_numpy(np.array(drawn)).to(wanted.dtype)).sum())
+    if weighted:
+        torch.stack([one.double() for one in weighted]).sum().backward()
+    return Asked(case, graph, fed, floats, plain, exact, operands, roots)
+
+
+def merged(parts: Sequence[Asked]) -> Asked:
+    """Return all cases as one graph. Names of part `n` begin with `x<n>.`."""
+
+    def renamed(arg: Arg, to: str) -> Arg:
+        match arg:
+            case Ref(name=name):
+                return Ref(to + name)
+            case ListArg(items=items):
+                return ListArg(tuple(renamed(item, to) for item in items))
+            case _:
+                return arg
+
+    graph = Graph(name="all", symbols={}, inputs=(), outputs={}, values={}, params={}, nodes=())
+    fed, roots, floats = dict[str, HostTensor](), dict[str, HostTensor](), list[str]()
+    for number, part in enumerate(parts):
+        to, (node,) = f"x{number}.", part.graph.nodes
+        graph = Graph(
+            name=graph.name,
+            symbols={},
+            inputs=(*graph.inputs, *(to + name for name in part.graph.inputs)),
+            outputs={**graph.outputs, **{to + name: to + value for name, value in part.graph.outputs.items()}},
+            values={**graph.values, **{to + name: spec for name, spec in part.graph.values.items()}},
+            params={},
+            nodes=(
+                *graph.nodes,
+                Node(
+                    id=number,
+                    op=node.op,
+                    args=tuple(renamed(arg, to) for arg in node.args),
+                    kwargs={name: renamed(arg, to) for name, arg in node.kwargs.items()},
+                    outputs=tuple(to + name for name in node.outputs),
+                ),
+            ),
+        )
+        fed |= {to + name: tensor for name, tensor in part.fed.items()}
+        roots |= {to + name: tensor for name, tensor in part.roots.items()}
+        floats += [to + name for name in part.floats]
+    return replace(parts[0], graph=graph, fed=fed, roots=roots, floats=tuple(floats))
+
+
+Computed = tuple[dict[str, HostTensor], dict[str, HostTensor]]
+"""Results, and gradients, by name."""
+
+
+def computed(name: str, one: Asked) -> Computed:
+    program = opened(name).load(one.graph, grad_inputs=one.floats, options=StageOptions())
+    call = Call("eval" if name == "onnxruntime" else "train", 0, 0)
+    made = program.forward(call, one.fed)
+    return dict(made), dict(program.backward(call, one.roots)) if one.roots else {}
+
+
+@cache
+def in_one_program(name: str, group: int) -> dict[int, Computed] | None:
+    """What the backend computes for each case of the group, all compiled at once, which takes less than half the time;
+    None if that is not possible, so that the case that is at fault fails alone."""
+    backend = opened(name)
+    numbers = range(group * TOGETHER, min(len(CASES), (group + 1) * TOGETHER))
+    parts = {number: asked(number, trains=True) for number in numbers if not backend.unsupported([CASES[number].op])}
+    try:
+        made, gradients = computed(name, merged(list(parts.values())))
+    except FusionError:
+        return None
+
+    def of(tensors: dict[str, HostTensor], place: int) -> dict[str, HostTensor]:
+        to = f"x{place}."
+        return {key.removeprefix(to): tensor for key, tensor in tensors.items() if key.startswith(to)}
+
+    return {number: (of(made, place), of(gradients, place)) for place, number in enumerate(parts)}
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: CASES[number].name)
+@pytest.mark.parametrize(
+    "name", ["torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("jax", "onnxruntime"))]
+)
+def test_an_operator(name: str, number: int) -> None:
+    case = CASES[number]
+    if missing := opened(name).unsupported([case.op]):
+        pytest.skip(f"this backend has no {missing[0]}, and says so")
+    trains = name != "onnxruntime"
+    if not trains and "batch_norm" in case.op and "no_training" not in case.op:
+        pytest.skip("in training it is another operator")
+    one = asked(number, trains=trains)
+    # JAX compiles each program, which takes most of the time; its cases share programs.
+    shared = in_one_program(name, number // TOGETHER) if name == "jax" else None
+    made, gradients = computed(name, one) if shared is None else shared[number]
     limit = TOLERANCES["float32"].kernel
-    for key, wanted in zip((f"y{place}" for place in range(len(plain))), exact, strict=True):
+    for key, wanted in zip((f"y{place}" for place in range(len(one.plain))), one.exact, strict=True):
         if key not in made:
             continue
-        assert made[key].dtype == DTYPE_NAMES[plain[int(key[1:])].dtype]
+        assert made[key].dtype == DTYPE_NAMES[one.plain[int(key[1:])].dtype]
         found, expected = (
             numbers(made[key]),
             wanted.detach().float().numpy() if wanted.dtype == torch.bfloat16 else (wanted.detach().numpy()),
@@ -152,21 +260,9 @@ def test_an_operator(name: str, case: Case) -> None:
             np.testing.assert_array_equal(found, expected)
         else:
             assert difference(found, expected) <= limit, key
-    if not trains or not OPERATORS[case.op].differentiable or not floats:
+    if not one.roots:
         return
-    roots: dict[str, HostTensor] = {}
-    weighted: list[torch.Tensor] = []
-    for place, wanted in enumerate(exact):
-        key = f"y{place}"
-        if key in made and wanted.requires_grad and made[key].dtype == "float32":
-            drawn = np.random.default_rng(place).standard_normal(tuple(wanted.shape)).astype(np.float32)
-            roots[key] = host_tensor("float32", drawn.shape, np.ascontiguousarray(drawn).tobytes())
-            weighted.append((wanted * torch.from_numpy(np.array(drawn)).to(wanted.dtype)).sum())
-    if not weighted:
-        return
-    torch.stack([one.double() for one in weighted]).sum().backward()
-    gradients = program.backward(call, roots)
-    for key, operand in zip(floats, operands, strict=True):
+    for key, operand in zip(one.floats, one.operands, strict=True):
         if operand.grad is None:
             assert key not in gradients or not numbers(gradients[key]).any(), key
         else:
