@@ -1,4 +1,4 @@
-"""Reads the policy file of a broker's owner: priority classes of the queue and quotas.
+"""Reads the policy file of a broker's owner: priority classes of the queue, quotas, and which machines are whose.
 
 Unknown keys fail and name the nearest. Without a file the defaults of `coordination.broker.job_queue` hold. The file is
 read when the broker starts."""
@@ -49,10 +49,18 @@ class OwnerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     memory: str | None = None
 
 
+class PersonTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A person, with the ids of the machines that belong to it. The ledger adds them up."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    machines: tuple[_PeerText, ...]
+
+
 class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The file. `classes`: most urgent first. `usual`: class of jobs that name none. `turn`: for how long machines are
     kept for a job in its turn; `age`: after which wait an owner counts as one class more urgent; `place`: for how long
-    the place of an absent owner is kept."""
+    the place of an absent owner is kept; `lenders_first`: whether owners come in the order of what their machines have
+    done for others."""
 
     classes: tuple[ClassTable, ...] | None = None
     usual: str | None = None
@@ -61,6 +69,8 @@ class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     place: str | None = None
     quota: QuotaTable = QuotaTable()
     owners: tuple[OwnerTable, ...] = ()
+    lenders_first: bool = False
+    people: tuple[PersonTable, ...] = ()
 
 
 def load_policy(path: Path) -> QueuePolicy:
@@ -92,6 +102,9 @@ def load_policy(path: Path) -> QueuePolicy:
     machines = [one.machine for one in found.owners]
     if len(set(machines)) != len(machines):
         raise RecipeError(f"{path}: owners: a machine has two quotas.")
+    whose = [(machine, person.name) for person in found.people for machine in person.machines]
+    if len({machine for machine, _ in whose}) != len(whose):
+        raise RecipeError(f"{path}: people: a machine belongs to two persons.")
     return QueuePolicy(
         classes=classes,
         usual=usual,
@@ -100,6 +113,8 @@ def load_policy(path: Path) -> QueuePolicy:
         kept_s=_duration_s(path, "place", found.place, _DEFAULT.kept_s),
         quota=_quota(path, "quota", found.quota.machines, found.quota.memory),
         quotas={PeerId(one.machine): _quota(path, "owners", one.machines, one.memory) for one in found.owners},
+        lenders_first=found.lenders_first,
+        people={PeerId(machine): name for machine, name in whose},
     )
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Final
 
 import msgspec
@@ -66,6 +67,12 @@ def place_request(owner: PeerId, connection: int, message: wire.QueueRequest) ->
     )
 
 
+def work_report(sender: PeerId, message: wire.WorkReport) -> requests.ReportWork:
+    return requests.ReportWork(
+        sender, JobId(message.job), message.run, message.sequence, message.steps, message.tokens, message.shares
+    )
+
+
 def _check_standbys(plan: Plan) -> None:
     """Raise `Refusal` unless each stage has at most one standby, on a machine that does not run the stage."""
     runs: dict[int, set[str]] = {}
@@ -96,6 +103,16 @@ def _placements(plan: Plan, owner: PeerId) -> tuple[MemberPlacement, ...]:
         MemberPlacement(peer, tuple(stages.get(peer, ())), tuple(sorted(standbys.get(peer, ()))))
         for peer in dict.fromkeys((*stages, *standbys))
     )
+
+
+def fastest_flops_per_s(profile: PeerProfile) -> float:
+    """Return the highest speed that the profile says was measured, times the share of the time that it lends; 0 for one
+    that is no number."""
+    speeds = [profile.flops_per_s, *(one.flops_per_s for one in profile.serving)]
+    if profile.pace is not None:
+        speeds += [profile.pace.flops_per_s, profile.pace.half_flops_per_s]
+    fastest = max((one for one in speeds if isfinite(one)), default=0.0) * profile.share
+    return max(0.0, fastest) if isfinite(fastest) else 0.0
 
 
 def read_profile(profile: msgspec.Raw, peer: PeerId) -> PeerProfile:

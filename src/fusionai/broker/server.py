@@ -20,6 +20,7 @@ from fusionai.broker.engines.engine_journal import EngineJournal
 from fusionai.broker.engines.interface import JournalInDoubt, JournalTaken
 from fusionai.broker.engines.watch import EngineWatch
 from fusionai.broker.home import BrokerHome, open_when_free
+from fusionai.broker.lent import RelayMeter
 from fusionai.broker.options import BrokerOptions, admission, check
 from fusionai.broker.policy import load_policy
 from fusionai.broker.reachability import Introducer, Observer, UdpPort
@@ -43,6 +44,9 @@ from fusionai.wire.messages import CodeAnswer, Message, Observe, Observed, Ping,
 NOTICE_TIMEOUT_S: Final = 10.0
 RENEWAL_CHECK_S: Final = 3600.0
 RETRY_S: Final = 1.0
+RELAYED_S: Final = 600.0
+"""Pause between two journal entries of what the relay has copied, in seconds (chosen). A killed broker forgets what it
+copied since the last one."""
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -179,6 +183,21 @@ class BrokerServer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def note_relayed(self) -> None:
+        """Journal what the relay copies, until cancelled."""
+        while True:
+            await asyncio.sleep(RELAYED_S)
+            self.note_relayed_now()
+
+    def note_relayed_now(self) -> None:
+        try:
+            if self.service.relayed.unnoted_bytes:
+                self._dispatch(self.service.note_relayed())
+        except JournalTaken as error:
+            self.superseded(error)
+        except StorageError as error:  # the next time counts it too; `resume` completes what is in doubt
+            _LOG.warning("what was relayed could not be journalled: %s", error)
+
     def _receive(self, channel: Channel, number: int, message: Message, *, carries: bool) -> Replies:
         if channel.stream != "control":
             return Replies(answer=Refused(code="bad_message", reason="A broker listens on the control stream only."))
@@ -298,7 +317,7 @@ async def run_broker(
         relay, rate_bytes_per_s = None, options.relay_bytes_per_s
         if rate_bytes_per_s is not None:
             relay = Relay(home.authority.public_key, clock, RelayLimits(pair_bytes_per_s=rate_bytes_per_s))
-        service = _service(options, home, clock, relays=relay is not None)
+        service = _service(options, home, clock, relay)
         transport, server = TcpTransport(home.credentials), BrokerServer(service, clock)
         host, port = options.host, options.port
         listener = await transport.listen(server.accept, host=host, port=port, strangers=True, relay=relay)
@@ -326,13 +345,14 @@ async def run_broker(
             set_aside_what_stays()
 
             beside = [asyncio.create_task(_renew(home, listener, service, clock)), asyncio.create_task(watch.run())]
-            beside += _watch_journal(home, server, notice)
+            beside += [*_watch_journal(home, server, notice), asyncio.create_task(server.note_relayed())]
             try:
                 await server.keep(stop)
             finally:
                 for task in beside:
                     task.cancel()
                 await asyncio.gather(*beside, return_exceptions=True)
+                server.note_relayed_now()
         finally:
             await udp.close()
             await listener.close()
@@ -348,7 +368,7 @@ def _first_invitation(options: BrokerOptions, service: BrokerService) -> tuple[s
     return invitation, service.codes.make() if service.announces else ""
 
 
-def _service(options: BrokerOptions, home: BrokerHome, clock: Clock, *, relays: bool) -> BrokerService:
+def _service(options: BrokerOptions, home: BrokerHome, clock: Clock, relay: Relay | None) -> BrokerService:
     """Return the service over the journal of `home`. Raises as `run_broker`."""
     return BrokerService(
         rules=BrokerRules(
@@ -365,7 +385,8 @@ def _service(options: BrokerOptions, home: BrokerHome, clock: Clock, *, relays: 
         authority=home.authority,
         clock=clock,
         ticket_lifetime_s=options.ticket_lifetime_s,
-        introducer=Introducer(home.authority, relays=relays),
+        introducer=Introducer(home.authority, relays=relay is not None),
+        relayed=RelayMeter() if relay is None else RelayMeter(lambda: relay.stats.copied_bytes),
         admits=admission(options, clock),
     )
 

@@ -17,6 +17,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -24,8 +25,9 @@ import msgspec
 from fusionai.broker.code_door import CodeDoor
 from fusionai.broker.comings import coming_or_going
 from fusionai.broker.engines.interface import JournalInDoubt, JournalTaken, PoolJournal
+from fusionai.broker.lent import RelayMeter, ledger_view
 from fusionai.broker.reachability import Introducer
-from fusionai.broker.reading import job_request, place_request, read_profile
+from fusionai.broker.reading import fastest_flops_per_s, job_request, place_request, read_profile, work_report
 from fusionai.coordination.broker import pool, requests, state
 from fusionai.coordination.broker.decisions import check_inviter, check_welcome, handle
 from fusionai.coordination.broker.join_code import CODE_LIFETIME_S
@@ -107,6 +109,7 @@ class BrokerService:
     """Links that each peer reported last. They are not journalled."""
     _seen_at: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
     """Source host of the connection by which each peer registered last."""
+    relayed: RelayMeter = field(default_factory=RelayMeter)
     _doubtful: _Doubtful | None = None
 
     def __post_init__(self, rules: BrokerRules) -> None:
@@ -172,6 +175,11 @@ class BrokerService:
         """Handle a deadline that has passed. Raises `StorageError` if the loss of a member could not be journalled."""
         return self._decide(requests.DeadlinePassed())
 
+    def note_relayed(self) -> Replies:
+        """Journal what the relay has copied. Raises `StorageError`."""
+        count = self.relayed.unnoted_bytes
+        return self._decide(requests.NoteRelayed(count), finish=partial(self.relayed.noted, count))
+
     def stalled(self) -> Replies:
         """Give all members a new lease, because this process itself was suspended for a while."""
         return self._decide(requests.Stalled())
@@ -216,6 +224,10 @@ class BrokerService:
             case wire.JobReport():
                 job, phase, step = JobId(message.job), message.state, message.step
                 return self._decide(requests.ReportJob(peer, connection, job, phase, step, message.detail))
+            case wire.WorkReport():
+                return self._decide(work_report(peer, message))
+            case wire.LedgerQuery():
+                return Replies(answer=ledger_view(self.state, self.authority, self.clock.wall_s(), self.relayed))
             case wire.JobStop():
                 return self._decide(requests.StopJob(peer, JobId(message.job), connection))
             case wire.InviteRequest():
@@ -256,6 +268,7 @@ class BrokerService:
             vouched(message.addresses, remote.host),
             profile.memory_bytes,
             profile.effective_flops_per_s,
+            fastest_flops_per_s(profile),
         )
 
     def _check_lender(self, peer: PeerId, profile: PeerProfile | None) -> None:

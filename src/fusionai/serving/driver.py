@@ -88,6 +88,7 @@ class ServingDriver:
         self._on_progress = on_progress
         self.resident_bytes: dict[tuple[int, str], int] = {}
         """Bytes of weights in memory, by (stage, peer)."""
+        self._text_tokens = 0  # computed positions of the text that is read again
         self._events: deque[DriverEvent] = deque()
         self._handling = False
         self._asking: asyncio.Task[None] | None = None
@@ -211,6 +212,7 @@ class ServingDriver:
             case interface.ResumePasses():
                 pass  # passes are sent after every event anyway
             case interface.BeginCheck():
+                self._text_tokens = len(command.text.tokens) - command.text.origin
                 number = self._machine.batcher.take_number()
                 places = self._machine.roles.places
                 self._checking.begin(command, number, self.fence, places, self._round.cut, self._round.load_for_check)
@@ -310,6 +312,8 @@ class ServingDriver:
                 reason=self._faults.named(command.reason),
                 tasks=checks.inspector.tasks,
                 checked_tasks=checks.inspector.checked_tasks,
+                partners=command.partners,
+                text_tokens=self._text_tokens,
             )
         )
 

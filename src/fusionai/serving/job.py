@@ -159,7 +159,8 @@ class ServingPaused(Struct, frozen=True):
 
 class TextRechecked(Struct, frozen=True, kw_only=True):
     """Outcome of a spot check. A task is one pass of a text through a stage; `tasks` counts those of all stages with
-    standbys so far."""
+    standbys so far. `partners`: peers that contradict the checked one. `text_tokens`: positions of the text that were
+    computed."""
 
     stage: int
     peer: str
@@ -168,6 +169,8 @@ class TextRechecked(Struct, frozen=True, kw_only=True):
     reason: str
     tasks: int
     checked_tasks: int
+    partners: tuple[str, ...] = ()
+    text_tokens: int = 0
 
 
 class Fault(Struct, frozen=True):

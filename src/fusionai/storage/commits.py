@@ -1,10 +1,10 @@
 """The commit journal, which makes a step official. Ensures that every step is there once, in order and unchanged.
 
-It holds the driver's durable state of the recovery protocol: incarnation, adopted plan, commit records; and the results
-of evaluations, which may end a job. Each change is on the disk when the call returns (SQLite, write-ahead log,
-synchronous=FULL). Every row's hash covers the row before it. Records are kept for the job's whole life, because a
-replay may need any of them since the newest complete checkpoint. Only the steps of a faulty peer are removed, with
-their evaluations (recovery rule 26).
+It holds the driver's durable state of the recovery protocol: incarnation, adopted plan, commit records; the results
+of evaluations, which may end a job; and which machines ran the steps, for the pool's ledger. Each change is on the disk
+when the call returns (SQLite, write-ahead log, synchronous=FULL). The hash of each commit and evaluation covers the row
+before it. Records are kept for the job's whole life, because a replay may need any of them since the newest complete
+checkpoint. Only the steps of a faulty peer are removed, with their evaluations (recovery rule 26).
 
 The driver appends before it sends a commit; `checkpoint` holds the state on which the records are replayed.
 """
@@ -12,6 +12,7 @@ The driver appends before it sends a commit; `checkpoint` holds the state on whi
 from __future__ import annotations
 
 import hashlib
+import secrets
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -26,12 +27,13 @@ from fusionai.primitives.errors import StorageError
 from fusionai.storage.atomic import JobLock, storage_errors
 from fusionai.wire.messages import CommitRecord
 
-_LAYOUT: Final = 2
+_LAYOUT: Final = 3
 """Version of the database schema. Older versions only lack tables."""
 _ROOT_HASH: Final = hashlib.sha256(b"fusionai.commits/1").digest()
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS commits (step INTEGER PRIMARY KEY, record BLOB NOT NULL, hash BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS evaluations (step INTEGER PRIMARY KEY, record BLOB NOT NULL, hash BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS work (step INTEGER NOT NULL, record BLOB NOT NULL, hash BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS driver (
     one INTEGER PRIMARY KEY CHECK (one = 1), incarnation INTEGER NOT NULL,
     plan_version INTEGER, plan BLOB, hash BLOB NOT NULL
@@ -48,6 +50,40 @@ class _Written(CommitRecord, frozen=True, forbid_unknown_fields=False, kw_only=T
 _RECORD: Final = msgspec.msgpack.Decoder(_Written)
 
 
+class RunBegun(msgspec.Struct, frozen=True, tag="run"):
+    """The journal's run has this name, drawn at its first start."""
+
+    name: str
+
+
+class StagePlace(msgspec.Struct, frozen=True, array_like=True):
+    """A stage, blocks `first` to `below` - 1 of one copy of the pipeline, and the peer that runs it."""
+
+    peer: str
+    first: int
+    below: int
+    replica: int = 0
+
+
+class StepPlaces(msgspec.Struct, frozen=True, tag="places"):
+    """From `step` on, the stages were in these places."""
+
+    step: int
+    places: tuple[StagePlace, ...]
+
+
+class DisputedSteps(msgspec.Struct, frozen=True, tag="disputed"):
+    """These peers contradict each other about steps `first` to `below` - 1."""
+
+    first: int
+    below: int
+    peers: tuple[str, ...]
+
+
+JournalledWork = RunBegun | StepPlaces | DisputedSteps
+_WORK: Final[msgspec.msgpack.Decoder[JournalledWork]] = msgspec.msgpack.Decoder(JournalledWork)
+
+
 class AdoptedPlan(msgspec.Struct, frozen=True):
     """The plan in force. `plan` is JSON of the caller."""
 
@@ -59,7 +95,8 @@ class CommitJournal:
     """Holds the job's lock from construction to `close`. Thread-safe; every change blocks on the disk.
 
     `last`: the newest commit, None before the first. `evaluations`: all of them, in order. `incarnation`: the driver's,
-    0 before its first start. `plan`: the plan in force, None before the first."""
+    0 before its first start. `plan`: the plan in force, None before the first. `work`: which peers ran the steps, and
+    which steps are disputed, in the order of writing."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the journal and check every row. Raises `StorageError` if it is in use, damaged or of a newer
@@ -75,6 +112,7 @@ class CommitJournal:
                     self.last, self._last_hash = self._checked()
                     self.evaluations, self._evaluations_hash = self._checked_evaluations()
                     self.incarnation, self.plan = self._checked_driver()
+                    self.work = self._checked_work()
                 except BaseException:
                     self._database.close()
                     raise
@@ -87,8 +125,17 @@ class CommitJournal:
         """Number of journalled commits: steps 0 to `committed - 1` are official."""
         return 0 if self.last is None else self.last.step + 1
 
+    @property
+    def run(self) -> str:
+        """Name of the run; empty before the driver's first start."""
+        return next((one.name for one in self.work if isinstance(one, RunBegun)), "")
+
     def start_incarnation(self) -> int:
-        """Increment the driver's incarnation, durably. Call at each driver start, before the first attach."""
+        """Increment the driver's incarnation, durably; at the first one name the run. Call at each driver start, before
+        the first attach."""
+        if not self.run:
+            with self._transaction():
+                self._add_work(-1, RunBegun(secrets.token_hex(8)))
         self._write_driver(self.incarnation + 1, self.plan)
         return self.incarnation
 
@@ -106,8 +153,9 @@ class CommitJournal:
                 )
         self._write_driver(self.incarnation, AdoptedPlan(version, plan))
 
-    def append(self, record: CommitRecord) -> None:
-        """Make `record.step` official. Raises `StorageError`, and writes nothing, unless it is the next step."""
+    def append(self, record: CommitRecord, places: tuple[StagePlace, ...] = ()) -> None:
+        """Make `record.step` official, run in these places (empty: not known). Raises `StorageError`, and writes
+        nothing, unless it is the next step."""
         expected = self.committed
         if record.step < expected:
             raise StorageError(f"{self._path}: step {record.step} is committed already; the next is {expected}.")
@@ -117,7 +165,20 @@ class CommitJournal:
         digest = _chained(self._last_hash, content)
         with self._transaction():
             self._database.execute("INSERT INTO commits VALUES (?, ?, ?)", (record.step, content, digest))
+            known = next((one.places for one in reversed(self.work) if isinstance(one, StepPlaces)), ())
+            if places and places != known:
+                self._add_work(record.step, StepPlaces(record.step, places))
         self.last, self._last_hash = record, digest
+
+    def dispute(self, first: int, below: int, peers: tuple[str, ...]) -> None:
+        """Note that these peers contradict each other about committed steps."""
+        with self._transaction():
+            self._add_work(below - 1, DisputedSteps(first, below, peers))
+
+    def _add_work(self, step: int, record: JournalledWork) -> None:
+        content = msgspec.msgpack.encode(record)
+        self._database.execute("INSERT INTO work VALUES (?, ?, ?)", (step, content, _chained(_ROOT_HASH, content)))
+        self.work = (*self.work, record)
 
     def take_back(self, step: int) -> None:
         """Remove the commits from `step` on, because the results they were made of are wrong. Evaluations of their
@@ -125,9 +186,11 @@ class CommitJournal:
         with self._transaction():
             self._database.execute("DELETE FROM commits WHERE step >= ?", (step,))
             self._database.execute("DELETE FROM evaluations WHERE step > ?", (step,))
+            self._database.execute("DELETE FROM work WHERE step >= ?", (step,))
         with self._mutex, self._sqlite_errors():
             self.last, self._last_hash = self._checked()
             self.evaluations, self._evaluations_hash = self._checked_evaluations()
+            self.work = self._checked_work()
 
     def records(self, from_step: int = 0) -> Iterator[CommitRecord]:
         """Yield the commits from this step on, in order."""
@@ -218,6 +281,14 @@ class CommitJournal:
             except msgspec.DecodeError as problem:
                 raise self._damaged(f"the {noun} of step {step} can't be decoded ({problem})") from None
             yield step, decoded, digest
+
+    def _checked_work(self) -> tuple[JournalledWork, ...]:
+        found: list[JournalledWork] = []
+        for step, content, stored in self._database.execute("SELECT step, record, hash FROM work ORDER BY rowid"):
+            if stored != _chained(_ROOT_HASH, content):
+                raise self._damaged(f"the places of step {step} do not match their hash")
+            found.append(_WORK.decode(content))
+        return tuple(found)
 
     def _checked_driver(self) -> tuple[int, AdoptedPlan | None]:
         row = self._database.execute("SELECT incarnation, plan_version, plan, hash FROM driver").fetchone()

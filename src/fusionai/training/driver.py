@@ -40,7 +40,7 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.problem.types import Plan
 from fusionai.scheduling.standby.assignment import without_standbys
-from fusionai.storage.commits import CommitJournal
+from fusionai.storage.commits import CommitJournal, StagePlace
 from fusionai.storage.reader import complete_checkpoints, step_of
 from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints, Saving
@@ -241,7 +241,7 @@ class Driver:
             case interface.DecideScale(step, norms):
                 self._round.start(self._round.decide_scale(step, norms))
             case interface.JournalCommit(record):
-                self._round.start_lasting(self._journal_commit(record))
+                self._round.start_lasting(self._journal_commit(record, self._places()))
             case interface.SendCommit(record, watermark, save):
                 for stage in self._machine.roles.stages:
                     saves = save and self._round.cut.saves(stage)
@@ -268,8 +268,8 @@ class Driver:
                 self._start_check(check)
             case interface.GatherEvidence(check):
                 self._round.start(self._traffic.bring(check))
-            case ReportCheck(check, outcome, reason):
-                self._on_progress(progress.checked(check, outcome, reason, self._machine.inspector))
+            case ReportCheck():
+                self._report_check(command)
             case Distrust(peer, reason):
                 self._replanner.distrust(peer, reason)
             case interface.Rewind(step):
@@ -307,9 +307,21 @@ class Driver:
         self._round.resume(command)
         self._round.start(self._saving.push_state(command))
 
-    async def _journal_commit(self, record: wire.CommitRecord) -> None:
-        await asyncio.to_thread(self._journal.append, record)
+    async def _journal_commit(self, record: wire.CommitRecord, places: tuple[StagePlace, ...]) -> None:
+        await asyncio.to_thread(self._journal.append, record, places)
         self._post(interface.CommitJournalled(record))
+
+    def _report_check(self, command: ReportCheck) -> None:
+        check, outcome = command.check, command.outcome
+        if outcome == "disputed":
+            self._round.start_lasting(self._journal_dispute(check, (check.peer, *command.partners)))
+        self._on_progress(progress.checked(check, outcome, command.reason, self._machine.inspector))
+
+    async def _journal_dispute(self, check: Check, peers: tuple[str, ...]) -> None:
+        await asyncio.to_thread(self._journal.dispute, check.first, check.below, peers)
+
+    def _places(self) -> tuple[StagePlace, ...]:
+        return tuple(StagePlace(one.peer, *one.blocks, one.replica) for one in self.deployment.plan.stages)
 
     async def _evaluate(self, step: int) -> None:
         fence = self.fence

@@ -20,6 +20,8 @@ MAX_LINKS: Final = 256
 """Most links of one peer in a report. Further ones are left out."""
 MAX_NEAR: Final = 16
 """Most nearby peers that the broker names to a new member."""
+MAX_LEDGER_BYTES: Final = 8 * 2**20
+"""Largest signed ledger: about 40,000 entries."""
 MAX_EXCLUDED: Final = 2_048
 """Most members that a job in the queue may exclude."""
 
@@ -321,6 +323,46 @@ class JobReport(WireMessage, frozen=True, kw_only=True, tag="job_report"):
     state: Literal["starting", "running", "stopping", "done", "failed"]
     step: StepIndex = -1
     detail: Text = ""
+
+
+class WorkShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """What one member has done for a job since it began, as far as the job's owner counts it."""
+
+    peer: Peer
+    steps: Count
+    """Committed steps in which it ran a stage."""
+    tokens: Count
+    """Tokens that its stages have processed in these steps; in serving, tokens read and emitted."""
+    flops: Annotated[float, Meta(ge=0, le=1e30)]
+    """Operations of its blocks for them, as the planner counts them."""
+
+
+class WorkReport(WireMessage, frozen=True, kw_only=True, tag="work_report"):
+    """A job's owner reports what its job has committed, as sums since the run began. A newer report replaces an older
+    one of the same run."""
+
+    job: Job
+    run: Name = ""
+    """The run, which is another one when the job's directory was deleted: then the sums begin anew."""
+    sequence: Count
+    """Number of the report. It grows with every report, also over starts of the owner's process."""
+    steps: Count
+    """Committed steps of the job."""
+    tokens: Count
+    """Tokens of the job."""
+    shares: Annotated[tuple[WorkShare, ...], Meta(max_length=4096)]
+    """Members that have done work. Work that is disputed, and that of faulty peers, is left out."""
+
+
+class LedgerQuery(WireMessage, frozen=True, kw_only=True, tag="ledger_query"):
+    """Asks for what the members of the pool have lent."""
+
+
+class LedgerView(WireMessage, frozen=True, kw_only=True, tag="ledger_view"):
+    """Answer to `LedgerQuery`."""
+
+    signed: Annotated[bytes, Meta(max_length=MAX_LEDGER_BYTES)]
+    """The ledger, signed by the pool's authority (`transport.security.ledger`)."""
 
 
 class JobQuery(WireMessage, frozen=True, kw_only=True, tag="job_query"):

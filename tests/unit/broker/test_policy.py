@@ -9,6 +9,7 @@ import pytest
 from fusionai.broker.policy import load_policy
 from fusionai.coordination.broker.job_queue import PriorityClass, QueuePolicy, Quota
 from fusionai.primitives.errors import RecipeError
+from fusionai.primitives.ids import PeerId
 
 ANNA, BERT = "a" * 52, "b" * 52
 
@@ -82,3 +83,21 @@ def test_mistakes_are_named(tmp_path: Path, text: str, words: str):
 def test_a_file_that_is_not_there(tmp_path: Path):
     with pytest.raises(RecipeError, match="can't be read"):
         load_policy(tmp_path / "none.toml")
+
+
+def test_people_and_lenders_first(tmp_path: Path):
+    text = f"""
+        lenders_first = true
+        [[people]]
+        name = "ada"
+        machines = ["{ANNA}", "{BERT}"]
+        """
+    found = load_policy(written(tmp_path, text))
+    assert found == QueuePolicy(lenders_first=True, people={ANNA: "ada", BERT: "ada"})
+    assert (found.person_of(PeerId(ANNA)), found.person_of(PeerId("c" * 52))) == ("ada", "c" * 52)
+
+
+def test_a_machine_of_two_persons_is_refused(tmp_path: Path):
+    one = '[[people]]\nname = "{}"\nmachines = ["' + ANNA + '"]\n'
+    with pytest.raises(RecipeError, match="people: a machine belongs to two persons"):
+        load_policy(written(tmp_path, one.format("ada") + one.format("bob")))

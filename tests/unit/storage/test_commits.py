@@ -196,7 +196,7 @@ def test_records_of_a_version_with_more_fields_go_on(tmp_path: Path) -> None:
         ("UPDATE driver SET plan = x'00'", "the incarnation or plan"),
         ("UPDATE evaluations SET hash = x'00' WHERE step = 4", "the evaluation of step 4"),
         ("DELETE FROM evaluations WHERE step = 2", "the evaluation of step 4"),
-        ("PRAGMA user_version = 9", "expected at most layout 2, got 9"),
+        ("PRAGMA user_version = 9", "expected at most layout 3, got 9"),
     ],
 )
 def test_changed_rows_are_found(tmp_path: Path, statement: str, message: str) -> None:

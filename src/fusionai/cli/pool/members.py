@@ -40,10 +40,28 @@ _HISTORY_LINES = 8
 
 
 @click.command()
+@click.option("--ledger", is_flag=True, help="Show what the machines have lent to whose jobs instead.")
+@click.option(
+    "--csv",
+    "csv_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Also write the ledger to FILE, a row per machine and owner.",
+)
+@click.option(
+    "--verify",
+    "exported",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Check a ledger that was written with --json, without the broker.",
+)
 @home_option
 @json_option
-def pool(home: Path, json_file: Path | None) -> None:
+def pool(home: Path, json_file: Path | None, csv_file: Path | None, exported: Path | None, *, ledger: bool) -> None:
     """List the members of the pool, what they lend and do, and the recent events of running jobs."""
+    if ledger or csv_file is not None or exported is not None:
+        _ledger(home, json_file, csv_file, exported, ledger=ledger)
+        return
     from fusionai.cli.pool.session import in_pool
 
     async def ask(session: PoolSession) -> tuple[str, tuple[PoolMember, ...], list[JobView]]:
@@ -82,6 +100,19 @@ def pool(home: Path, json_file: Path | None) -> None:
         console.line(f"{job.job}, {job.step + 1} steps done; recent events:")
         for entry in job.story[-_HISTORY_LINES:]:
             console.line(f"  {console.printable(entry)}")
+
+
+def _ledger(home: Path, json_file: Path | None, csv_file: Path | None, exported: Path | None, *, ledger: bool) -> None:
+    from fusionai.cli.pool.ledger import check_ledger, show_ledger
+
+    if not ledger:
+        raise UsageError("expected --ledger beside --csv and --verify.", hint="`fusion pool --ledger --csv FILE`")
+    if exported is None:
+        show_ledger(home, csv_file, json_file)
+        return
+    if csv_file is not None or json_file is not None:
+        raise UsageError("expected --verify alone, got it with a file to write.", hint="Leave --csv and --json out.")
+    check_ledger(home, exported)
 
 
 @click.command()

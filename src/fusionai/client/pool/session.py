@@ -207,6 +207,13 @@ class PoolSession:
     async def report(self, report: wire.JobReport) -> None:
         await self._ask(report, wire.Done)
 
+    async def report_work(self, report: wire.WorkReport) -> None:
+        await self._ask(report, wire.Done)
+
+    async def ledger(self) -> bytes:
+        """Return the pool's ledger, signed (`transport.security.ledger`)."""
+        return (await self._ask(wire.LedgerQuery(), wire.LedgerView)).signed
+
     async def _ask(self, message: wire.Message, expected: type[M]) -> M:
         try:
             async with asyncio.timeout(ANSWER_S):

@@ -34,8 +34,10 @@ from fusionai.client.pool.replanning import MachineHistory
 from fusionai.client.pool.reporting import ServedNote, report_state, report_tokens
 from fusionai.client.pool.session import PoolMember, near_links
 from fusionai.client.pool.watch import watch_trust
+from fusionai.client.pool.work import WorkReports
 from fusionai.client.serving.guessing import Guesser, HeadModel, load_guesser
 from fusionai.client.serving.job import ServeRequest, serving_job
+from fusionai.client.serving.lent_work import TokenWork
 from fusionai.client.serving.model import ServedModel, job_name
 from fusionai.client.serving.planning import checking_sentence
 from fusionai.client.serving.watch import Priced, ServingReplanner, ServingWatch
@@ -164,7 +166,18 @@ class Pipelines:
         process, number = self.process, self._last_number + 1
         self._last_number = number
         on_event = self._news_of(number)
-        engine, job = await self._engine(number, replanner, deployment, on_event, stack)
+        seen: list[Callable[[object], None]] = []
+
+        def watched(event: Noted | progress.Progress) -> None:
+            for see in seen:
+                see(event)
+            on_event(event)
+
+        engine, job = await self._engine(number, replanner, deployment, watched, stack)
+        work = TokenWork(engine, process.peer, replanner.problem.blocks, replanner.faulty_peers)
+        seen.append(work.see)
+        lent = WorkReports(process.pool, replanner.job, "", 1, work.work, process.note)
+        stack.push_async_callback(lent.close)
         if (checked := checking_sentence(deployment.plan, engine.checkable, spot=self.request.checks)) is not None:
             on_event(Noted(checked))
         await report_state(process.pool, replanner.job, "running", "loading")
@@ -176,8 +189,8 @@ class Pipelines:
             priced=self.priced,
             stands_by=self.request.goal != "throughput",
         )
-        reports = report_tokens(process.pool, job.job, lambda: (engine.status.state, engine.status.emitted_tokens))
-        stack.enter_context(beside(watch.run(), watch_trust(process.trust, engine), reports))
+        reports = report_tokens(process.pool, job.job, work.state)
+        stack.enter_context(beside(watch.run(), watch_trust(process.trust, engine), reports, lent.run()))
         plan = engine.deployment.plan
         opened = OpenPipeline(
             number=number,

@@ -48,6 +48,7 @@ from fusionai.client.training.job_directory import (
     job_id,
     open_directory,
 )
+from fusionai.client.training.lent_work import work_reports
 from fusionai.client.training.outcome import TrainingResult, already_over, result_of
 from fusionai.client.training.preparation import (
     PreparedJob,
@@ -307,6 +308,7 @@ class _Run:
         reporting = Reporting(process.pool, job, watched)
         plan, board = begun.deployment.plan, self.recipe.output.tensorboard
         records = JobRecords(self.directory, job, process.peer, plan.version, tensorboard=board, warn=self.warn)
+        work = work_reports(begun.replanner, self.journal, begun.deployment.plan, process.peer, self.warn)
         faults = FaultRecords(
             self.directory, plan, process.known.names, process.clock, say=reporting.note, warn=self.warn
         )
@@ -322,6 +324,7 @@ class _Run:
                 _stop_when(self.stop, driver, lambda: "Ctrl-C"),
                 _stop_when(process.stopped, driver, lambda: process.stop_reason),
                 reporting.run(),
+                work.run(),
                 watch.run(),
                 watch_trust(process.trust, driver),
             ):
@@ -334,6 +337,7 @@ class _Run:
             records.close()
             noticed = faults.close()
             if reason != "interrupted":  # after an interruption the broker's answer is not waited for
+                await work.close()
                 await reporting.close("done" if reason.startswith(("done", "stopped")) else "failed", reason)
         return result_of(self.recipe, self.directory, self.journal, job, stopped, noticed)
 

@@ -4,8 +4,8 @@
 then does it adopt the new desk and perform the commands. If the journal refuses, nothing has happened.
 
 This module decides admission itself: invitations, certificates for newcomers, further keys of members, eviction.
-`presence`, `assignment` and `turns` decide the rest, `requests` defines the vocabulary, `broker.service` is the shell
-and signs certificates and the list of evicted members."""
+`presence`, `assignment`, `turns` and `accounting` decide the rest, `requests` defines the vocabulary, `broker.service`
+is the shell and signs certificates and the list of evicted members."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import hmac
 from collections.abc import Callable
 from typing import Any, Final
 
-from fusionai.coordination.broker import assignment, events, presence, requests, turns
+from fusionai.coordination.broker import accounting, assignment, events, presence, requests, turns
 from fusionai.coordination.broker.membership import Invitation
 from fusionai.coordination.broker.pool import EVICTED_KEPT_S
 from fusionai.coordination.broker.requests import REASON_LENGTH, Answer, Refusal
@@ -176,6 +176,8 @@ _DECIDES: Final[dict[type[requests.Request], Callable[[Transaction, Any], None]]
     requests.AskPlace: turns.ask_place,
     requests.ReportJob: assignment.report_job,
     requests.StopJob: assignment.stop_job,
+    requests.ReportWork: accounting.report_work,
+    requests.NoteRelayed: accounting.note_relayed,
 }
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fusionai.wire.messages import Address, Count, Index, Job, Name, Peer, Seconds, Text
+from fusionai.wire.messages import Address, Count, Index, Job, Name, Peer, Seconds, Text, WorkShare
 
 Profile = Annotated[bytes, Meta(max_length=65_536)]
 """A `scheduling.PeerProfile` as msgpack; opaque here."""
@@ -69,6 +69,9 @@ class MemberRegistered(_Fact, frozen=True, tag="member_registered"):
     """Memory that it lends; 0 in facts of earlier versions."""
     flops_per_s: float = 0.0
     """Speed that it lends, its share of the time included; 0 in facts of earlier versions."""
+    fastest_flops_per_s: float = 0.0
+    """The highest of all speeds that it has measured, its share of the time included; 0 in facts of earlier
+    versions."""
 
 
 class MemberDraining(_Fact, frozen=True, tag="member_draining"):
@@ -174,6 +177,26 @@ class JobFailed(_Fact, frozen=True, tag="job_failed"):
     detail: Text
 
 
+class WorkCounted(_Fact, frozen=True, tag="work_counted"):
+    """Work that a job's owner has reported, as sums since the run began, as far as it counts. `capped`: members of
+    which more was reported than they can have done."""
+
+    job: Job
+    run: Name
+    sequence: Count
+    steps: Count
+    tokens: Count
+    shares: tuple[WorkShare, ...]
+    capped: tuple[Peer, ...] = ()
+
+
+class BytesRelayed(_Fact, frozen=True, tag="bytes_relayed"):
+    """The relay on this broker's machine has copied `relayed_bytes` more."""
+
+    peer: Peer
+    relayed_bytes: Count
+
+
 Fact = (
     InvitationIssued
     | PeerEnrolled
@@ -195,6 +218,8 @@ Fact = (
     | JobNoted
     | JobDone
     | JobFailed
+    | WorkCounted
+    | BytesRelayed
 )
 
 _DECODER: Final[msgspec.msgpack.Decoder[Fact]] = msgspec.msgpack.Decoder(Fact)

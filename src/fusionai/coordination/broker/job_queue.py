@@ -3,8 +3,9 @@ which job.
 
 The order: first the priority class, then how small the share of the pool is that the owner's jobs hold or would hold
 with those ahead (dominant resource fairness over memory and speed, Ghodsi et al. 2011), then how small its share was
-over the last day, then the time of asking. A job gets its *turn* only when machines that fit its need are free, all at
-once; for a while they are kept for it alone. Running jobs of a class that gives way are stopped for more urgent ones.
+over the last day, then the time of asking. A policy may put before the share what the machines of the owner have done
+for others (`ledger`). A job gets its *turn* only when machines that fit its need are free, all at once; for a while
+they are kept for it alone. Running jobs of a class that gives way are stopped for more urgent ones.
 
 How long a job runs is not known. So nothing that a job ahead could use is given to a later one: if the free machines
 don't suffice for a job, they are all kept for it until enough have come free, unless not even all machines of the pool
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fusionai.coordination.broker.job import Job, Need
+from fusionai.coordination.broker.ledger import lent_to_others
 from fusionai.coordination.broker.membership import Member
 from fusionai.coordination.broker.pool import Pool
 from fusionai.primitives.ids import JobId, PeerId
@@ -75,6 +77,14 @@ class QueuePolicy:
     quota: Quota = Quota()
     """Quota of owners without one of their own."""
     quotas: Mapping[PeerId, Quota] = field(default_factory=dict[PeerId, Quota])
+
+    lenders_first: bool = False
+    """Whether owners of one class come in the order of what their machines have done for others."""
+    people: Mapping[PeerId, str] = field(default_factory=dict[PeerId, str])
+    """Machine -> the person that it belongs to; one that is not named is a person of its own."""
+
+    def person_of(self, machine: PeerId) -> str:
+        return self.people.get(machine, machine)
 
     def quota_of(self, machine: PeerId) -> Quota:
         return self.quotas.get(machine, self.quota)
@@ -142,20 +152,14 @@ class Line:
     granted: Mapping[JobId, frozenset[PeerId]] = field(default_factory=dict[JobId, frozenset[PeerId]])
 
 
-def machine_of(pool: Pool, peer: PeerId) -> PeerId:
-    """Return the key of the machine that a key belongs to: an owner's shares and quotas are those of its machine."""
-    member = pool.members.get(peer)
-    return peer if member is None else member.sponsor or peer
-
-
 def held_by_owners(pool: Pool, turns: Mapping[JobId, Collection[PeerId]]) -> dict[PeerId, LentAmount]:
     """Return what the jobs of each owner's machine hold, with the machines of their turns."""
     held: dict[PeerId, list[Member]] = defaultdict(list)
     for member in pool.members.values():
         if member.job is not None:
-            held[machine_of(pool, pool.jobs[member.job].owner)].append(member)
+            held[pool.machine_of(pool.jobs[member.job].owner)].append(member)
     for name, peers in turns.items():
-        held[machine_of(pool, pool.jobs[name].owner)] += [pool.members[peer] for peer in peers]
+        held[pool.machine_of(pool.jobs[name].owner)] += [pool.members[peer] for peer in peers]
     return {machine: holding(members) for machine, members in held.items()}
 
 
@@ -181,8 +185,10 @@ class Arrangement:
         shares = {machine: share.share_of(whole) for machine, share in held.items()}
         owners: dict[PeerId, list[Job]] = defaultdict(list)
         for job in pool.queued_jobs():
-            owners[machine_of(pool, job.owner)].append(job)
-        heads: list[tuple[int, float, float, float, JobId, PeerId]] = []
+            owners[pool.machine_of(job.owner)].append(job)
+        heads: list[tuple[int, float, float, float, float, JobId, PeerId]] = []
+        policy = self.policy
+        lent = lent_to_others(pool.ledger, policy.person_of) if policy.lenders_first else dict[str, float]()
         served_s, used_s = self._past(whole)
         late = self._late()
 
@@ -191,7 +197,9 @@ class Arrangement:
                 job = owners[machine][-1]
                 rank = self._rank(job, max(job.queued_at_s, served_s.get(machine, 0.0))) + late[machine] // MOST_MISSED
                 used = used_s.get(machine, 0.0)
-                key = (rank, shares.get(machine, 0.0), used, job.queued_at_s, job.job, machine)
+                lent_flops = lent.get(policy.person_of(machine), 0.0)
+                share = shares.get(machine, 0.0)
+                key = (rank, -lent_flops, share, used, job.queued_at_s, job.job, machine)
                 heapq.heappush(heads, key)
 
         for machine, jobs in owners.items():
@@ -220,7 +228,7 @@ class Arrangement:
         for job in waiting:
             if not left:
                 break
-            need, machine = job.need, machine_of(pool, job.owner)
+            need, machine = job.need, pool.machine_of(job.owner)
             quota, had = self.policy.quota_of(machine), held.get(machine, NOTHING)
             if not quota.allows(had + LentAmount(need.machines, need.memory_bytes)):
                 continue
@@ -246,7 +254,7 @@ class Arrangement:
         whole = holding(present)
         for name in line.jobs:
             job = pool.jobs[name]
-            need, machine = job.need, machine_of(pool, job.owner)
+            need, machine = job.need, pool.machine_of(job.owner)
             if name in self.turns or name in line.granted or not job.attended or not self._ever(need, present, whole):
                 continue
             asked = LentAmount(need.machines, need.memory_bytes)
@@ -298,7 +306,7 @@ class Arrangement:
         for job in self.pool.jobs.values():
             if job.queued:
                 continue
-            machine = machine_of(self.pool, job.owner)
+            machine = self.pool.machine_of(job.owner)
             served_s[machine] = max(served_s[machine], job.requested_at_s)
             end_s, held_bytes, held_flops_per_s = job.ended_at_s, job.held_bytes, job.held_flops_per_s
             if job.live:
@@ -322,7 +330,7 @@ class Arrangement:
         late: dict[PeerId, int] = defaultdict(int)
         for job in self.pool.jobs.values():
             if job.missed and max(job.queued_at_s, job.ended_at_s) > self.wall_s - LATE_S:
-                late[machine_of(self.pool, job.owner)] += job.missed
+                late[self.pool.machine_of(job.owner)] += job.missed
         return late
 
     @staticmethod

@@ -64,6 +64,8 @@ class Member(State):
     memory_bytes: int = 0
     flops_per_s: float = 0.0
     """What it lends, by its profile."""
+    fastest_flops_per_s: float = 0.0
+    """The highest of all speeds that it has measured."""
     job: JobId | None = None
     stages: tuple[int, ...] = ()
     """Stages it runs; empty for a spare that is only a standby."""
@@ -128,6 +130,7 @@ def _register(member: Member, fact: MemberRegistered) -> Member:
         addresses=fact.addresses,
         memory_bytes=fact.memory_bytes,
         flops_per_s=fact.flops_per_s,
+        fastest_flops_per_s=fact.fastest_flops_per_s,
     )
     match member.phase:
         case "active" | "draining" | "idle":

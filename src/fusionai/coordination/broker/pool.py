@@ -15,9 +15,10 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from fusionai.coordination.broker import events, job, membership
+from fusionai.coordination.broker import events, job, ledger, membership
 from fusionai.coordination.broker.events import Fact
 from fusionai.coordination.broker.job import FIRST_VERSION, JOB, Job, PlanVersion
+from fusionai.coordination.broker.ledger import Ledger
 from fusionai.coordination.broker.membership import (
     MEMBERSHIP,
     Invitation,
@@ -61,6 +62,14 @@ class Pool:
     revocations: int = 0
     """Version of the list of evicted members. It begins with the time, so that it grows even if the broker was set back
     to an earlier state."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """What the members have lent to whose jobs."""
+
+    def machine_of(self, peer: PeerId) -> PeerId:
+        """Return the key of the machine that a key belongs to: shares, quotas and what was lent are those of
+        machines."""
+        member = self.members.get(peer)
+        return peer if member is None else member.sponsor or peer
 
     def expected(self) -> int:
         """Return the number of members that are present or expected to come, which the limit on members applies to."""
@@ -108,6 +117,16 @@ def thaw(data: bytes) -> Pool:
 
 def advance(pool: Pool, fact: Fact) -> Pool:
     """Return the pool after a fact. Raises `ForbiddenTransition` or `UnknownEntity`."""
+    after = _advance(pool, fact)
+    if after.members is pool.members:
+        return after
+    lent = ledger.moved(
+        after.ledger, pool.members, after.members, fact.at_s, lambda name: after.machine_of(after.jobs[name].owner)
+    )
+    return after if lent is after.ledger else replace(after, ledger=lent)
+
+
+def _advance(pool: Pool, fact: Fact) -> Pool:
     match fact:
         case events.InvitationIssued():
             if fact.invitation in pool.invitations:
@@ -147,6 +166,12 @@ def advance(pool: Pool, fact: Fact) -> Pool:
             return _request(pool, fact)
         case events.PlanMinted():
             return _mint(pool, fact)
+        case events.WorkCounted():
+            return replace(pool, ledger=ledger.counted(pool.ledger, fact))
+        case events.BytesRelayed():
+            before = pool.ledger.relayed_bytes
+            relayed = _with(before, PeerId(fact.peer), before.get(PeerId(fact.peer), 0) + fact.relayed_bytes)
+            return replace(pool, ledger=replace(pool.ledger, relayed_bytes=relayed))
         case events.JobDone() | events.JobFailed():
             return _end(pool, fact)
         case (

@@ -43,6 +43,7 @@ def register(turn: Transaction, request: requests.RegisterMember) -> None:
         and member.profile == request.profile
         and member.addresses == request.addresses
         and (member.memory_bytes, member.flops_per_s) == (request.memory_bytes, request.flops_per_s)
+        and member.fastest_flops_per_s == request.fastest_flops_per_s
     )
     if not same:
         turn.record(
@@ -54,6 +55,7 @@ def register(turn: Transaction, request: requests.RegisterMember) -> None:
                 addresses=request.addresses,
                 memory_bytes=request.memory_bytes,
                 flops_per_s=request.flops_per_s,
+                fastest_flops_per_s=request.fastest_flops_per_s,
             )
         )
     _grant_lease(turn, member)
@@ -112,6 +114,7 @@ def _return_to_place(turn: Transaction, member: Member) -> None:
             addresses=member.addresses,
             memory_bytes=member.memory_bytes,
             flops_per_s=member.flops_per_s,
+            fastest_flops_per_s=member.fastest_flops_per_s,
         )
     )
     turn.note_job(member, f"{member.entity} is back")

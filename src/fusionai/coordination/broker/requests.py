@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.primitives.ids import JobId, PeerId
-from fusionai.wire.messages import Message, RefusalCode, Refused
+from fusionai.wire.messages import Message, RefusalCode, Refused, WorkShare
 
 REASON_LENGTH: Final = 2000
 
@@ -49,6 +49,7 @@ class RegisterMember(Struct, frozen=True):
     addresses: tuple[str, ...]
     memory_bytes: int = 0
     flops_per_s: float = 0.0
+    fastest_flops_per_s: float = 0.0
 
 
 class Beat(Struct, frozen=True):
@@ -103,6 +104,24 @@ class ReportJob(Struct, frozen=True):
     detail: str
 
 
+class ReportWork(Struct, frozen=True):
+    """A job's owner reports what its job has committed (`wire.broker.WorkReport`)."""
+
+    sender: PeerId
+    job: JobId
+    run: str
+    sequence: int
+    steps: int
+    tokens: int
+    shares: tuple[WorkShare, ...]
+
+
+class NoteRelayed(Struct, frozen=True):
+    """The relay on the broker's machine has copied this much more."""
+
+    relayed_bytes: int
+
+
 class StopJob(Struct, frozen=True):
     sender: PeerId
     job: JobId
@@ -153,6 +172,8 @@ Request = (
     | RequestJob
     | AskPlace
     | ReportJob
+    | ReportWork
+    | NoteRelayed
     | StopJob
     | Invite
     | EvictMember

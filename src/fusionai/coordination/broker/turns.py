@@ -18,7 +18,6 @@ from fusionai.coordination.broker.job_queue import (
     Line,
     held_by_owners,
     holding,
-    machine_of,
 )
 from fusionai.coordination.broker.requests import Answer, Refusal
 from fusionai.coordination.broker.state import Lease, Turn
@@ -55,8 +54,8 @@ def ask_place(turn: Transaction, request: requests.AskPlace) -> None:
         taken = len(turn.pool.queued_jobs())
         if queued is None and taken >= policy.most_jobs:
             raise Refusal("busy", f"The queue is full: {taken} of {policy.most_jobs} places are taken.")
-        machine = machine_of(turn.pool, request.owner)
-        own = sum(machine_of(turn.pool, one.owner) == machine for one in turn.pool.queued_jobs())
+        machine = turn.pool.machine_of(request.owner)
+        own = sum(turn.pool.machine_of(one.owner) == machine for one in turn.pool.queued_jobs())
         if queued is None and own >= MOST_OF_OWNER:
             raise Refusal("busy", f"{own} jobs of this owner wait in the queue already, which is the limit.")
         turn.record(
@@ -161,12 +160,12 @@ def check_entry(turn: Transaction, request: requests.RequestJob, job: Job | None
 
 
 def _check_quota(turn: Transaction, owner: PeerId, name: JobId, named: set[PeerId]) -> None:
-    pool, machine = turn.pool, machine_of(turn.pool, owner)
+    pool, machine = turn.pool, turn.pool.machine_of(owner)
     quota = turn.rules.queue.quota_of(machine)
     others = [
         member
         for member in pool.members.values()
-        if member.job not in (None, name) and machine_of(pool, pool.jobs[member.job].owner) == machine
+        if member.job not in (None, name) and pool.machine_of(pool.jobs[member.job].owner) == machine
     ]
     wanted = holding([*others, *(pool.members[peer] for peer in named if peer in pool.members)])
     if not quota.allows(wanted):
@@ -178,13 +177,13 @@ def _check_quota(turn: Transaction, owner: PeerId, name: JobId, named: set[PeerI
 def _check_need(turn: Transaction, owner: PeerId, need: Need) -> None:
     """Raise `Refusal` for a priority class that does not exist or is not for this owner, and for a need that the
     owner's quota never allows."""
-    policy, machine = turn.rules.queue, machine_of(turn.pool, owner)
+    policy, machine = turn.rules.queue, turn.pool.machine_of(owner)
     found = next((one for one in policy.classes if one.name == need.priority), None)
     if found is None:
         names = ", ".join(one.name for one in policy.classes)
         raise Refusal("bad_message", f"This pool has no priority class {need.priority!r}; it has {names}.")
     broker = turn.rules.broker
-    if found.owners is not None and machine not in found.owners and machine != machine_of(turn.pool, broker):
+    if found.owners is not None and machine not in found.owners and machine != turn.pool.machine_of(broker):
         raise Refusal("not_authorised", f"The priority class {found.name} is not for jobs of {short(machine)}.")
     quota = policy.quota_of(machine)
     if not quota.allows(LentAmount(need.machines, need.memory_bytes)):
@@ -230,7 +229,7 @@ def _why(turn: Transaction, job: Job) -> str:
     if not lent.meets(need):
         there = f"the pool has {_amount(lent)}" if lent.machines else "the pool has none"
         return f"it needs at least {_needed(need)} and {there}: machines must join"
-    machine = machine_of(pool, job.owner)
+    machine = pool.machine_of(job.owner)
     turns = {name: one.members for name, one in turn.desk.turns.items()}
     had = held_by_owners(pool, turns).get(machine, NOTHING)
     quota = turn.rules.queue.quota_of(machine)

@@ -124,11 +124,12 @@ class ReportFault(Struct, frozen=True):
 
 
 class ReportCheck(Struct, frozen=True):
-    """Report to the user the outcome of a check, with the reason."""
+    """Report to the user the outcome of a check, with the reason. `partners`: see `CheckVerdict`."""
 
     check: Check
     outcome: Outcome
     reason: str
+    partners: tuple[str, ...] = ()
 
 
 class Distrust(Struct, frozen=True):

@@ -125,13 +125,15 @@ def outcome_of(opinion: Opinion) -> Outcome:
 @dataclass(frozen=True, slots=True)
 class CheckVerdict:
     """Consequence of an answer. `faulty_peer`: peer that is expelled, empty for none; its work from step `trusted` on
-    is void. `again`: check to be repeated on the job owner's machine."""
+    is void. `again`: check to be repeated on the job owner's machine. `partners`: in a dispute, the peers that
+    contradict the checked one."""
 
     outcome: Outcome
     reason: str = ""
     faulty_peer: str = ""
     trusted: int = 0
     again: Check | None = None
+    partners: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -236,7 +238,7 @@ class Inspector:
                 return self._guilty(peer, check, "its word stands against that of two others")
         if again:
             return self._guilty(check.peer, check, f"{DISPUTED}, for the second time")
-        return CheckVerdict("disputed", DISPUTED)
+        return CheckVerdict("disputed", DISPUTED, partners=tuple(partners))
 
     def _of(self, peer: str) -> Reputation:
         return self.reputations.get(peer, Reputation())

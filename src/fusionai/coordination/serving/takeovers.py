@@ -170,7 +170,7 @@ class Takeovers:
         found = job.checks.answered(job.batcher, event.check, event.opinion)
         if found is None or text is None:
             return []
-        outcome = ReportCheck(event.check, found.outcome, found.reason)
+        outcome = ReportCheck(event.check, found.outcome, found.reason, found.partners)
         if found.again is not None:
             return [outcome, interface.BeginCheck(found.again, text, job.fence)]
         return [outcome, *(self._expel(found) if found.faulty_peer else [])]

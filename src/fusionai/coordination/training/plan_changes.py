@@ -224,7 +224,7 @@ class SpotChecks:
         found = None if inspector is None else inspector.answered(event.check, event.opinion)
         if inspector is None or found is None:
             return []
-        report = ReportCheck(event.check, found.outcome, found.reason)
+        report = ReportCheck(event.check, found.outcome, found.reason, found.partners)
         if found.again is not None:
             return [report, StartCheck(found.again)]
         if found.faulty_peer:

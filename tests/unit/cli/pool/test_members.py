@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from pathlib import Path
 from typing import cast, get_args
 
 import msgspec
@@ -125,3 +126,20 @@ def test_a_job_is_named_by_id_by_title_or_by_how_one_begins(text: str, found: st
 def test_a_job_that_is_not_clear_is_refused(text: str, problem: str):
     with pytest.raises(UsageError, match=re.escape(problem)):
         asyncio.run(pool._one(cast(PoolSession, _Session(*JOBS)), text))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--csv", "l.csv"], "expected --ledger beside --csv and --verify"),
+        (["--verify", "l.json"], "expected --ledger beside --csv and --verify"),
+        (["--ledger", "--verify", "l.json", "--csv", "l.csv"], "expected --verify alone"),
+        (["--ledger", "--verify", "l.json", "--json", "out.json"], "expected --verify alone"),
+    ],
+)
+def test_options_of_the_ledger_that_do_not_fit_are_refused(
+    arguments: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=problem):
+        pool.pool.main([*arguments, "--home", str(tmp_path)], standalone_mode=False)

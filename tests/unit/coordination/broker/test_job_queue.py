@@ -14,6 +14,7 @@ from fusionai.coordination.broker.job_queue import (
     QueuePolicy,
     Quota,
 )
+from fusionai.coordination.broker.ledger import Ledger, LentWork
 from fusionai.coordination.broker.membership import Member
 from fusionai.coordination.broker.pool import Pool
 from fusionai.primitives.ids import JobId, PeerId
@@ -198,3 +199,21 @@ def test_what_a_running_job_has_held_counts_among_owners_that_hold_the_same():
     ]
     queued = [job("b-1", BERT, queued_at_s=NOW_S - 5.0), job("a-1", ANNA)]
     assert order(members, [*runs, *queued]) == ["a-1", "b-1"]
+
+
+def test_lenders_go_first_within_a_class_if_the_policy_says_so():
+    members = [member("a", job="run-1"), member("b")]
+    jobs = [job("run-1", ANNA, "running"), job("anna", ANNA), job("bert", BERT), job("carl", CARL)]
+    urgent = job("urgent", CARL, need=Need(1, 0, (), "high"))
+    lent = {ANNA: {BERT: LentWork(flops=5.0)}, BERT: {CARL: LentWork(flops=3.0), BERT: LentWork(flops=100.0)}}
+
+    def found(*more: Job, **policy: object) -> list[str]:
+        known = arrangement(members, [*jobs, *more], replace(QueuePolicy(), **policy))  # pyright: ignore[reportArgumentType]
+        pool = replace(known.pool, ledger=Ledger(accounts=lent))
+        return list(replace(known, pool=pool).order())
+
+    assert found() == ["bert", "carl", "anna"], "by default lending makes no difference"
+    assert found(lenders_first=True) == ["anna", "bert", "carl"], "work for oneself does not count"
+    assert found(urgent, lenders_first=True)[0] == "urgent"
+    people = {ANNA: "a", BERT: "a"}
+    assert found(lenders_first=True, people=people) == ["bert", "anna", "carl"], "one person: the fair share decides"

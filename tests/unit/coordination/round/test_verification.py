@@ -107,7 +107,7 @@ def test_without_the_owners_word_nobody_is_guilty_and_nobody_trusted():
 def test_two_that_contradict_each_other_are_both_doubted_and_the_disputed_goes_the_second_time():
     of = inspector()
     found = answer(of, due(of)[1], Opinion(links=frozenset({"c"})))
-    assert (found.outcome, found.faulty_peer) == ("disputed", "")
+    assert (found.outcome, found.faulty_peer, found.partners) == ("disputed", "", ("c",))
     assert of.reputations["b"].chance(1) == of.reputations["c"].chance(1) == 1.0
     of.drop()
     found = answer(of, due(of, 2)[1], Opinion(links=frozenset({"c"})))

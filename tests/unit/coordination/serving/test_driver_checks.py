@@ -122,3 +122,11 @@ def test_while_nobody_runs_nothing_is_checked() -> None:
     assert job.machine.next_checks() == ()
     job.machine.phase = ServingPhase.RUNNING
     assert len(job.machine.next_checks()) == 1
+
+
+def test_a_dispute_names_both_sides() -> None:
+    job = running(checks=True)
+    (begun,) = over(job)
+    told(job, begun, Opinion(links=frozenset({"c"})))
+    (report,) = job.of(ReportCheck)
+    assert (report.outcome, report.check.peer, report.partners) == ("disputed", "b", ("c",))
