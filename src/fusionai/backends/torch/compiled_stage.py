@@ -3,19 +3,22 @@
 One interpreter per set of wanted outputs and mode, divided into segments where activations are recomputed or weights
 are offloaded. For sizes, a graph runs on torch's `meta` device, where tensors have shapes but no memory. Every value is
 compared with the graph's declaration, and the memory that is alive at once with the limit. The declaration is never
-trusted, because the graph comes from another machine. Neighbours: `program` runs the interpreters and asks for every
+trusted, because the graph comes from another machine. A process remembers the sizes it has found, because a stage is
+loaded again after each fault. Neighbours: `program` runs the interpreters and asks for every
 new combination of sizes, `serving` measures its largest pass.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from math import prod
-from typing import Final
+from functools import cached_property
+from math import inf, prod
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +35,7 @@ from fusionai.backends.torch.recomputation import RecomputedSegment, segments
 from fusionai.backends.torch.rehearsal import META, NO_GRADIENT, HalfProducts, Rehearsed, rehearsed
 from fusionai.ir.graph import copied_weights, copy_bytes, reads
 from fusionai.ir.operators import IN_BFLOAT16, OPERATORS
-from fusionai.ir.schema import Graph
+from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.shapes import symbols_of
 from fusionai.primitives.errors import ExecutionError, FusionError
 from fusionai.primitives.tensors import tensor_bytes
@@ -49,6 +52,37 @@ class Footprint:
     peak_bytes: int
     saved_bytes: int
     again_bytes: int = 0
+
+
+T = TypeVar("T")
+MOST_KNOWN: Final = 256
+"""Sizes that are remembered (chosen): some hundred bytes each."""
+
+
+class KnownSizes:
+    """What runs without memory have found in this process, by all that it follows from."""
+
+    def __init__(self) -> None:
+        self._found: dict[object, tuple[float, Any]] = {}
+        self._lock = threading.Lock()
+
+    def of(self, key: object, limit_bytes: int | None, run: Callable[[], T]) -> T:
+        """Return what `run` has returned for this key under the same limit or a tighter one, else run it. Failures are
+        not remembered: they name what was too large."""
+        limit = inf if limit_bytes is None else limit_bytes
+        passed_under, found = self._found.get(key, (inf, None))
+        if found is not None and passed_under <= limit:
+            return found
+        made = run()
+        with self._lock:
+            self._found.pop(key, None)
+            self._found[key] = (limit, made)
+            if len(self._found) > MOST_KNOWN:
+                del self._found[next(iter(self._found))]
+        return made
+
+
+KNOWN: Final = KnownSizes()
 
 
 def input_shapes(graph: Graph, symbols: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
@@ -335,16 +369,28 @@ class CompiledStage:
         limit_bytes: int | None,
     ) -> Footprint:
         """Return the footprint of one microbatch; see `compiled_stage.measure`."""
-        return measure(
-            self._graph,
-            self.interpreter(names, context.training, META),
-            shapes,
-            symbols,
-            context,
-            grad_inputs=self._grad_inputs,
-            limit_bytes=limit_bytes,
-            recompute=context.training and self._options.recompute,
-        )
+
+        def run() -> Footprint:
+            return measure(
+                self._graph,
+                self.interpreter(names, context.training, META),
+                shapes,
+                symbols,
+                context,
+                grad_inputs=self._grad_inputs,
+                limit_bytes=limit_bytes,
+                recompute=context.training and self._options.recompute,
+            )
+
+        sizes = tuple(sorted(symbols.items())), tuple(sorted(shapes.items()))
+        return KNOWN.of((self._known_by, names, context.training, sizes), limit_bytes, run)
+
+    @cached_property
+    def _known_by(self) -> tuple[object, ...]:
+        """All that the sizes follow from, besides the mode and the sizes of the inputs."""
+        options = self._options
+        kinds = (options.recompute, options.precision, options.offload_weights, self._repeats_keys)
+        return content_hash(self._graph), self._grad_inputs, frozenset(self._deferrable), kinds
 
     def needed_bytes(self, held_bytes: int, microbatches: int, limit_bytes: int | None) -> int:
         """Return the bytes that the stage needs at the symbols' largest values, with `microbatches` in flight.
@@ -363,7 +409,7 @@ class CompiledStage:
         # Autocast's copies of offloaded weights are dropped with them, which no rehearsal does.
         if training and known and not (self._options.offload_weights and self._options.precision == "bf16"):
             try:
-                one = self._rehearsed(names)
+                one = KNOWN.of((self._known_by, names, "rehearsed"), None, lambda: self._rehearsed(names))
             except (FusionError, *OPERATOR_FAILURES) as error:
                 log.debug("no gradient without memory, its size is estimated: %s", first_line(error))
             else:

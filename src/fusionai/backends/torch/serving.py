@@ -33,7 +33,7 @@ from fusionai.backends.torch.card_memory import with_memory
 from fusionai.backends.torch.card_program import CardProgram, planned_for_card
 from fusionai.backends.torch.card_program import needed_bytes as card_bytes
 from fusionai.backends.torch.carried_states import NodeStates
-from fusionai.backends.torch.compiled_stage import META, input_shapes, measure
+from fusionai.backends.torch.compiled_stage import KNOWN, META, Footprint, input_shapes, measure
 from fusionai.backends.torch.held_weights import ServingWeights, import_bytes, weight_bytes
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
@@ -48,7 +48,7 @@ from fusionai.backends.torch.paged_attention import (
     lay_out,
 )
 from fusionai.backends.torch.row_program import RowPlace, RowProgram, needed_bytes, planned
-from fusionai.ir.schema import Graph, Node, ParamSpec
+from fusionai.ir.schema import Graph, Node, ParamSpec, content_hash
 from fusionai.ir.serving import row_dimension, split_behind_attention
 from fusionai.ir.serving_cost import STACKED_BYTES
 from fusionai.ir.states import StateShape
@@ -154,15 +154,20 @@ class TorchServingProgram(ServingProgram):
                 hint="Use fewer pages or sessions, a smaller weight format or fewer blocks here, or lend more memory.",
             )
         symbols = largest_pass(self._graph, self._options)
-        measure(
-            self._graph,
-            compile_graph(self._graph, frozenset(self._graph.outputs), with_state_writes=False, device=META),
-            input_shapes(self._graph, symbols),
-            symbols,
-            _CONTEXT,
-            grad_inputs=frozenset(),
-            limit_bytes=None if limit_bytes is None else limit_bytes - held_bytes,
-        )
+        left_bytes = None if limit_bytes is None else limit_bytes - held_bytes
+
+        def run() -> Footprint:
+            return measure(
+                self._graph,
+                compile_graph(self._graph, frozenset(self._graph.outputs), with_state_writes=False, device=META),
+                input_shapes(self._graph, symbols),
+                symbols,
+                _CONTEXT,
+                grad_inputs=frozenset(),
+                limit_bytes=left_bytes,
+            )
+
+        KNOWN.of((content_hash(self._graph), "serving", tuple(sorted(symbols.items()))), left_bytes, run)
 
     # ------------------------------------------------------------------------------------------------------ computing
 

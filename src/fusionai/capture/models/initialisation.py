@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -275,63 +274,50 @@ _SILENT = ("dirac_", "orthogonal_", "sparse_")
 
 @contextmanager
 def watching(kept: frozenset[tuple[int, ...]] = frozenset()) -> Iterator[InitialisationWatch]:
-    """Open a watch; `kept` as in `InitialisationWatch`. Functions that do nothing on meta tensors are replaced while it
-    is open, in every module that imported them. The truncated normal gets a program, the others make it unknown."""
+    """Open a watch; `kept` as in `InitialisationWatch`. Functions that do nothing on meta tensors are recorded while it
+    is open. The truncated normal gets a program, the others make it unknown."""
     watch = InitialisationWatch(kept)
-    replaced: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-    for name in _SILENT:
-        original: Callable[..., Any] = getattr(nn.init, name)
-        replaced[id(original)] = (original, _recorded(watch, original, lambda *_: None))
-    # Only `torch.nn.init` itself calls this function, so every imported `trunc_normal_` goes through it.
-    truncate: Callable[..., Any] = getattr(nn.init, _TRUNCATE)
 
     def truncated(*args: Any) -> Program:
         return watch.drawn(truncated_normal(*map(float, args[:4])))
 
-    replaced[id(truncate)] = (truncate, _recorded(watch, truncate, truncated))
-    wanted = frozenset(replaced)
-    places = [
-        (namespace, name, original, stand_in)
-        for namespace in _namespaces()
-        # Few modules contain one of them: this test skips the others without a Python loop over their names.
-        if not wanted.isdisjoint(map(id, list(namespace.values())))
-        for name, value in list(namespace.items())
-        if (found := replaced.get(id(value))) is not None
-        for original, stand_in in [found]
-    ]
-    for namespace, name, _, stand_in in places:
-        namespace[name] = stand_in
-    try:
-        with watch:
-            yield watch
-    finally:
-        for namespace, name, original, _ in places:
-            namespace[name] = original
+    with ExitStack() as recording, watch:
+        for name in _SILENT:
+            recording.enter_context(_recorded(watch, getattr(nn.init, name), lambda *_: None))
+        recording.enter_context(_recorded(watch, getattr(nn.init, _TRUNCATE), truncated))
+        yield watch
 
 
-def _namespaces() -> Iterator[dict[str, Any]]:
-    for module in list(sys.modules.values()):
-        namespace = getattr(module, "__dict__", None)
-        if isinstance(namespace, dict):
-            yield namespace
-    initialization = sys.modules.get("transformers.initialization")
-    if initialization is not None:
-        # Its wrappers call the functions that were there when transformers was imported.
-        yield initialization.TORCH_INIT_FUNCTIONS
+_recorder: Callable[..., Any] = print
+"""The name that `_stand_in` calls. In its copies it is another one."""
 
 
+def _stand_in(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _recorder(tensor, *args, **kwargs)
+
+
+@contextmanager
 def _recorded(
-    watch: InitialisationWatch, original: Callable[..., Any], program_of: Callable[..., Program | None]
-) -> Callable[..., Any]:
-    """Return `original` followed by a note of the program that its arguments after the tensor mean."""
+    watch: InitialisationWatch, function: FunctionType, program_of: Callable[..., Program | None]
+) -> Iterator[None]:
+    """While open, each call of `function` is followed by a note of the program that its arguments after the tensor
+    mean. Its code is replaced, not its name: modules have imported it under names of their own."""
+    code, defaults, names = function.__code__, function.__defaults__, function.__globals__
+    unwatched = FunctionType(code, names, function.__name__, defaults, function.__closure__)
+    name = f"_recorded_{function.__name__}_{id(watch)}"
 
-    @wraps(original)
     def recorded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = original(tensor, *args, **kwargs)
+        result = unwatched(tensor, *args, **kwargs)
         watch.write(tensor, program_of(*args))
         return result
 
-    return recorded
+    names[name] = recorded
+    function.__code__, function.__defaults__ = _stand_in.__code__.replace(co_names=(name,)), None
+    try:
+        yield
+    finally:
+        function.__code__, function.__defaults__ = code, defaults
+        del names[name]
 
 
 def _address(tensor: torch.Tensor) -> int:
