@@ -3,22 +3,20 @@
 One interpreter per set of wanted outputs and mode, divided into segments where activations are recomputed or weights
 are offloaded. For sizes, a graph runs on torch's `meta` device, where tensors have shapes but no memory. Every value is
 compared with the graph's declaration, and the memory that is alive at once with the limit. The declaration is never
-trusted, because the graph comes from another machine. A process remembers the sizes it has found, because a stage is
-loaded again after each fault. Neighbours: `program` runs the interpreters and asks for every
+trusted, because the graph comes from another machine. Neighbours: `program` runs the interpreters and asks for every
 new combination of sizes, `serving` measures its largest pass.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, prod
-from typing import Any, Final, TypeVar
+from math import prod
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -28,6 +26,7 @@ from fusionai.backends.interface import movable_weights
 from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.interpreter import EMBEDDING, Interpreter, PackedReading, Step, compile_graph, describe
+from fusionai.backends.torch.known_sizes import KNOWN
 from fusionai.backends.torch.live_memory import WatchedStorages
 from fusionai.backends.torch.operators import TorchContext
 from fusionai.backends.torch.optimizers import PIECE
@@ -52,37 +51,6 @@ class Footprint:
     peak_bytes: int
     saved_bytes: int
     again_bytes: int = 0
-
-
-T = TypeVar("T")
-MOST_KNOWN: Final = 256
-"""Sizes that are remembered (chosen): some hundred bytes each."""
-
-
-class KnownSizes:
-    """What runs without memory have found in this process, by all that it follows from."""
-
-    def __init__(self) -> None:
-        self._found: dict[object, tuple[float, Any]] = {}
-        self._lock = threading.Lock()
-
-    def of(self, key: object, limit_bytes: int | None, run: Callable[[], T]) -> T:
-        """Return what `run` has returned for this key under the same limit or a tighter one, else run it. Failures are
-        not remembered: they name what was too large."""
-        limit = inf if limit_bytes is None else limit_bytes
-        passed_under, found = self._found.get(key, (inf, None))
-        if found is not None and passed_under <= limit:
-            return found
-        made = run()
-        with self._lock:
-            self._found.pop(key, None)
-            self._found[key] = (limit, made)
-            if len(self._found) > MOST_KNOWN:
-                del self._found[next(iter(self._found))]
-        return made
-
-
-KNOWN: Final = KnownSizes()
 
 
 def input_shapes(graph: Graph, symbols: Mapping[str, int]) -> dict[str, tuple[int, ...]]:

@@ -33,10 +33,11 @@ from fusionai.backends.torch.card_memory import with_memory
 from fusionai.backends.torch.card_program import CardProgram, planned_for_card
 from fusionai.backends.torch.card_program import needed_bytes as card_bytes
 from fusionai.backends.torch.carried_states import NodeStates
-from fusionai.backends.torch.compiled_stage import KNOWN, META, Footprint, input_shapes, measure
+from fusionai.backends.torch.compiled_stage import META, Footprint, input_shapes, measure
 from fusionai.backends.torch.held_weights import ServingWeights, import_bytes, weight_bytes
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
+from fusionai.backends.torch.known_sizes import KNOWN
 from fusionai.backends.torch.operators import TorchContext
 from fusionai.backends.torch.packed_linear import by_parts
 from fusionai.backends.torch.packed_siblings import Joined, join_siblings

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fusionai.backends.torch import compiled_stage
-from fusionai.backends.torch.compiled_stage import MOST_KNOWN, CompiledStage, KnownSizes
+from fusionai.backends.torch.compiled_stage import CompiledStage
+from fusionai.backends.torch.known_sizes import MOST_KNOWN, KnownSizes
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.messages import OptimizerSpec, StageOptions
 from harness.stand import layers
