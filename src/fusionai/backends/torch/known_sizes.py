@@ -1,5 +1,5 @@
-"""Remembers what runs without memory have found in this process: a stage is loaded again after each fault, and a
-rehearsal takes longer than many a step.
+"""Remembers what runs without memory have found in this process, because a stage is loaded again after each
+fault.
 
 `compiled_stage` and `serving` run and name all that a result follows from, the graph's hash included.
 """
