@@ -386,7 +386,7 @@ def _service(options: BrokerOptions, home: BrokerHome, clock: Clock, relay: Rela
         clock=clock,
         ticket_lifetime_s=options.ticket_lifetime_s,
         introducer=Introducer(home.authority, relays=relay is not None),
-        relayed=RelayMeter() if relay is None else RelayMeter(lambda: relay.stats.copied_bytes),
+        relayed=RelayMeter() if relay is None else RelayMeter(lambda: relay.copied_bytes),
         admits=admission(options, clock),
     )
 

@@ -181,6 +181,11 @@ class BrokerMetrics(HttpMetrics, Collector):
         yield CounterMetricFamily(
             "fusion_journal_rows", "Facts journalled since the pool began.", value=service.sequence
         )
+        yield CounterMetricFamily(
+            "fusion_relayed_bytes",
+            "Bytes copied between machines that can't connect to each other.",
+            value=service.relayed.copied_bytes(),
+        )
         steps = GaugeMetricFamily("fusion_job_step", "Last step that a running job reported.", labels=("job",))
         for job, step in state.progress.items():
             steps.add_metric((job,), step)

@@ -248,6 +248,7 @@ class RelayStats:
 
     joined: int = 0
     copied_bytes: int = 0
+    """Of connections that have ended; `Relay.copied_bytes` has all."""
 
 
 @dataclass(slots=True)
@@ -257,6 +258,7 @@ class _Pair:
     rates: dict[str, RateLimit]
     activity: Activity = field(default_factory=Activity)
     connections: int = 0
+    flows: list[Flow] = field(default_factory=list[Flow])
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +283,12 @@ class Relay:
         self._connections: Counter[str] = Counter()
         """Number of joined and waiting connections by peer."""
         self._pairs: dict[frozenset[str], _Pair] = {}
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes copied since the start, those of open connections included."""
+        flows = (flow for pair in self._pairs.values() for flow in pair.flows)
+        return self.stats.copied_bytes + sum(flow.copied_bytes for flow in flows)
 
     async def serve(self, sock: socket.socket, greeted: Callable[[], None] = lambda: None) -> None:
         """Serve one connection from its greeting to its end, and close it. `greeted` is called once the caller has
@@ -379,9 +387,11 @@ class Relay:
                 Flow(two.sock, one.sock, pair.rates[names[1]], pair.activity),
             )
             self.stats.joined += 1
+            pair.flows += flows
             try:
                 why = await splice(flows, idle_s=self.limits.idle_s)
             finally:
+                pair.flows = [one for one in pair.flows if all(one is not flow for flow in flows)]
                 self.stats.copied_bytes += sum(flow.copied_bytes for flow in flows)
         except BaseException:
             hang_up(one.sock)

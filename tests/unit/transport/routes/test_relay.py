@@ -151,12 +151,14 @@ def test_two_peers_meet_and_the_relay_sees_no_plaintext(stand, run: Run, monkeyp
                 assert bytes(came.tensors["plainname"].data) == secret
                 await far.send(Ping(sequence=3, sent_at_s=0.0))
                 assert (await near.receive()).message == Ping(sequence=3, sent_at_s=0.0)
+                assert door.relay.stats.copied_bytes == 0
+                assert door.relay.copied_bytes == len(copied), "open connections count"
         assert len(copied) > len(secret), "the recorder saw what went through"
         for known in (secret[:16], b"plainname", b"ping", b"state", b"fusionai", door.peer("a").encode()):
             assert known not in copied
         # Certificates would name the peers: TLS 1.3 encrypts them too.
         assert door.credentials("a").certificate[:64] not in copied
-        assert door.relay.stats.copied_bytes == len(copied)
+        assert door.relay.stats.copied_bytes == door.relay.copied_bytes == len(copied)
 
     run(main())
 
