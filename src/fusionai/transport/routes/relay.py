@@ -248,7 +248,7 @@ class RelayStats:
 
     joined: int = 0
     copied_bytes: int = 0
-    """Of connections that have ended; `Relay.copied_bytes` has all."""
+    """Bytes of connections that have ended; `Relay.copied_bytes` also counts open ones."""
 
 
 @dataclass(slots=True)
