@@ -39,6 +39,7 @@ from fusionai.capture.tracing.custom_gradients import refuse_hooks, watched_grad
 from fusionai.capture.tracing.decomposing import decomposed
 from fusionai.capture.tracing.decompositions import composed, rearranging, resizing
 from fusionai.capture.tracing.draws import draws, uniform
+from fusionai.capture.tracing.fixed_sets import fixed_sets
 from fusionai.capture.tracing.patching import patched
 from fusionai.primitives.errors import ModelError
 
@@ -79,6 +80,7 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
         try:
             with (
                 _quiet_export(),
+                fixed_sets(task.module),
                 watched_gradients() as gradients,
                 functions.averaged_statistics(),  # before `both_modes`, which wraps the current forward
                 both_modes(task.module),
