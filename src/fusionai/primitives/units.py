@@ -77,18 +77,25 @@ def format_speed(per_s: float) -> str:
 
 def format_bytes(count: float) -> str:
     """Format a size in decimal units with three significant digits: `1.23 GB`."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(count) >= size * _ROUNDS_UP:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
+    return _scaled(count, (" TB", 1e12), (" GB", 1e9), (" MB", 1e6), (" kB", 1e3), plain=" B")
 
 
 def format_count(count: float) -> str:
     """Format a count with three significant digits: `134M`, `1.2B`, `950`."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+    return _scaled(count, ("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
+
+
+def format_flop(count: float) -> str:
+    """Format a number of operations with three significant digits, to stand beside the unit FLOP: `1.23 P`."""
+    return _scaled(count, (" E", 1e18), (" P", 1e15), (" T", 1e12), (" G", 1e9), (" M", 1e6))
+
+
+def _scaled(count: float, *units: tuple[str, float], plain: str = "") -> str:
+    """Return the count in the first of `units` (name, size), largest first, that it reaches when rounded."""
+    for unit, size in units:
         if abs(count) >= size * _ROUNDS_UP:
             return f"{count / size:.3g}{unit}"
-    return f"{count:.0f}"
+    return f"{count:.0f}{plain}"
 
 
 def format_seconds(seconds: float) -> str:

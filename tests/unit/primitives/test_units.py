@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.primitives.units import format_bytes, format_count, format_seconds, format_speed
+from fusionai.primitives.units import format_bytes, format_count, format_flop, format_seconds, format_speed
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,9 @@ from fusionai.primitives.units import format_bytes, format_count, format_seconds
         (format_bytes(999_600), "1 MB"),
         (format_bytes(1_234_000_000), "1.23 GB"),
         (format_count(999_600), "1M"),
+        (format_flop(999_600_000), "1 G"),
+        (format_flop(1.234e15), "1.23 P"),
+        (format_flop(12_345), "12345"),
         (format_count(134_100_000), "134M"),
         (format_seconds(0.000_9996), "1 ms"),
         (format_seconds(0.9996), "1.00 s"),

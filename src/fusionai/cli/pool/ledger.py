@@ -23,7 +23,7 @@ from fusionai.cli.pool.session import in_pool
 from fusionai.client.pool.session import any_membership
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId, short
-from fusionai.primitives.units import format_bytes, format_count
+from fusionai.primitives.units import format_bytes, format_count, format_flop
 from fusionai.storage.atomic import write_atomic
 from fusionai.transport.security.ledger import LedgerContent, LedgerEntry, LedgerMachine, verify_ledger
 
@@ -170,20 +170,12 @@ def _cells(entries: Iterable[LedgerEntry], people: dict[str, str]) -> tuple[str,
         _hours(sum(one.lent_s for one in found)),
         format_count(sum(one.steps for one in found)),
         format_count(sum(one.tokens for one in found)),
-        _flop(sum(one.flops for one in found)),
-        _flop(sum(one.flops for one in others)),
-        _flop(sum(one.struck_flops for one in found)),
+        format_flop(sum(one.flops for one in found)),
+        format_flop(sum(one.flops for one in others)),
+        format_flop(sum(one.struck_flops for one in found)),
     )
 
 
 def _hours(seconds: float) -> str:
     hours = seconds / 3600
     return f"{hours:.3g}" if hours < 100 else f"{hours:,.0f}"
-
-
-def _flop(count: float) -> str:
-    """Format a number of operations with three significant digits: `1.23 P`."""
-    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f}"

@@ -18,7 +18,7 @@ import msgspec
 
 from fusionai.backends.worker.confinement import Measure
 from fusionai.cli import console
-from fusionai.cli.options import attributes, home_option, json_option, write_json
+from fusionai.cli.options import attributes, home_option, json_option, path_option, write_json
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_seconds
@@ -41,19 +41,15 @@ _HISTORY_LINES = 8
 
 @click.command()
 @click.option("--ledger", is_flag=True, help="Show what the machines have lent to whose jobs instead.")
-@click.option(
-    "--csv",
-    "csv_file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Also write the ledger to FILE, a row per machine and owner.",
+@path_option(
+    "--csv", "FILE", "Also write the ledger to FILE, a row per machine and owner.", name="csv_file", dir_okay=False
 )
-@click.option(
+@path_option(
     "--verify",
-    "exported",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Check a ledger that was written with --json, without the broker.",
+    "FILE",
+    "Check a ledger that was written with --json, without the broker.",
+    name="exported",
+    dir_okay=False,
 )
 @home_option
 @json_option

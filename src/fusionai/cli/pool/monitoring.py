@@ -1,8 +1,8 @@
 """What monitoring reads of a broker over HTTP: `/metrics` for Prometheus, `/health` and `/ready` for a supervisor.
 
-Only counts, sums and times are shown, no names, keys or addresses, so that reading them helps no stranger to join. A
-broker that waits for another one's lease is healthy and not ready. `broker.server` runs the broker, `gateway.server`
-the HTTP server.
+Only counts, sums, times and the ids of running jobs are shown, no machines' names, keys or addresses, so that reading
+them helps no stranger to join. A broker that waits for another one's lease is healthy and not ready. `broker.server`
+runs the broker, `gateway.server` the HTTP server.
 """
 
 from __future__ import annotations

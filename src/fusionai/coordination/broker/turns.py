@@ -96,6 +96,10 @@ def rearrange(turn: Transaction, *, timely: bool) -> None:
 
 def _make_way(turn: Transaction, line: Line) -> None:
     """Stop running jobs of a class that gives way, for the first more urgent job that waits."""
+    policy = turn.rules.queue
+    # Most pools have none at most times, and to look for machines takes as long as to arrange the queue.
+    if not any(policy.gives_way(job.need.priority) for job in turn.pool.live_jobs()):
+        return
     found = turn.desk.arrangement(turn.wall_s).in_the_way(line)
     if found is None:
         return
