@@ -17,7 +17,7 @@ from typing import Final
 
 from fusionai.broker.announcing import AddressWatch
 from fusionai.broker.engines.engine_journal import EngineJournal
-from fusionai.broker.engines.interface import JournalInDoubt, JournalTaken
+from fusionai.broker.engines.interface import JournalAway, JournalInDoubt, JournalTaken
 from fusionai.broker.engines.watch import EngineWatch
 from fusionai.broker.home import BrokerHome, open_when_free
 from fusionai.broker.lent import RelayMeter
@@ -119,6 +119,8 @@ class BrokerServer:
                 outcome = Replies(answer=None)  # `resume` completes it
             except JournalTaken as error:
                 self.superseded(error)
+                return
+            except JournalAway:
                 return
             except StorageError as error:
                 _LOG.error("the end of a connection could not be journalled: %s", error)
@@ -241,6 +243,8 @@ class BrokerServer:
                 self._dispatch(self._pass(deadline_s))
             except JournalTaken:
                 raise
+            except JournalAway:
+                await asyncio.sleep(RETRY_S)
             except StorageError as error:
                 _LOG.error("a loss could not be journalled, trying again: %s", error)
                 await asyncio.sleep(RETRY_S)

@@ -24,7 +24,7 @@ import msgspec
 
 from fusionai.broker.code_door import CodeDoor
 from fusionai.broker.comings import coming_or_going
-from fusionai.broker.engines.interface import JournalInDoubt, JournalTaken, PoolJournal
+from fusionai.broker.engines.interface import JournalAway, JournalInDoubt, JournalTaken, PoolJournal
 from fusionai.broker.lent import RelayMeter, ledger_view
 from fusionai.broker.reachability import Introducer
 from fusionai.broker.reading import fastest_flops_per_s, job_request, place_request, read_profile, work_report
@@ -147,7 +147,8 @@ class BrokerService:
         except (JournalTaken, JournalInDoubt):
             raise
         except StorageError as error:
-            _LOG.error("nothing could be journalled: %s", error)
+            if not isinstance(error, JournalAway):  # the beginning of an outage was reported
+                _LOG.error("nothing could be journalled: %s", error)
             return Replies(answer=wire.Refused(code="failed", reason=str(error)))
 
     def _admit(self, remote: Remote, connection: int, message: wire.Message) -> Replies:
@@ -394,10 +395,10 @@ class BrokerService:
         return self._adopt(doubtful)
 
     def _check_settled(self) -> None:
-        """Raise `StorageError` while a decision is in doubt, because the next one depends on it; and while another
+        """Raise `JournalAway` while a decision is in doubt, because the next one depends on it; and while another
         broker may keep the pool, so that members look for that one."""
         if self._doubtful is not None or self.journal.lapsed:
-            raise StorageError(
+            raise JournalAway(
                 "the pool's journal is out of reach; what was asked has not been done.",
                 hint="The broker tries again by itself.",
             )

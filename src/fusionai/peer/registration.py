@@ -1,8 +1,11 @@
 """This peer's place in the pool: registers, keeps the lease, and reconnects after the broker was away.
 
-Retries start after 0.5 s and double up to 15 s. If the lease ran out and the job went on without this peer, the broker
-refuses its heartbeat as stale: the peer then drops all state of jobs and registers anew at once. The absence of the
-broker alone does not disturb a running job. `peer.daemon` starts this, `transport.conversation` carries the messages.
+Retries start after 0.5 s and double up to 15 s, or up to the time between two heartbeats once the broker has said it:
+after its absence the broker gives each member one lease, which is several heartbeats. A broker that does not answer in
+time counts as absent too, because another one may have taken over from one that hangs. If the lease ran out and the job
+went on without this peer, the broker refuses its heartbeat as stale: the peer then drops all state of jobs and
+registers anew at once. The absence of the broker alone does not disturb a running job. `peer.daemon` starts this,
+`transport.conversation` carries the messages.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ log = logging.getLogger(__name__)
 
 FIRST_RETRY_S: Final = 0.5
 LAST_RETRY_S: Final = 15.0
+ANSWER_S: Final = 8.0
+"""Longest wait for an answer of the broker, in seconds (chosen): its journal's engine may take six of them, and a lease
+is longer."""
 
 
 @dataclass
@@ -79,7 +85,8 @@ class Registration:
                 log.warning("the broker can't be reached (%s); next try in %.1f s", error, retry_s)
             self._conversation = None
             await asyncio.sleep(retry_s)
-            retry_s = min(2 * retry_s, LAST_RETRY_S)
+            longest_s = LAST_RETRY_S if self._known is None else max(FIRST_RETRY_S, self._known.heartbeat_s)
+            retry_s = min(2 * retry_s, longest_s)
 
     async def _session(self) -> None:
         channel = await self.broker.dial(self.transport)
@@ -127,7 +134,7 @@ class Registration:
 
     async def _enter_anew(self, conversation: Conversation) -> wire.Registered:
         profile = msgspec.Raw(msgspec.msgpack.encode(self.profile))
-        answer = await conversation.ask(wire.Register(boot=self.boot, profile=profile, addresses=self.addresses))
+        answer = await self._ask(conversation, wire.Register(boot=self.boot, profile=profile, addresses=self.addresses))
         if not isinstance(answer, wire.Registered):
             raise TrustError(f"expected the broker to register this peer, got {type(answer).__name__}.")
         self._known = answer
@@ -160,7 +167,7 @@ class Registration:
         """Return whether the lease goes on. If not, all state of jobs has been dropped when this returns."""
         try:
             heartbeat = wire.Heartbeat(boot=self.boot, jobs=self.jobs(), links=self.links())
-            answer = await conversation.ask(heartbeat)
+            answer = await self._ask(conversation, heartbeat)
         except RefusedError as error:
             if error.code != "stale_fence":
                 raise
@@ -173,12 +180,21 @@ class Registration:
                 await self._keep_up(conversation, self.membership, answer.revocations)
         return True
 
+    async def _ask(self, conversation: Conversation, message: wire.Message) -> wire.Message:
+        """Return the answer. Raises as `Conversation.ask`, and `TransportError` if none comes in time."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await conversation.ask(message)
+        except TimeoutError:
+            self.broker.pass_over()
+            raise TransportError(f"it did not answer within {ANSWER_S:g} s.") from None
+
     async def _keep_up(self, conversation: Conversation, membership: Membership, revocations: int) -> None:
         if revocations > membership.credentials.revoked.version:
-            found = await conversation.ask(wire.RevocationQuery())
+            found = await self._ask(conversation, wire.RevocationQuery())
             if isinstance(found, wire.Revocations):
                 self._take(found.signed)
-        await renew_if_due(conversation.ask, membership, now_wall_s=time.time())
+        await renew_if_due(partial(self._ask, conversation), membership, now_wall_s=time.time())
 
     def _take(self, signed: bytes) -> None:
         if signed and self.membership is not None:

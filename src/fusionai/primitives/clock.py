@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Protocol
 
@@ -45,3 +46,13 @@ class PoolClock:
 
     def wall_s(self) -> float:
         return self._own.wall_s() - self.ahead_s
+
+
+def elapsed_s() -> float:
+    """Return monotonic seconds that also pass while this machine sleeps. `time.monotonic` stands still then on Linux
+    and macOS, and a lease that was granted by another machine does not wait."""
+    if sys.platform == "linux":
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    if sys.platform == "darwin":
+        return time.clock_gettime(time.CLOCK_MONOTONIC)
+    return time.monotonic()

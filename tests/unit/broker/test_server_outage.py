@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -117,6 +118,20 @@ def test_without_the_engine_requests_are_refused_and_questions_answered(play):
         bench.back()
         assert isinstance(await ask(owner, InviteRequest()), Invited)
         assert bench.written() == bench.service.state.pool
+
+    play(scene)
+
+
+def test_what_is_refused_during_an_outage_is_no_line_of_the_log(play, caplog: pytest.LogCaptureFixture):
+    async def scene(bench: Bench) -> None:
+        owner = await bench.owner()
+        bench.engine.down = True
+        with pytest.raises(StorageError):
+            bench.journal.renew()
+        caplog.clear()
+        for _ in range(3):
+            assert isinstance(await ask(owner, InviteRequest()), Refused)
+        assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
     play(scene)
 

@@ -27,9 +27,10 @@ STALE = wire.Refused(code="stale_fence", reason="clear your stages and register 
 
 
 class Script:
-    """A broker that answers as told, and what it and the peer's callbacks saw, in order. `"break"` ends a connection;
-    after the last answer nothing more is said. `finds`: where the peer finds itself when it looks; `moves`: whether it
-    moved, each time it wonders; `carries`: its endorsements after each heartbeat, the last for ever."""
+    """A broker that answers as told, and what it and the peer's callbacks saw, in order. `"break"` ends a connection,
+    `"hang"` leaves it open without an answer; after the last answer nothing more is said. `finds`: where the peer finds
+    itself when it looks; `moves`: whether it moved, each time it wonders; `carries`: its endorsements after each
+    heartbeat, the last for ever."""
 
     def __init__(
         self,
@@ -59,6 +60,8 @@ class Script:
                 self.over.set()
                 await asyncio.Event().wait()
             answer = self.answers.pop(0)
+            if answer == "hang":
+                await asyncio.Event().wait()
             if isinstance(answer, str):
                 return
             await channel.send(answer)
@@ -131,6 +134,27 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Script]], li
         return asyncio.run(main())
 
     return run
+
+
+def test_a_broker_that_hangs_is_left(play, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(registration, "ANSWER_S", 0.05)
+    seen = play(lambda: Script(REGISTERED, ACK, "hang", ACK, ACK))
+    assert seen == ["Register", "on_registered", *["Heartbeat"] * 3, "on_registered", *["Heartbeat"] * 2]
+
+
+def test_a_broker_that_was_reached_is_tried_again_at_each_heartbeat(play, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise a member could come back later than its lease ends."""
+    pauses: list[float] = []
+
+    async def slept(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(registration, "FIRST_RETRY_S", 0.5)
+    monkeypatch.setattr(registration.asyncio, "sleep", slept)
+    registered = wire.Registered(heartbeat_s=3.0, pool="home")
+    play(lambda: Script(registered, *["break"] * 8))
+    assert pauses[0] == 3.0
+    assert max(pauses[1:]) == 3.0
 
 
 def test_a_peer_registers_once_and_then_beats(play):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from fusionai.broker.engines.interface import (
     AnswerLost,
     EngineHead,
     EngineUnreachable,
+    JournalAway,
     JournalEngine,
     JournalHeld,
     JournalInDoubt,
@@ -43,6 +43,7 @@ from fusionai.broker.growth import Growth
 from fusionai.broker.history import IncompleteHistory, PoolHistory, Row
 from fusionai.broker.journal import facts_of
 from fusionai.coordination.broker.events import Fact, decode, encode
+from fusionai.primitives.clock import elapsed_s
 from fusionai.primitives.errors import FusionError, StorageError, UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.storage.atomic import JobLock
@@ -75,7 +76,14 @@ class EngineJournal:
     healed: tuple[str, ...] = ()
 
     def __init__(
-        self, engine: JournalEngine, owner: str, head: EngineHead, held_until_s: float, *, lock: JobLock | None = None
+        self,
+        engine: JournalEngine,
+        owner: str,
+        head: EngineHead,
+        held_until_s: float,
+        *,
+        lock: JobLock | None = None,
+        now_s: Callable[[], float] = elapsed_s,
     ) -> None:
         self._engine = engine
         self._owner = owner
@@ -83,7 +91,8 @@ class EngineJournal:
         self._lock = lock
         """Lock of the broker's home directory, released with the journal."""
         self._held_until_s = held_until_s
-        """When the lease ends, on this machine's monotonic clock. It is counted from before the engine was asked."""
+        """When the lease ends, by `now_s` of this machine. It is counted from before the engine was asked."""
+        self._now_s = now_s
         self._turn = threading.Lock()
         self._doubt: _Doubt | None = None
         self._growth = Growth.after(PoolHistory(histories.origin(head.pool), ()))
@@ -100,18 +109,20 @@ class EngineJournal:
         authority_key: Callable[[bool], bytes],
         *,
         lock: JobLock | None = None,
+        now_s: Callable[[], float] = elapsed_s,
     ) -> EngineJournal:
         """Connect, create the journal if there is none, take the lease and begin a new term. `authority_key(is_new)`
-        returns the pool's public key. Raises `JournalHeld` while another broker holds the lease, `UsageError` for
-        another pool's journal or a wrong password, `StorageError` for an engine that can't be reached or used."""
+        returns the pool's public key. `now_s` is a clock that goes on while the machine sleeps. Raises `JournalHeld`
+        while another broker holds the lease, `UsageError` for another pool's journal or a wrong password,
+        `StorageError` for an engine that can't be reached or used."""
         owner = f"{identity}/{secrets.token_hex(8)}"
         engine.connect()
         try:
             for _ in range(_TRIES):
-                until_s = time.monotonic() + LEASE_S
+                until_s = now_s() + LEASE_S
                 with suppress(AnswerLost):
                     if (head := _begun(engine, pool, owner, authority_key)) is not None:
-                        return cls(engine, owner, head, until_s, lock=lock)
+                        return cls(engine, owner, head, until_s, lock=lock, now_s=now_s)
                     continue
                 engine.connect()
         except BaseException:
@@ -133,7 +144,7 @@ class EngineJournal:
     @property
     def lapsed(self) -> bool:
         """Return whether another broker may keep the pool by now, because the lease could not be renewed in time."""
-        return time.monotonic() > self._held_until_s
+        return self._now_s() > self._held_until_s
 
     def append(self, expected_sequence: int, facts: Sequence[Fact]) -> int:
         """Write `facts` after row `expected_sequence` and return the new last row. A lost answer is resolved before
@@ -151,14 +162,14 @@ class EngineJournal:
             # Twice, because a connection may have died unnoticed since the last append.
             for _ in range(2):
                 rows, after = self._rows(data)
-                began_s = time.monotonic()
+                began_s = self._now_s()
                 try:
                     if not self._engine.append(self._head, after, rows):
                         raise self._taken()
                     self._head = after
                 except (AnswerLost, EngineUnreachable) as lost:
                     self._doubt = _Doubt(self._head, after)
-                    if not self._asked(lost, at_once=time.monotonic() - began_s < INLINE_S):
+                    if not self._asked(lost, at_once=self._now_s() - began_s < INLINE_S):
                         continue
                 self._growth = self._growth.plus(rows)
                 return self._head.sequence
@@ -202,7 +213,7 @@ class EngineJournal:
         """Renew the lease of the deciding broker. Raises `JournalTaken` if another one has taken over, `StorageError`
         during an outage."""
         self._check_usable()
-        until_s = time.monotonic() + LEASE_S
+        until_s = self._now_s() + LEASE_S
         if not self._done(lambda: self._engine.renew(self._head, LEASE_S)):
             raise self._taken()
         self._held_until_s = max(until_s, self._held_until_s)
@@ -274,7 +285,7 @@ class EngineJournal:
             if head is None or head.owner != self._owner:
                 raise self._taken(head)
             renewed = msgspec.structs.replace(head, term=head.term + 1)
-            until_s = time.monotonic() + LEASE_S
+            until_s = self._now_s() + LEASE_S
             if self._engine.take(head, renewed, LEASE_S):
                 self._held_until_s = until_s
                 return self._settled(head, renewed)
@@ -324,7 +335,7 @@ class EngineJournal:
 
     def _check_usable(self) -> None:
         if self.outage:
-            raise StorageError(
+            raise JournalAway(
                 f"the pool's journal can't be used now: {self.outage}; what was asked has not been done.",
                 hint="The broker tries again by itself.",
             )

@@ -40,6 +40,11 @@ class JournalTaken(StorageError):
     """Another broker has taken over this journal; this broker must stop."""
 
 
+class JournalAway(StorageError):
+    """The journal can't be used at present, and nothing was written. The beginning of an outage is reported once, so
+    that what is refused during it need not be."""
+
+
 class JournalInDoubt(StorageError):
     """The engine's answer to an append was lost, and the engine can't be asked now whether it was written. Nothing else
     can be decided until `recover` knows."""
