@@ -102,9 +102,7 @@ class Brokers:
 
     def check(self) -> None:
         """Everything acknowledged is there."""
-        name = self.deciding
-        assert name is not None
-        said = fusion("invite", "--list", "--home", self.home(name), "--json", self.pool.directory / "list.json")
+        said = fusion("invite", "--list", "--home", self.home("broker"), "--json", self.pool.directory / "list.json")
         assert said.code == 0, said.err
         listed = (self.pool.directory / "list.json").read_text()
         missing = [one for one in self.acknowledged if one not in listed]

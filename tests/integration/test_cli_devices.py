@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.live_pool import LivePool, fusion, write_recipe, write_text
+from harness.live_pool import LivePool, Process, fusion, write_recipe, write_text
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +81,57 @@ def test_the_members_are_the_same_after_a_restart(pool: LivePool, tmp_path: Path
     assert {one["peer"] for one in members(pool, tmp_path)} == before
     again.interrupt()
     assert again.ended() == 0
+
+
+def test_two_jobs_run_on_one_machine_at_the_same_time(pool: LivePool, tmp_path: Path):
+    box = pool.start("shared", pool.invite(), "--jobs", 2)
+    box.wait_for("as shared 1 (")
+    box.wait_for("as shared 2 (")
+    write_text(tmp_path / "text.txt")
+    jobs: list[Process] = []
+    for name in ("first", "second"):
+        recipe = write_recipe(
+            tmp_path / f"{name}.toml", job__name=name, job__steps=100_000, job__directory=name, placement={"stages": 1}
+        )
+        jobs.append(Process("train", recipe, "--home", pool.owner, "--threads", 1, "--json", tmp_path / f"{name}.json"))
+        jobs[-1].wait_for("step 3/")
+    steps_seen = len(jobs[0].lines)
+    jobs[0].wait_until(lambda: len(jobs[0].lines) > steps_seen + 3 or None)
+    working = {one["name"]: one["job"].partition("-")[0] for one in members(pool, tmp_path)}
+    assert sorted(working) == ["shared 1", "shared 2"]
+    assert sorted(working.values()) == ["first", "second"]
+    for job in jobs:
+        job.interrupt()
+        assert job.ended() == 130, job.text
+    losses = [json.loads((tmp_path / f"{name}.json").read_text())["losses"][:3] for name in ("first", "second")]
+    assert losses[0] == losses[1]
+    box.interrupt()
+    assert box.ended() == 0
+
+
+def test_a_standby_is_on_another_machine_than_its_stage(pool: LivePool, tmp_path: Path):
+    """And after the machine with the stage is switched off, the job goes on from the standby's snapshot."""
+    box = pool.start("double", pool.invite(), "--jobs", 2, "--share", "100%")
+    box.wait_for("as double 2 (")
+    other = pool.start("other", pool.invite(), "--share", "20%")
+    other.wait_for("In pool")
+    write_text(tmp_path / "text.txt")
+    recipe = write_recipe(tmp_path / "r.toml", job__steps=100_000, placement={"stages": 1})
+    job = Process("train", recipe, "--home", pool.owner, "--threads", 1)
+    assert "spot checks: warm standbys recompute part of the work of stage 0" in job.wait_for("spot checks")
+    job.wait_for("step 5/")
+    there = {one["name"]: one for one in members(pool, tmp_path)}
+    assert there["other"]["standby_of"] == [0], (
+        {n: (o["stages"], o["standby_of"], o["flops_per_s"]) for n, o in there.items()},
+        job.text,
+    )
+    assert {name for name, one in there.items() if one["stages"]} < {"double 1", "double 2"}
+    pool.kill("double")
+    assert "other" in job.wait_for("recovered after")
+    job.interrupt()
+    assert job.ended() == 130, job.text
+    other.interrupt()
+    assert other.ended() == 0
 
 
 @pytest.mark.parametrize("devices", ["cuda:0,cuda:0", "auto,cpu", "cpu,", "tpu", "cuda:x", "cuda:0"])

@@ -1,21 +1,18 @@
-"""Options of a broker: their defaults, what can't work together, and which machines may lend themselves.
+"""Options of a broker: their defaults, and what can't work together.
 
 `cli.pool.broker` makes them of flags, `server` runs a broker by them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from fusionai.coordination.broker.membership import REMEMBERED_LOSSES
-from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.routes.addresses import parse_address
 from fusionai.transport.routes.relay import PAIR_BYTES_PER_S
-from fusionai.transport.security.trust import Signer, TrustList, TrustListFile, key_text, load_trust_list
 
 DEFAULT_PORT: Final = 4711
 SHORTEST_LEASE_S: Final = 1.5
@@ -58,20 +55,6 @@ class BrokerOptions:
     """Place from which the journal is moved to `journal` first."""
     announces: bool = True
     """Announce the pool in the local network, unless only this machine can reach the broker."""
-
-
-def admission(options: BrokerOptions, clock: Clock) -> Callable[[PeerId, Sequence[bytes]], object] | None:
-    """Return the check of machines that want to lend; None: every member may. Raises `UsageError`, `TrustError`,
-    `StorageError`."""
-    if options.trust_file is not None:
-        if options.trusted_keys:
-            raise UsageError("expected trusted keys or a trust file, got both.", hint="Leave one of them out.")
-        load_trust_list(options.trust_file)  # raises errors of the file before the port is open
-        return TrustListFile(options.trust_file, clock.wall_s).check
-    if options.trusted_keys:
-        trust_list = TrustList(signers=tuple(Signer(key_text(key)) for key in sorted(options.trusted_keys)))
-        return lambda peer, carried: trust_list.endorsement_of(peer, carried, clock.wall_s())
-    return None
 
 
 def check(options: BrokerOptions) -> None:

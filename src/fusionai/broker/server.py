@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from fusionai.broker.admission import Admission
 from fusionai.broker.announcing import AddressWatch
 from fusionai.broker.engines.engine_journal import EngineJournal
 from fusionai.broker.engines.interface import JournalAway, JournalInDoubt, JournalTaken
 from fusionai.broker.engines.watch import EngineWatch
 from fusionai.broker.home import BrokerHome, open_when_free
 from fusionai.broker.lent import RelayMeter
-from fusionai.broker.options import BrokerOptions, admission, check
+from fusionai.broker.options import BrokerOptions, check
 from fusionai.broker.policy import load_policy
 from fusionai.broker.reachability import Introducer, Observer, UdpPort
 from fusionai.broker.service import BrokerService, Replies
@@ -391,7 +392,7 @@ def _service(options: BrokerOptions, home: BrokerHome, clock: Clock, relay: Rela
         ticket_lifetime_s=options.ticket_lifetime_s,
         introducer=Introducer(home.authority, relays=relay is not None),
         relayed=RelayMeter() if relay is None else RelayMeter(lambda: relay.copied_bytes),
-        admits=admission(options, clock),
+        admission=Admission.by(options, clock),
     )
 
 

@@ -15,13 +15,14 @@ import hashlib
 import ipaddress
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Final
 
 import msgspec
 
+from fusionai.broker.admission import Admission
 from fusionai.broker.code_door import CodeDoor
 from fusionai.broker.comings import coming_or_going
 from fusionai.broker.engines.interface import JournalAway, JournalInDoubt, JournalTaken, PoolJournal
@@ -34,9 +35,9 @@ from fusionai.coordination.broker.join_code import CODE_LIFETIME_S
 from fusionai.coordination.broker.requests import Refusal, Request
 from fusionai.coordination.broker.state import BrokerRules, BrokerState, Decision, recovered
 from fusionai.primitives.clock import Clock
-from fusionai.primitives.errors import FusionError, RefusedError, StorageError, TrustError
-from fusionai.primitives.ids import JobId, PeerId, short
-from fusionai.scheduling.problem.types import PeerProfile, Plan
+from fusionai.primitives.errors import FusionError, RefusedError, StorageError
+from fusionai.primitives.ids import JobId, PeerId
+from fusionai.scheduling.problem.types import Plan
 from fusionai.transport.enrolment import InvitationContent, format_invitation
 from fusionai.transport.interface import Remote
 from fusionai.transport.routes.addresses import is_near, vouched
@@ -47,8 +48,6 @@ from fusionai.transport.security.signed import DRIVER_STAGE, Role, Ticket, sign_
 from fusionai.wire import messages as wire
 
 TOKEN_BYTES: Final = 32
-MAX_UNENDORSED: Final = 64
-"""Refused machines that are remembered, for the broker's owner (chosen)."""
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -83,9 +82,8 @@ class _Doubtful:
 @dataclass(kw_only=True)
 class BrokerService:
     """One pool's state and its journal. Calls are made from one thread; none of them waits for the network. Writing the
-    journal blocks for one disk synchronisation. `draw_token` is the source of invitation tokens. `admits` raises
-    `TrustError` for a machine, with the endorsements it shows, that may not lend itself here; None: every member may.
-    Making the service rebuilds the pool from the journal, and raises `StorageError` where that is damaged."""
+    journal blocks for one disk synchronisation. `draw_token` is the source of invitation tokens. Making the service
+    rebuilds the pool from the journal, and raises `StorageError` where that is damaged."""
 
     rules: InitVar[BrokerRules]
     journal: PoolJournal
@@ -94,7 +92,7 @@ class BrokerService:
     ticket_lifetime_s: float = 600.0
     draw_token: Callable[[], bytes] = lambda: secrets.token_bytes(TOKEN_BYTES)
     introducer: Introducer | None = None
-    admits: Callable[[PeerId, Sequence[bytes]], object] | None = None
+    admission: Admission = field(default_factory=Admission)
     addresses: tuple[str, ...] = ()
     """Addresses of this broker, for invitations."""
     notice: Callable[[str], None] = _LOG.info
@@ -103,8 +101,6 @@ class BrokerService:
     """Gets the time in seconds that each append to the journal took."""
     announces: bool = False
     """Whether machines nearby can find this broker, so that codes are of use."""
-    unendorsed: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
-    """Names of machines that asked to lend themselves and were refused, because their keys were not endorsed."""
     _links: dict[PeerId, tuple[wire.LinkView, ...]] = field(default_factory=dict)
     """Links that each peer reported last. They are not journalled."""
     _seen_at: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
@@ -139,9 +135,11 @@ class BrokerService:
             if remote.peer is None:
                 return self._admit(remote, connection, message)
             check_welcome(self.state, remote.peer)
-            if not self.state.knows(remote.peer):
+            # Each broker of the pool has its key, so that its owner may do what this one's owner may.
+            peer = self.state.rules.broker if remote.role == "broker" else remote.peer
+            if not self.state.knows(peer):
                 raise Refusal("unknown_peer", "This certificate is of a pool that no longer knows it; join again.")
-            return self._serve(remote, remote.peer, connection, message)
+            return self._serve(remote, peer, connection, message)
         except Refusal as refusal:
             return Replies(answer=refusal.message)
         except (JournalTaken, JournalInDoubt):
@@ -201,7 +199,7 @@ class BrokerService:
     def _serve(self, remote: Remote, peer: PeerId, connection: int, message: wire.Message) -> Replies:
         match message:
             case wire.Heartbeat():
-                self._check_lender(peer, None)
+                self.admission.check_member(peer, self.state.pool.members.get(peer))
                 self._links[peer] = message.links
                 return self._decide(requests.Beat(peer, connection, message.boot, message.jobs))
             case wire.Register():
@@ -218,7 +216,9 @@ class BrokerService:
             case wire.JobRequest():
                 request = job_request(peer, connection, message)
                 for placement in request.members:
-                    self._check_lender(PeerId(placement.peer), None)
+                    self.admission.check_member(
+                        PeerId(placement.peer), self.state.pool.members.get(PeerId(placement.peer))
+                    )
                 return self._decide(request)
             case wire.QueueRequest():
                 return self._decide(place_request(peer, connection, message))
@@ -260,7 +260,7 @@ class BrokerService:
         self, remote: Remote, peer: PeerId, connection: int, message: wire.Register
     ) -> requests.RegisterMember:
         profile = read_profile(message.profile, peer)
-        self._check_lender(peer, profile)
+        self.admission.check_registering(peer, profile, self.notice)
         return requests.RegisterMember(
             peer,
             connection,
@@ -271,36 +271,6 @@ class BrokerService:
             profile.effective_flops_per_s,
             fastest_flops_per_s(profile),
         )
-
-    def _check_lender(self, peer: PeerId, profile: PeerProfile | None) -> None:
-        """Raise `Refusal` if the peer may not lend. Without `profile`, the registered one is checked again, because it
-        may be older than this broker's rule, or its endorsements may have expired."""
-        if self.admits is None:
-            return
-        registers = profile is not None
-        if profile is None:
-            member = self.state.pool.members.get(peer)
-            if member is None or not member.profile:
-                return  # it has not registered a machine
-            profile = msgspec.msgpack.decode(member.profile, type=PeerProfile)
-        try:
-            self.admits(peer, profile.endorsements)
-        except TrustError as error:
-            if registers:
-                self._note_unendorsed(peer, profile.name)
-            raise Refusal(
-                "untrusted",
-                f"This broker takes only machines whose keys are endorsed: {error.message} Have {peer} signed "
-                "(`fusion trust sign`) by a key it trusts, carry that (`fusion trust carry`), and join again.",
-            ) from error
-        self.unendorsed.pop(peer, None)
-
-    def _note_unendorsed(self, peer: PeerId, name: str) -> None:
-        if peer not in self.unendorsed:
-            self.notice(f"{name or short(peer)} asked to lend itself and was refused: its key is not endorsed.")
-        self.unendorsed[peer] = name
-        while len(self.unendorsed) > MAX_UNENDORSED:
-            del self.unendorsed[next(iter(self.unendorsed))]
 
     def revocations(self) -> wire.Revocations:
         """Return the present list of evicted members, signed."""

@@ -29,7 +29,8 @@ LONGEST_AGE_S: Final = 7 * 86_400.0
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`measurement.json`. `fingerprint` is over versions, instruction set, device, processor, threads. It is empty for
+    """`measurement.json`. `parts`: members that divide the device, each of which was measured beside the others.
+    `fingerprint` is over versions, instruction set, device, processor, threads. It is empty for
     a device that promises no bits; `device`, its name and the framework's version, then stands for it."""
 
     schema: Literal["fusionai.measurement/6"] = "fusionai.measurement/6"
@@ -38,6 +39,7 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     backend: str
     fingerprint: str
     device: str = ""
+    parts: int = 1
     speeds: Speeds
 
 
@@ -49,12 +51,14 @@ def measured_device(
     clock: Clock,
     measuring: Callable[[], Backend] | None = None,
     shared: Path | None = None,
+    parts: int = 1,
 ) -> tuple[DeviceReport, float | None]:
     """Return the backend's report, and when its speeds were measured (seconds since 1970), or None if now. Blocking. If
     the file can't be read or written, a warning is logged and the machine is measured. `measuring`: opens a backend
     that measures, and is closed then; None: `backend` does it. `shared`: directory of processes on this machine that
-    measure one after the other and use each other's measurements. Raises `StorageError` if it can't be written."""
-    meter = _Meter(backend, clock, measuring)
+    measure one after the other and use each other's measurements. `parts`: number of members that divide the device;
+    they measure beside each other, as they will compute. Raises `StorageError` if it can't be written."""
+    meter = _Meter(backend, clock, measuring, parts)
     places = [home, *([] if shared is None else [shared])]
     kept = None if anew else meter.kept(home)
     if kept is not None:
@@ -71,6 +75,7 @@ class _Meter:
     backend: Backend
     clock: Clock
     measuring: Callable[[], Backend] | None
+    parts: int
 
     def kept(self, place: Path) -> tuple[DeviceReport, float] | None:
         """Return the report by the speeds that are kept in `place`, and when they were measured; None if they do not
@@ -78,7 +83,7 @@ class _Meter:
         kept = _read(place / FILE)
         if kept is None:
             return None
-        same = (kept.version, kept.backend) == (__version__, self.backend.name)
+        same = (kept.version, kept.backend, kept.parts) == (__version__, self.backend.name, self.parts)
         if same and 0 <= self.clock.wall_s() - kept.measured_at_s <= LONGEST_AGE_S:
             report = self.backend.probe(kept.speeds)
             if report.fingerprint == kept.fingerprint and (report.fingerprint or kept.device == _device(report)):
@@ -99,6 +104,7 @@ class _Meter:
             backend=self.backend.name,
             fingerprint=report.fingerprint,
             device=_device(report),
+            parts=self.parts,
             speeds=report.speeds,
         )
         try:

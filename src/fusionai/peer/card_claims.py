@@ -53,16 +53,20 @@ class CardClaim:
                 self.path.unlink(missing_ok=True)
 
 
-def claim_card(report: DeviceReport, directory: Path, lent_of: Callable[[DeviceReport], int], member: str) -> CardClaim:
+def claim_card(
+    report: DeviceReport, directory: Path, lent_of: Callable[[DeviceReport], int], member: str, *, divided: bool = False
+) -> CardClaim:
     """Return a promise of what `lent_of` says of the report. `member`: name of the member of the pool, which tells
-    apart the promises of one process. Raises `UsageError` if others have promised all that is free, and `StorageError`
-    if the promise can't be written."""
+    apart the promises of one process. `divided`: members of this process divide the card, and `lent_of` returns this
+    member's part of what all of them have. Raises `UsageError` if others have promised all that is free, and
+    `StorageError` if the promise can't be written."""
     if not report.card:
         return CardClaim(report, None)
     place = directory / hashlib.sha256(report.card.encode()).hexdigest()[:16]
     with directory_lock(place):
         path = place / f"{os.getpid()}-{hashlib.sha256(member.encode()).hexdigest()[:16]}.json"
-        others = {one: _promise(one) for one in place.glob("*.json") if one != path}
+        own_parts = f"{os.getpid()}-*.json" if divided else path.name
+        others = {one: _promise(one) for one in place.glob("*.json") if not one.match(own_parts)}
         promised_bytes = sum(promise.lent_bytes for promise in others.values() if promise is not None)
         for one in (one for one, promise in others.items() if promise is None):
             one.unlink(missing_ok=True)

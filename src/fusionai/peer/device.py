@@ -110,9 +110,10 @@ async def ready_worker(options: PeerOptions, clock: Clock) -> OpenWorker:
             clock=clock,
             measuring=lambda: open_worker(options, confined=False),
             shared=options.measured_beside,
+            parts=options.parts,
         )
         try:
-            claim = claim_card(report, cards_directory(), lent, str(options.home))
+            claim = claim_card(report, cards_directory(), lent, str(options.home), divided=options.parts > 1)
         except FusionError:
             backend.close()
             raise

@@ -233,15 +233,16 @@ class Lending:
 class PeerOptions:
     """`invitation` is needed the first time only. `memory_limit_bytes` None lends what the device has, less a reserve.
     `share` in (0, 1] is the part of the time lent. The upload and download limits hold for all connections together.
-    `device`: as `parse_devices` takes it. `schedule` None: at all times; `pause_when_busy`: not while other programs
-    use the machine. `advertise`: addresses to announce instead of this machine's own (a forwarded port, a name).
-    `relay`: other machines may connect over the broker's relay; None: unless `advertise` is given. `measure`: measure
-    even if a recent measurement exists."""
+    `device`: as `parse_devices` takes it. `jobs`: number of jobs that each device works for at a time. `schedule` None:
+    at all times; `pause_when_busy`: not while other programs use the machine. `advertise`: addresses to announce
+    instead of this machine's own (a forwarded port, a name). `relay`: other machines may connect over the broker's
+    relay; None: unless `advertise` is given. `measure`: measure even if a recent measurement exists."""
 
     home: Path
     invitation: str | None = None
     backend: str = "auto"
     device: str = "auto"
+    jobs: int = 1
     threads: int | None = None
     memory_limit_bytes: int | None = None
     share: float = 1.0
@@ -292,18 +293,19 @@ def parse_devices(text: str) -> tuple[str, ...]:
 
 
 def options_of_devices(options: PeerOptions, found: Sequence[str] = ()) -> list[PeerOptions]:
-    """Return the options of each device's member. `found`: the devices that `all` stands for; until they are known, it
-    stands for the first. The first device keeps the machine's home, port and name; further ones have homes of their
-    own, the next ports, and say in their names which device they are."""
+    """Return the options of each member that lends a device or a part of one. `found`: the devices that `all` stands
+    for; until they are known, it stands for the first. The first member keeps the machine's home, port and name;
+    further ones have homes of their own, the next ports, and say in their names what they lend."""
     asked = parse_devices(options.device)
-    names = tuple(found) or (("auto",) if asked == ("all",) else asked)
+    devices = tuple(found) or (("auto",) if asked == ("all",) else asked)
+    names = tuple(name for name in devices for _ in range(options.jobs))
     if len(names) == 1:
         return [replace(options, device=names[0])]
     parts = Counter(names)
     counted, each = Counter[str](), list[PeerOptions]()
     for place, name in enumerate(names):
         counted[name] += 1
-        label = name if parts[name] == 1 else f"{name} {counted[name]}"
+        label = name if parts[name] == 1 else f"{name} {counted[name]}".removeprefix("auto ")
         cores = psutil.cpu_count(logical=False) or 1
         own = options.home / DEVICES_DIRECTORY / label.replace(":", "-").replace(" ", "-")
         one = replace(

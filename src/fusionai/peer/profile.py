@@ -101,6 +101,7 @@ def make_profile(
         **measured,
         peer=peer,
         name=options.name or socket.gethostname(),
+        parts=options.parts,
         memory_bytes=lent_memory_bytes(report, options.memory_limit_bytes, options.parts),
         share=options.share,
         uplink=_within(up, options.upload_limit_bytes_per_s),

@@ -236,6 +236,7 @@ class ServedCut:
             owner=owner,
             places={placement.stage: placement.peer for placement in plan.stages},
             standbys={standby.stage: standby.peer for standby in plan.standbys},
+            beside=plan.standbys_beside,
             caching=frozenset(number for number, stage in enumerate(self.stages) if stage.caches),
             checkable=self.checkable,
             partition=self.name,

@@ -202,7 +202,7 @@ def _plan_as(plan: Plan, roles: ServingRoles) -> Plan:
     )
     exact = {(standby.stage, standby.peer): standby.exact for standby in plan.standbys}
     standbys = tuple(
-        Standby(stage=stage, peer=peer, exact=exact.get((stage, peer), True))
+        Standby(stage=stage, peer=peer, exact=exact.get((stage, peer), True), beside=(stage, peer) in roles.beside)
         for stage, peer in sorted(roles.standbys.items())
     )
     return msgspec.structs.replace(plan, stages=stages, standbys=standbys)

@@ -81,6 +81,7 @@ class Cut:
             owner=owner,
             places={placement.stage: placement.peer for placement in plan.stages},
             standbys={standby.stage: standby.peer for standby in plan.standbys},
+            beside=plan.standbys_beside,
             snapshot_every=plan.snapshot_every,
             feed_window=self.replicas * (max(placement.in_flight for placement in plan.stages) + 1),
             neighbours={number: stage.boundary.others for number, stage in enumerate(self.stages)},

@@ -231,6 +231,8 @@ class MemberView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     boot: Count
     addresses: Addresses
     profile: msgspec.Raw
+    machine: Name = ""
+    """First key of its machine, if this is the key of a further device; empty: it is the machine's first key."""
     job: Name = ""
     stages: Annotated[tuple[Count, ...], Meta(max_length=1024)] = ()
     standbys: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()

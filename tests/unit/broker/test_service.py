@@ -30,6 +30,8 @@ from fusionai.wire.messages import (
     CodeAnswer,
     CodeOffer,
     Done,
+    Evict,
+    Evicted,
     Fence,
     Heartbeat,
     HeartbeatAck,
@@ -603,6 +605,20 @@ def test_only_the_owner_of_the_broker_invites(play):
         assert isinstance(
             await stranger.ask(JoinRequest(token=token, public_key=key_of(3), purpose="owner")), JoinGranted
         )
+
+    play(scene)
+
+
+def test_the_owner_of_another_broker_of_the_pool_does_what_this_ones_owner_does(play):
+    async def scene(bench: Bench) -> None:
+        other = peer_of(key_of(9))
+        remote = Remote(other, "broker")
+        assert isinstance(bench.service.receive(remote, 9, InviteRequest()).answer, Invited)
+        evicted = bench.service.receive(Remote(BROKER, "broker"), 1, Evict(peer=other)).answer
+        assert isinstance(evicted, Evicted)
+        refused = bench.service.receive(remote, 9, InviteRequest()).answer
+        assert isinstance(refused, Refused)
+        assert refused.code == "evicted"
 
     play(scene)
 

@@ -30,6 +30,7 @@ class Machine:
     shared: Path | None = None
     measured: int = 0
     name: str = "null"
+    parts: int = 1
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         if speeds is None:
@@ -38,7 +39,14 @@ class Machine:
         return replace(NullBackend().probe(speeds), fingerprint=self.fingerprint, device_name=self.card)
 
     def start(self, *, anew: bool = False) -> tuple[DeviceReport, float | None]:
-        return measured_device(self, self.home, anew=anew, clock=self.clock, shared=self.shared)  # type: ignore[arg-type]
+        return measured_device(
+            self,  # type: ignore[arg-type]
+            self.home,
+            anew=anew,
+            clock=self.clock,
+            shared=self.shared,
+            parts=self.parts,
+        )
 
 
 @pytest.fixture
@@ -87,6 +95,10 @@ def _other_backend(machine: Machine) -> None:
     machine.name = "other"
 
 
+def _divided(machine: Machine) -> None:
+    machine.parts = 2
+
+
 def _clock_set_back(machine: Machine) -> None:
     machine.clock = VirtualClock(wall_offset_s=1_600_000_000.0)
 
@@ -115,7 +127,7 @@ def _unknown_key(machine: Machine) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        *(_older, _other_bits, _other_backend, _clock_set_back),
+        *(_older, _other_bits, _other_backend, _divided, _clock_set_back),
         *(_torn, _not_text, _no_speed, _unknown_key),
     ],
 )

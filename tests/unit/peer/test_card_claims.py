@@ -50,6 +50,22 @@ def test_a_second_member_on_a_card_has_what_the_first_did_not_promise(tmp_path: 
     assert claim_card(CARD, tmp_path, lent, "third").report.free_bytes == 20 * GB - lent(second.report)
 
 
+def test_members_that_divide_a_card_have_equal_parts_of_what_other_processes_left(tmp_path: Path) -> None:
+    def half(report: DeviceReport) -> int:
+        return lent_memory_bytes(report, None, parts=2)
+
+    alone = half(CARD)
+    for member in ("first", "second", "first"):
+        claim = claim_card(CARD, tmp_path, half, member, divided=True)
+        assert half(claim.report) == alone
+    assert claim.path is not None
+    promise = msgspec.json.decode(claim.path.read_bytes())
+    other = {"pid": os.getppid(), "started_s": psutil.Process(os.getppid()).create_time(), "lent_bytes": 8 * GB}
+    assert promise["lent_bytes"] == alone
+    claim.path.with_name(f"{os.getppid()}-x.json").write_bytes(msgspec.json.encode(other))
+    assert claim_card(CARD, tmp_path, half, "second", divided=True).report.free_bytes == 12 * GB
+
+
 def test_a_member_that_starts_again_replaces_its_own_promise(tmp_path: Path) -> None:
     for _ in range(3):
         assert claim_card(CARD, tmp_path, lent, "first").report.free_bytes == 20 * GB

@@ -67,6 +67,17 @@ def test_members_of_one_processor_divide_its_threads_and_memory(monkeypatch: pyt
     assert [one.threads for one in options_of_devices(PeerOptions(home=HOME, device="cpu,cpu", threads=2))] == [2, 2]
 
 
+def test_members_that_work_for_several_jobs_divide_each_device(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lending.psutil, "cpu_count", lambda logical: 6)
+    first, second = options_of_devices(PeerOptions(home=HOME, jobs=2, name="box", port=4711))
+    assert (first.device, second.device, first.parts, second.parts) == ("auto", "auto", 2, 2)
+    assert (first.name, second.name, second.home) == ("box 1", "box 2", HOME / "devices" / "2")
+    assert (first.port, second.port, second.threads) == (4711, 4712, 3)
+    cards = options_of_devices(PeerOptions(home=HOME, device="all", jobs=2, name="box"), ("cuda:0", "cuda:1"))
+    assert [one.name for one in cards] == ["box cuda:0 1", "box cuda:0 2", "box cuda:1 1", "box cuda:1 2"]
+    assert [one.parts for one in cards] == [2] * 4
+
+
 def test_homes_of_devices_are_those_that_have_joined(tmp_path: Path):
     for name in ("cuda-1", "cuda-2"):
         (tmp_path / "devices" / name).mkdir(parents=True)

@@ -102,7 +102,7 @@ class BrokerDesk:
             addresses=service.addresses,
             announces=service.announces,
             machines=machine_rows(here, self._since_s(members)),
-            refused=tuple(RefusedMachine(peer=peer, name=name) for peer, name in service.unendorsed.items()),
+            refused=tuple(RefusedMachine(peer=peer, name=name) for peer, name in service.admission.unendorsed.items()),
             approves=self._approves,
             links=link_rows(here),
             jobs=job_rows([told.get(job.job, job) for job in jobs], plans, names),
@@ -153,7 +153,7 @@ class BrokerDesk:
         assert_never(action)
 
     def _approve(self, peer: PeerId) -> ActionDone:
-        refused = self._server.service.unendorsed
+        refused = self._server.service.admission.unendorsed
         if not self._approves or peer not in refused:
             raise UsageError("no such machine waits for approval here.")
         name = refused.pop(peer)

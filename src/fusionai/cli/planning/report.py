@@ -140,7 +140,10 @@ class PlanReport:
     def figures(self) -> dict[str, object]:
         """Return what `--json` writes, with peers' names instead of their ids where they are known."""
         found, cost = self.plan, self.cost
-        standbys = [{"stage": one.stage, "peer": self._name(one.peer)} for one in self.standbys.plan.standbys]
+        standbys = [
+            {"stage": one.stage, "peer": self._name(one.peer), "same_machine": one.beside}
+            for one in self.standbys.plan.standbys
+        ]
         without_standby = [entry.stage for entry in self.standbys.without_standby]
         return {
             "task": found.task,

@@ -152,7 +152,10 @@ def show_standbys(watch: StandbyAssignment, names: Mapping[str, str]) -> None:
     """Print the warm standby of each stage, or why it has none."""
     for standby in watch.plan.standbys:
         bits = "" if standby.exact else ", with other numerics"
-        console.line(f"Stage {standby.stage} has the warm standby {names.get(standby.peer, standby.peer)}{bits}.")
+        where = ", on the same machine" if standby.beside else ""
+        console.line(
+            f"Stage {standby.stage} has the warm standby {names.get(standby.peer, standby.peer)}{where}{bits}."
+        )
     if watch.plan.standbys:
         console.line(f"Snapshots: {watch.interval.reason}")
     for entry in watch.without_standby:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from fusionai.transport.discovery import NearbyPool
 
 LENDING_FILE: Final = "lending.json"
+MOST_JOBS: Final = 8
+"""Most jobs that a device works for at a time (chosen): a machine may have 16 further keys certified."""
 _KEPT: Final = "fusionai.cli.pool.kept"
 _ADDED: Final = "fusionai.cli.pool.added"
 
@@ -99,6 +101,7 @@ _REMEMBERED: Final = frozenset(
     {
         "backend",
         "device",
+        "jobs",
         "memory_limit_bytes",
         "threads",
         "share",
@@ -143,6 +146,14 @@ _REMEMBERED: Final = frozenset(
     help="Lend these devices, each as a member of its own: cpu, cuda, mps, cards by number such as cuda:0,cuda:1, or "
     "all: every card, or the CPU if there is none. cpu,cpu lends the CPU as two members. auto: the first card, or the "
     "CPU.",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(1, MOST_JOBS),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Let each device work for up to N jobs at a time, as N members that lend equal parts of its memory.",
 )
 @flags.quantity_option(
     "--max-memory",

@@ -92,10 +92,14 @@ class PoolMember:
 
 
 def members_of(view: wire.PoolView) -> tuple[PoolMember, ...]:
-    """Return the members of a view with their profiles decoded."""
-    return tuple(
-        PoolMember(member, msgspec.msgpack.decode(member.profile, type=PeerProfile)) for member in view.members
-    )
+    """Return the members of a view with their profiles decoded. Which devices are of one machine is known from the
+    broker alone, whatever their profiles say."""
+
+    def profile(member: wire.MemberView) -> PeerProfile:
+        shown = msgspec.msgpack.decode(member.profile, type=PeerProfile)
+        return msgspec.structs.replace(shown, machine=member.machine)
+
+    return tuple(PoolMember(member, profile(member)) for member in view.members)
 
 
 class PoolSession:

@@ -384,10 +384,10 @@ def checking(recipe: Recipe, plan: Plan) -> str:
     """Return a sentence about which stages are spot-checked."""
     if not recipe.checks:
         return "the peers' results are not checked"
-    checked = {standby.stage for standby in plan.standbys}
+    checked = {standby.stage for standby in plan.standbys if not standby.beside}
     working = [stage.stage for stage in plan.stages if stage.peer != plan.feed]
     bare = [stage for stage in working if stage not in checked]
     if not checked:
-        return "the peers' results are not checked: there is no warm standby to recompute them"
+        return "the peers' results are not checked: there is no warm standby on another machine to recompute them"
     text = f"spot checks: warm standbys recompute part of the work of {stages_in_words(sorted(checked))}"
     return text if not bare else f"{text}; not checked: {stages_in_words(bare)}"

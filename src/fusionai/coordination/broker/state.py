@@ -223,6 +223,7 @@ def member_view(desk: BrokerState, member: Member, now_s: float, wall_s: float) 
         boot=member.boot,
         addresses=member.addresses,
         profile=msgspec.Raw(member.profile),
+        machine=member.sponsor or "",
         job=member.job or "",
         stages=member.stages,
         standbys=member.standbys,

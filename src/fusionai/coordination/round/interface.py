@@ -27,6 +27,8 @@ class PlanRoles:
     """Stage -> peer that runs it."""
     standbys: Mapping[int, str] = field(default_factory=dict[int, str])
     """Stage -> warm standby, which holds the stage's snapshots (training) or weights (serving)."""
+    beside: frozenset[tuple[int, str]] = frozenset()
+    """(stage, standby) on one machine: such a standby does not check the stage's work."""
     partition: str = ""
     """Name of the cut. State of another cut's stages can't be used."""
 
@@ -37,6 +39,10 @@ class PlanRoles:
     @property
     def members(self) -> frozenset[str]:
         return frozenset(self.places.values()) | frozenset(self.standbys.values())
+
+    def checkers(self, standbys: Mapping[int, str]) -> dict[int, str]:
+        """Return those of `standbys`, by stage, that may check the stage's work."""
+        return {stage: peer for stage, peer in standbys.items() if (stage, peer) not in self.beside}
 
     def stages_of(self, peer: str) -> tuple[int, ...]:
         return tuple(stage for stage, place in sorted(self.places.items()) if place == peer)

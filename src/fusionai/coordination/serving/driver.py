@@ -121,7 +121,7 @@ class ServingMachine(ServingJobState):
             return {}
         return {
             stage: standby
-            for stage, standby in self.roles.standbys.items()
+            for stage, standby in self.roles.checkers(self.roles.standbys).items()
             if (stage, standby) in self.roster.warm and stage in self.roles.checkable
         }
 

@@ -192,7 +192,8 @@ class SpotChecks:
         below = min(job.retention.acked.get(stage, -1) for stage in standbys)
         if below <= job.watermark or job.watermark < job.verifying.checkable:
             return []
-        return [StartCheck(check) for check in job.inspector.due(job.roles.places, standbys, job.watermark, below)]
+        due = job.inspector.due(job.roles.places, job.roles.checkers(standbys), job.watermark, below)
+        return [StartCheck(check) for check in due]
 
     def open_check(self, stage: int) -> Check | None:
         return None if self.job.inspector is None else self.job.inspector.open.get(stage)

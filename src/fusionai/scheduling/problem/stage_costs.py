@@ -17,7 +17,7 @@ from fusionai.scheduling.problem import memory_savings as saving
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.chain import Chain, codecs_of
 from fusionai.scheduling.problem.constraints import refusal
-from fusionai.scheduling.problem.types import DirectedLink, PeerProfile, Plan, Problem, StagePlacement, hop
+from fusionai.scheduling.problem.types import DirectedLink, PeerProfile, Plan, Problem, StagePlacement, Standby, hop
 from fusionai.scheduling.serving.pipeline import block_s
 
 
@@ -175,6 +175,16 @@ class StageCosts:
     def exact(self, stage: StagePlacement, peer: PeerProfile) -> bool:
         """Return whether `peer` computes the stage's bits; False if a fingerprint is unknown."""
         return peer.fingerprint != "" and peer.fingerprint == self.fingerprint(stage)
+
+    def beside(self, stage: StagePlacement, peer: str) -> bool:
+        """Return whether `peer` is another device of the machine that runs the stage; False if a profile is unknown."""
+        one, other = self.profiles.get(stage.peer), self.profiles.get(peer)
+        return one is not None and other is not None and one.is_beside(other)
+
+    def standby(self, stage: StagePlacement, peer: str) -> Standby:
+        """Return `peer`, which is in the problem, as the standby of `stage`."""
+        exact, beside = self.exact(stage, self.profiles[peer]), self.beside(stage, peer)
+        return Standby(stage=stage.stage, peer=peer, exact=exact, beside=beside)
 
     def hop(self, sender: str, receiver: str) -> DirectedLink:
         """Return the hop in one direction between two peers; cached, because simulations ask for every message."""

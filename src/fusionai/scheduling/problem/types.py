@@ -40,6 +40,11 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
 
     peer: str
     name: str = ""
+    machine: str = ""
+    """Identity of the machine if this is one of its further devices; empty: the peer is its machine's first device.
+    Known from the broker, which certified the device's key for that machine."""
+    parts: Annotated[int, Meta(ge=1)] = 1
+    """Number of members of the machine that divide the device, to work for several jobs at a time."""
     backend: str = "torch"
     backend_version: str = ""
     device: str = "cpu"
@@ -85,6 +90,15 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
     @property
     def effective_flops_per_s(self) -> float:
         return self.flops_per_s * self.share
+
+    def is_beside(self, other: PeerProfile) -> bool:
+        """Return whether both are devices of one machine, which are lost together when it is switched off."""
+        return (self.machine or self.peer) == (other.machine or other.peer)
+
+    def divides_device_with(self, other: PeerProfile) -> bool:
+        """Return whether both are parts of one device."""
+        both = self.is_beside(other) and min(self.parts, other.parts) > 1
+        return both and (self.device, self.device_name) == (other.device, other.device_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +337,9 @@ class Standby(_Data, frozen=True, kw_only=True):
     peer: str
     exact: bool = True
     """Whether the two peers' fingerprints are equal, so that results are bit-identical."""
+    beside: bool = False
+    """Whether it is another device of the machine that runs the stage. It takes over when the device fails, but not
+    when the machine is switched off, and it does not check the stage's work."""
 
 
 class TolerantTakeover(_Data, frozen=True, kw_only=True):
@@ -412,6 +429,11 @@ class Plan(_Data, frozen=True, kw_only=True):
     def ranges(self) -> tuple[tuple[int, tuple[int, int]], ...]:
         """(replica, block range) of every stage: equal for plans with the same cut."""
         return tuple((stage.replica, stage.blocks) for stage in self.stages)
+
+    @property
+    def standbys_beside(self) -> frozenset[tuple[int, str]]:
+        """(stage, peer) of every standby on the machine that runs the stage."""
+        return frozenset((standby.stage, standby.peer) for standby in self.standbys if standby.beside)
 
     def microbatches_of(self, stage: StagePlacement) -> int:
         """Return the number of a step's microbatches that cross this stage, in training."""

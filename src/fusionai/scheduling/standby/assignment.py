@@ -3,9 +3,10 @@
 A standby keeps the newest snapshots of its stage and takes the stage over when its peer is lost. All stages with state
 get a standby, unless they run in the job owner's own process. First each spare takes one stage, and costly stages get
 fast spares. The stages that are left go to spares with room. Neighbouring stages get different standbys if possible,
-because two neighbours lost together need two stand-ins. Exact standbys (equal fingerprints) come before inexact ones,
-which only `takeover = "tolerant"` allows. An existing standby stays, since it holds snapshots; only an exact standby
-replaces an inexact one. The result does not depend on the order in which spares are listed.
+because two neighbours lost together need two stand-ins. Standbys on another machine come before another device of the
+machine that runs the stage, since both may be lost together. Exact standbys (equal fingerprints) come before inexact
+ones, which only `takeover = "tolerant"` allows. An existing standby stays, since it holds snapshots; only one on
+another machine, or an exact one, replaces it. The result does not depend on the order in which spares are listed.
 
 Memory of a spare: three snapshots of each stage it stands by for while one arrives, and two of each beside any one of
 the stages running there. In serving a standby holds the weights instead, and has room for one stage's caches.
@@ -255,15 +256,14 @@ class _Watch:
         """Assign all standbys; returns them in order of stages."""
         known = {stage.stage: stage for stage in self.stages}
         kept = [standby for standby in self.plan.standbys if standby.stage in known and standby.peer in self.spares]
-        for standby in kept:
-            if standby.exact:
-                self._give(known[standby.stage], standby.peer, exact=True)
-        self._spread(exact=True)
-        for standby in kept:
-            if standby.stage not in self.standby_of:
-                self._give(known[standby.stage], standby.peer, exact=False)
-        if self.costs.problem.takeover == "tolerant":
-            self._spread(exact=False)
+        for beside in (False, True):
+            for exact in (True, False):
+                for standby in kept:
+                    stage = known[standby.stage]
+                    if stage.stage not in self.standby_of and self._is(standby, stage, exact=exact, beside=beside):
+                        self._give(stage, standby.peer, exact=exact)
+                if exact or self.costs.problem.takeover == "tolerant":
+                    self._spread(exact=exact, beside=beside)
         return tuple(sorted(self.standby_of.values(), key=lambda standby: standby.stage))
 
     def refusals(self, stage: StagePlacement) -> list[Excluded]:
@@ -273,11 +273,15 @@ class _Watch:
             if (reason := self.refusal(stage, peer, exact=self.costs.problem.takeover == "exact"))
         ]
 
-    def _spread(self, *, exact: bool) -> None:
-        """Give as many idle spares as possible one stage each, then the remaining stages to spares with room."""
+    def _is(self, standby: Standby, stage: StagePlacement, *, exact: bool, beside: bool) -> bool:
+        return standby.exact == exact and self.costs.beside(stage, standby.peer) == beside
+
+    def _spread(self, *, exact: bool, beside: bool) -> None:
+        """Give as many idle spares as possible one stage each, then the remaining stages to spares with room. `beside`:
+        stages get other devices of their machines, or devices of other machines only."""
 
         def suits(stage: StagePlacement, peer: str) -> bool:
-            return self.refusal(stage, peer, exact=exact) is None
+            return self.costs.beside(stage, peer) == beside and self.refusal(stage, peer, exact=exact) is None
 
         missing = [stage for stage in self.stages if stage.stage not in self.standby_of]
         idle = [peer for peer in self.spares if not self.stages_of[peer]]
@@ -308,8 +312,8 @@ class _Watch:
         return sorted((peer for peer in peers if suits(stage, peer)), key=key)
 
     def _give(self, stage: StagePlacement, peer: str, *, exact: bool) -> None:
-        exact = exact or self.costs.exact(stage, self.spares[peer])
-        self.standby_of[stage.stage] = Standby(stage=stage.stage, peer=peer, exact=exact)
+        given = self.costs.standby(stage, peer)
+        self.standby_of[stage.stage] = msgspec.structs.replace(given, exact=exact or given.exact)
         self.stages_of[peer].append(stage)
 
     def refusal(self, stage: StagePlacement, peer: str, *, exact: bool) -> str | None:
@@ -317,6 +321,9 @@ class _Watch:
         spare, costs = self.spares[peer], self.costs
         if (reason := costs.refusal(stage, spare, exact=exact)) is not None:
             return reason
+        runs = costs.profiles.get(stage.peer)
+        if runs is not None and runs.divides_device_with(spare):
+            return "it is another part of the device that runs the stage."
         stages = [*self.stages_of[peer], stage]
         needed = self._needed_bytes(stages)
         if needed > spare.memory_bytes:

@@ -252,7 +252,8 @@ def handed_on(
         place = next((stage for stage in free if may_stand_by(found, known, stage, peer)), None)
         if place is None:
             return None
-        standbys[place.stage] = Standby(stage=place.stage, peer=peer, exact=False)
+        beside = StageCosts(known, found).beside(place, peer)
+        standbys[place.stage] = Standby(stage=place.stage, peer=peer, exact=False, beside=beside)
     every = found.snapshot_every or plan.snapshot_every or 1
     return msgspec.structs.replace(
         found, standbys=tuple(standbys[stage] for stage in sorted(standbys)), snapshot_every=every

@@ -96,15 +96,21 @@ def replaced(
 
 
 def reinforced(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Plan | None:
-    """Return `plan` (version 0) with standbys for stages that have none or an inexact one; None if nothing improves.
-    New standbys come from `candidates` and the present standbys. A standby is never exchanged for an equally good
+    """Return `plan` (version 0) with better standbys, or standbys for stages that have none; None if nothing improves.
+    New standbys come from `candidates` and the present standbys. One on another machine is better than another device
+    of the stage's machine, an exact one better than an inexact one. A standby is never exchanged for an equally good
     one."""
     known = with_profiles(problem, candidates)
     placed = {stage.peer for stage in plan.stages} | {plan.feed}
     there = {candidate.peer for candidate in candidates} | {standby.peer for standby in plan.standbys}
     wider = msgspec.structs.replace(plan, version=0, spares=tuple(sorted(there - placed)))
     better = with_standbys(wider, known)
-    before, after = (sum(2 if standby.exact else 1 for standby in one.standbys) for one in (plan, better))
+    costs, stages = StageCosts(known, plan), {stage.stage: stage for stage in plan.stages}
+
+    def worth(standby: Standby) -> int:
+        return 1 + standby.exact + 2 * (not costs.beside(stages[standby.stage], standby.peer))
+
+    before, after = (sum(map(worth, one.standbys)) for one in (plan, better))
     return better if after > before else None
 
 
@@ -144,7 +150,8 @@ def moved(plan: Plan, problem: Problem, stage: int, to: str, candidates: Sequenc
     bare = _predicted(plan, costs, stages, tuple(sorted(spares)))
     kept = [standby for standby in plan.standbys if standby.peer in spares and standby.stage != stage]
     if former.peer in spares and may_stand_by(bare, known, placing.taken[stage], former.peer):
-        kept.append(Standby(stage=stage, peer=former.peer, exact=costs.exact(former, costs.profiles[former.peer])))
+        exact = costs.exact(former, costs.profiles[former.peer])
+        kept.append(msgspec.structs.replace(costs.standby(placing.taken[stage], former.peer), exact=exact))
     found = with_standbys(msgspec.structs.replace(bare, standbys=tuple(kept)), known)
     return found if _keeps_standbys(plan, found) else None
 
@@ -157,8 +164,7 @@ def with_standby(plan: Plan, problem: Problem, stage: int, peer: str, candidates
     placed = next(one for one in plan.stages if one.stage == stage)
     if not may_stand_by(plan, known, placed, peer):
         return None
-    exact = costs.exact(placed, costs.profiles[peer])
-    wanted = Standby(stage=stage, peer=peer, exact=exact)
+    wanted = costs.standby(placed, peer)
     there = {peer, *(standby.peer for standby in plan.standbys), *plan.spares} - {one.peer for one in plan.stages}
     kept = tuple(standby for standby in plan.standbys if standby.stage != stage and standby.peer != peer)
     wider = msgspec.structs.replace(
@@ -182,8 +188,10 @@ class _Placing:
         self.standby_of = {standby.stage: standby.peer for standby in plan.standbys if standby.peer in standbys}
         self.taken: dict[int, StagePlacement] = {}
         self.load: defaultdict[str, int] = defaultdict(int)
+        self.lost: list[StagePlacement] = []
 
     def place(self, lost: list[StagePlacement]) -> None:
+        self.lost = lost
         order = sorted(lost, key=lambda s: (-s.memory_bytes, s.stage))
 
         def own_standby(stage: StagePlacement) -> list[str]:
@@ -216,10 +224,12 @@ class _Placing:
         )
 
     def _ranked(self, stage: StagePlacement) -> list[str]:
-        def key(peer: str) -> tuple[bool, bool, int, float, str]:
+        def key(peer: str) -> tuple[bool, bool, bool, int, float, str]:
             return (
                 not self.costs.exact(stage, self.idle[peer]),
                 self.standby_of.get(stage.stage) != peer,
+                # A machine that lost one of its devices may be about to lose the others.
+                any(self.costs.beside(gone, peer) for gone in self.lost),
                 self.load[peer],
                 self.costs.compute_s(stage, peer),
                 peer,

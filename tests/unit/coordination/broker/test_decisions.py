@@ -280,6 +280,9 @@ def test_a_member_may_have_a_few_further_keys_certified_and_those_none(drive: Dr
     drive.refused(requests.Vouch(A, keys[-1], "owner"), "not_authorised")
     drive.refused(requests.Vouch(keys[0], keys[-1], "owner"), "not_authorised")
     drive.refused(requests.Vouch(STRANGE, keys[-1], "owner"), "unknown_peer")
+    drive.ask(requests.RegisterMember(keys[0], 8, 1, b"", ()))
+    machines = {one.peer: one.machine for one in state.pool_view(drive.desk, drive.now_s, WALL_S).members}
+    assert (machines[A], machines[keys[0]]) == ("", A), "which devices are of one machine is the broker's word"
     drive.ask(want(A, owner=keys[0]))
     assert drive.desk.pool.jobs[JOB].owner == keys[0]
     drive.refused(requests.StopJob(B, JOB), "not_authorised")

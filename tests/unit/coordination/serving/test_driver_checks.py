@@ -3,6 +3,8 @@ once."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fusionai.coordination.round.interface import Distrust, MemberEnlisted, PeerLost, ReportCheck, ReportFault
 from fusionai.coordination.round.verification import Opinion
 from fusionai.coordination.serving import interface
@@ -130,3 +132,7 @@ def test_a_dispute_names_both_sides() -> None:
     told(job, begun, Opinion(links=frozenset({"c"})))
     (report,) = job.of(ReportCheck)
     assert (report.outcome, report.check.peer, report.partners) == ("disputed", "b", ("c",))
+
+
+def test_a_standby_on_the_machine_of_its_stage_checks_nothing() -> None:
+    assert over(running(replace(roles(), beside=frozenset({(2, "g")})), checks=True)) == ()

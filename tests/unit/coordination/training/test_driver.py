@@ -1851,3 +1851,10 @@ def test_an_end_is_early_only_before_the_last_step_and_unasked(step: int, stop: 
     assert isinstance(end, EndJob)
     assert (end.steps, end.stopped) == (step, stop)
     assert (end.early is not None) is is_early
+
+
+def test_a_standby_on_the_machine_of_its_stage_checks_nothing():
+    machine = checked(beside=frozenset({(0, "g0")}))
+    commit(machine, 0)
+    commit(machine, 1)
+    assert set(checks(kept(machine, 2))) == {1}

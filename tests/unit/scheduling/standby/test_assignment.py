@@ -7,6 +7,7 @@ import msgspec
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, Standby
 from fusionai.scheduling.standby.assignment import assign_standbys, matched, with_standbys, without_standbys
+from fusionai.scheduling.standby.takeover import reinforced
 
 STATE = 1_000_000 + 2 * 1_000_000
 """Of one block: parameters and two AdamW slots."""
@@ -224,3 +225,50 @@ def test_matching_finds_a_place_for_everybody_who_can_have_one() -> None:
     # Who has one keeps one.
     assert matched([["x"], ["x", "y"]], {1: "x"}) == {0: "x", 1: "y"}
     assert matched([["x"], ["x"]], {1: "x"}) == {1: "x"}
+
+
+def test_a_standby_is_on_another_machine_if_one_can_be() -> None:
+    """Both cards of a machine are gone when it is switched off."""
+    near = [peer(f"{name}2", machine=name, flops_per_s=9e10) for name in "abc"]
+    crossed = plan(problem(*near))
+    places = {stage.stage: stage.peer for stage in crossed.stages}
+    assert len(crossed.standbys) == 3
+    assert not any(one.beside or one.peer.startswith(places[one.stage]) for one in crossed.standbys)
+
+    single = plan(problem(near[0]))
+    places = {stage.stage: stage.peer for stage in single.stages}
+    assert {places[one.stage]: one.beside for one in single.standbys} == {"a": True, "b": False, "c": False}
+    far = plan(problem(near[0], peer("far")))
+    places = {stage.stage: stage.peer for stage in far.stages}
+    assert {places[one.stage]: one.peer for one in far.standbys}["a"] == "far"
+    assert not any(one.beside for one in far.standbys)
+
+
+def test_a_standby_on_the_same_machine_gives_way_to_one_on_another() -> None:
+    near, far = peer("a2", machine="a"), peer("far")
+    posed = problem(near, stages=1, required=("a",), peers=(peer("a", flops_per_s=1e12), near))
+    before = plan(posed)
+    assert [(one.peer, one.beside) for one in before.standbys] == [("a2", True)]
+    assert before.standbys_beside == {(0, "a2")}
+    after = reinforced(before, posed, [near, far])
+    assert after is not None
+    assert [(one.peer, one.beside) for one in after.standbys] == [("far", False)]
+    assert reinforced(after, posed, [near, far]) is None
+
+
+def test_a_part_of_the_same_device_is_left_to_other_jobs() -> None:
+    halves = [peer("a", parts=2, flops_per_s=1e12), peer("a2", machine="a", parts=2)]
+    posed = problem(stages=1, required=("a",), peers=tuple(halves))
+    found = assign_standbys(plan(posed), posed)
+    assert found.plan.standbys == ()
+    assert "another part of the device" in found.without_standby[0].reasons[0].reason
+    other_card = msgspec.structs.replace(halves[1], device="cuda:1")
+    assert plan(msgspec.structs.replace(posed, peers=(halves[0], other_card))).standbys[0].beside
+
+
+def test_with_tolerated_bits_another_machine_is_better_than_the_same_bits_beside() -> None:
+    near, far = peer("a2", machine="a"), peer("far", fingerprint="gpu")
+    posed = problem(stages=1, required=("a",), peers=(peer("a", flops_per_s=1e12), near, far))
+    assert [(one.peer, one.exact) for one in plan(posed).standbys] == [("a2", True)]
+    tolerant = plan(msgspec.structs.replace(posed, takeover="tolerant"))
+    assert [(one.peer, one.exact, one.beside) for one in tolerant.standbys] == [("far", False, False)]

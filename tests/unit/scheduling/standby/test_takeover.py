@@ -247,3 +247,14 @@ def test_an_exact_standby_replaces_an_inexact_one() -> None:
     ]
     inexact = Standby(stage=0, peer="gpu", exact=False)
     assert reinforced(msgspec.structs.replace(before, standbys=(inexact,)), posed, ()) is not None
+
+
+def test_a_lost_stage_goes_to_another_machine_first() -> None:
+    """The faster card beside the lost one may be about to be lost too."""
+    near, far = peer("a2", machine="a", flops_per_s=5e10), peer("far")
+    posed = problem()
+    before = msgspec.structs.replace(plan(posed), standbys=())
+    after = taken(replaced(before, posed, frozenset({"a"}), [near, far]))
+    assert {"far", "b", "c", "owner"} == set(places(after))
+    last = taken(replaced(before, posed, frozenset({"a"}), [near]))
+    assert {"a2", "b", "c", "owner"} == set(places(last))
