@@ -26,7 +26,7 @@ MAX_UNENDORSED: Final = 64
 
 
 @dataclass
-class Admission:
+class LenderAdmission:
     """`admits` raises `TrustError` for a machine, with the endorsements it shows, that may not lend itself here; None:
     every member may."""
 
@@ -35,7 +35,7 @@ class Admission:
     """Names of machines that asked to lend themselves and were refused, because their keys were not endorsed."""
 
     @classmethod
-    def by(cls, options: BrokerOptions, clock: Clock) -> Admission:
+    def by(cls, options: BrokerOptions, clock: Clock) -> LenderAdmission:
         """Return what the options ask for. Raises `UsageError`, `TrustError`, `StorageError`."""
         if options.trust_file is not None:
             if options.trusted_keys:

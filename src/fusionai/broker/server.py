@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from fusionai.broker.admission import Admission
+from fusionai.broker.admission import LenderAdmission
 from fusionai.broker.announcing import AddressWatch
 from fusionai.broker.engines.engine_journal import EngineJournal
 from fusionai.broker.engines.interface import JournalAway, JournalInDoubt, JournalTaken
@@ -392,7 +392,7 @@ def _service(options: BrokerOptions, home: BrokerHome, clock: Clock, relay: Rela
         ticket_lifetime_s=options.ticket_lifetime_s,
         introducer=Introducer(home.authority, relays=relay is not None),
         relayed=RelayMeter() if relay is None else RelayMeter(lambda: relay.copied_bytes),
-        admission=Admission.by(options, clock),
+        admission=LenderAdmission.by(options, clock),
     )
 
 

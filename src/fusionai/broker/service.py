@@ -22,7 +22,7 @@ from typing import Final
 
 import msgspec
 
-from fusionai.broker.admission import Admission
+from fusionai.broker.admission import LenderAdmission
 from fusionai.broker.code_door import CodeDoor
 from fusionai.broker.comings import coming_or_going
 from fusionai.broker.engines.interface import JournalAway, JournalInDoubt, JournalTaken, PoolJournal
@@ -92,7 +92,7 @@ class BrokerService:
     ticket_lifetime_s: float = 600.0
     draw_token: Callable[[], bytes] = lambda: secrets.token_bytes(TOKEN_BYTES)
     introducer: Introducer | None = None
-    admission: Admission = field(default_factory=Admission)
+    admission: LenderAdmission = field(default_factory=LenderAdmission)
     addresses: tuple[str, ...] = ()
     """Addresses of this broker, for invitations."""
     notice: Callable[[str], None] = _LOG.info

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fusionai.broker.admission import Admission
+from fusionai.broker.admission import LenderAdmission
 from fusionai.broker.journal import Journal
 from fusionai.broker.options import BrokerOptions
 from fusionai.broker.service import BrokerService
@@ -48,7 +48,7 @@ class Bench:
             journal=self.journal,
             authority=load_authority(directory, "home", now_wall_s=self.clock.wall_s()),
             clock=self.clock,
-            admission=Admission.by(self.options, self.clock),
+            admission=LenderAdmission.by(self.options, self.clock),
         )
 
     def enrol(self, *peers: PeerId) -> None:
@@ -130,9 +130,9 @@ def test_a_trust_file_counts_with_its_revocations(tmp_path: Path):
 
 def test_what_is_wrong_with_the_trust_file_is_told_before_the_door_opens(tmp_path: Path):
     with pytest.raises(TrustError, match="there is no"):
-        Admission.by(BrokerOptions(home=tmp_path, trust_file=tmp_path / "none"), VirtualClock())
+        LenderAdmission.by(BrokerOptions(home=tmp_path, trust_file=tmp_path / "none"), VirtualClock())
     with pytest.raises(UsageError, match="got both"):
-        Admission.by(
+        LenderAdmission.by(
             BrokerOptions(home=tmp_path, trust_file=tmp_path / "none", trusted_keys=frozenset({PUBLIC})),
             VirtualClock(),
         )
