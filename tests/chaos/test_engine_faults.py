@@ -81,6 +81,8 @@ class Brokers:
                     self.acknowledged.add(hashlib.sha256(token).hexdigest()[:8])
                     return
             assert time.monotonic() < deadline_s, [one.text[-1000:] for one in self.processes.values()]
+            if not any(one.lives for one in self.processes.values()):
+                self.restart_ended()  # one was killed, and the other has found that it was replaced
 
     def restart_ended(self) -> None:
         """As a supervisor does. A broker that has been replaced ends by itself."""
