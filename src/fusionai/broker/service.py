@@ -16,7 +16,7 @@ import ipaddress
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -201,10 +201,14 @@ class BrokerService:
             case wire.Heartbeat():
                 self.admission.check_member(peer, self.state.pool.members.get(peer))
                 self._links[peer] = message.links
-                return self._decide(requests.Beat(peer, connection, message.boot, message.jobs))
+                beat = requests.Beat(peer, connection, message.boot, message.jobs)
+                is_first = self.state.links.get(peer) != connection
+                return self._decide(beat, finish=self._with_brokers if is_first else lambda found: found)
             case wire.Register():
                 register = self._registration(remote, peer, connection, message)
-                return self._decide(register, finish=lambda found: self._with_neighbours(found, peer, remote.host))
+                return self._decide(
+                    register, finish=lambda found: self._with_brokers(self._with_neighbours(found, peer, remote.host))
+                )
             case wire.Leave():
                 return self._decide(requests.AskLeave(peer, connection, message.drain))
             case wire.PoolQuery():
@@ -273,12 +277,11 @@ class BrokerService:
         )
 
     def revocations(self) -> wire.Revocations:
-        """Return the present list of evicted members, signed."""
+        """Return the present list of evicted members, signed, and where the pool's brokers are."""
         pool = self.state.pool
-        if not pool.evicted:
-            return wire.Revocations(signed=b"")
         found = RevocationList(pool.revocations, tuple(pool.evicted))
-        return wire.Revocations(signed=sign_revocations(found, self.authority.key))
+        signed = sign_revocations(found, self.authority.key) if pool.evicted else b""
+        return wire.Revocations(signed=signed, brokers=self.addresses)
 
     def _spread(self) -> tuple[Notice, ...]:
         """Return a notice with the list for each member and driver that is connected."""
@@ -315,6 +318,12 @@ class BrokerService:
         ]
         answer = msgspec.structs.replace(outcome.answer, near=tuple(near[-wire.MAX_NEAR :]))
         return Replies(answer=answer, notices=outcome.notices)
+
+    def _with_brokers(self, outcome: Replies) -> Replies:
+        """Say where the pool's brokers are: a member may have joined before there were several."""
+        if not isinstance(outcome.answer, wire.Registered | wire.HeartbeatAck):
+            return outcome
+        return replace(outcome, answer=msgspec.structs.replace(outcome.answer, brokers=self.addresses))
 
     def _introduce(self, remote: Remote, message: wire.Meet) -> Replies:
         introducer = self.introducer or Introducer(self.authority)

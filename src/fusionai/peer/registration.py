@@ -138,7 +138,7 @@ class Registration:
         if not isinstance(answer, wire.Registered):
             raise TrustError(f"expected the broker to register this peer, got {type(answer).__name__}.")
         self._known = answer
-        self.on_answer(answer)
+        self._heard(answer)
         return answer
 
     async def _announce_move(self, conversation: Conversation) -> None:
@@ -175,10 +175,14 @@ class Registration:
             self.on_lost()
             return False
         if isinstance(answer, wire.HeartbeatAck):
-            self.on_answer(answer)
+            self._heard(answer)
             if self.membership is not None:
                 await self._keep_up(conversation, self.membership, answer.revocations)
         return True
+
+    def _heard(self, answer: wire.Registered | wire.HeartbeatAck) -> None:
+        self.broker.learn(answer.brokers)
+        self.on_answer(answer)
 
     async def _ask(self, conversation: Conversation, message: wire.Message) -> wire.Message:
         """Return the answer. Raises as `Conversation.ask`, and `TransportError` if none comes in time."""

@@ -2,15 +2,16 @@
 
 A broker gets a new address when its router assigns one, or when its home is moved to another machine. Members and job
 owners dial the known addresses. If none of them answers at once, they also look for the pool in the local network
-(`discovery`). An announcement proves nothing: TLS shows whether the machine at that address is the broker, at each
-address alike. An announced address that worked is tried first from then on, and kept with the membership.
+(`discovery`). A broker also says at which addresses the pool's brokers are. No address proves anything: TLS shows
+whether the machine at that address is the broker, at each address alike. An announced address that worked is tried
+first from then on, and kept with the membership.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -67,6 +68,12 @@ class BrokerAddresses:
         self._reached = True
         return channel
 
+    def learn(self, addresses: Sequence[str]) -> None:
+        """Know these addresses of the pool's brokers too, after those that are known."""
+        known = (*self.known, *(place for place in dict.fromkeys(addresses) if place not in self.known))[:MAX_KNOWN]
+        if known != self.known:
+            self._keep(known)
+
     def pass_over(self) -> None:
         """Begin with the next address from now on: the broker that answers can't serve at present, and another one may
         have taken over."""
@@ -110,13 +117,14 @@ class BrokerAddresses:
         except FusionError as error:
             # Anybody may announce anything, so that a false address is no finding about the pool.
             raise TransportError(f"at the announced addresses the broker was not found: {error.message}") from error
-        self._learn(format_address(channel.remote.host, channel.remote.port))
+        address = format_address(channel.remote.host, channel.remote.port)
+        _LOG.info("the broker is at %s now", address)
+        self._keep((address, *self.known)[:MAX_KNOWN])
         return channel
 
-    def _learn(self, address: str) -> None:
-        _LOG.info("the broker is at %s now", address)
-        self.known = (address, *self.known)[:MAX_KNOWN]
-        self.on_learned(self.known)
+    def _keep(self, known: tuple[str, ...]) -> None:
+        self.known = known
+        self.on_learned(known)
 
 
 def _succeeded(task: asyncio.Task[Channel]) -> bool:

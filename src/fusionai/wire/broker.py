@@ -166,6 +166,8 @@ class Registered(WireMessage, frozen=True, kw_only=True, tag="registered"):
     near: Annotated[tuple[Near, ...], Meta(max_length=MAX_NEAR)] = ()
     """Other peers whose connections come from the same address as this one's."""
     wall_s: Seconds = 0.0
+    brokers: Addresses = ()
+    """Addresses of the pool's brokers. Members keep those that they did not know."""
 
 
 class Heartbeat(WireMessage, frozen=True, kw_only=True, tag="heartbeat"):
@@ -187,6 +189,8 @@ class HeartbeatAck(WireMessage, frozen=True, kw_only=True, tag="heartbeat_ack"):
     """The newest plan version of the pool. Tickets for other jobs with this version or an older one are void."""
     revocations: Count = 0
     """Version of the list of evicted members. A member with an older one asks for it."""
+    brokers: Addresses = ()
+    """As in `Registered`; only in the answer to a connection's first heartbeat."""
 
 
 class RevocationQuery(WireMessage, frozen=True, kw_only=True, tag="revocation_query"):
@@ -198,6 +202,8 @@ class Revocations(WireMessage, frozen=True, kw_only=True, tag="revocations"):
 
     signed: Blob
     """The list, signed by the pool's authority (`transport.security.revocation`); empty: no member was evicted."""
+    brokers: Addresses = ()
+    """As in `Registered`: job owners ask for this list on each connection."""
 
 
 class RevocationNotice(WireMessage, frozen=True, kw_only=True, tag="revocation_notice"):

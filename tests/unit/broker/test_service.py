@@ -316,7 +316,8 @@ def test_a_member_registers_beats_and_is_seen(play):
     async def scene(bench: Bench) -> None:
         a = await bench.member(2)
         registered = await a.ask(registration(A))
-        assert registered == Registered(heartbeat_s=3.0, pool="home", wall_s=bench.clock.wall_s())
+        brokers = bench.service.addresses
+        assert registered == Registered(heartbeat_s=3.0, pool="home", wall_s=bench.clock.wall_s(), brokers=brokers)
         assert await a.ask(Heartbeat(boot=1)) == HeartbeatAck(wall_s=bench.clock.wall_s(), job="", plan_version=0)
         view = await a.ask(PoolQuery())
         assert isinstance(view, PoolView)
@@ -624,6 +625,17 @@ def test_the_owner_of_another_broker_of_the_pool_does_what_this_ones_owner_does(
 
 
 # ---------------------------------------------------------------------------------------------- loss, disk, restart
+
+
+def test_the_first_heartbeat_of_a_connection_is_told_where_the_brokers_are(play):
+    async def scene(bench: Bench) -> None:
+        a = await bench.member(2)
+        await a.ask(registration(A))
+        again = await bench.member(2)
+        heard = [await again.ask(Heartbeat(boot=1)) for _ in range(2)]
+        assert [one.brokers for one in heard if isinstance(one, HeartbeatAck)] == [bench.service.addresses, ()]
+
+    play(scene)
 
 
 def test_a_broken_connection_loses_nobody_before_the_lease_ends(play):

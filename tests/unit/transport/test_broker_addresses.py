@@ -13,7 +13,7 @@ from fusionai.primitives.errors import TransportError, TrustError
 from fusionai.transport import broker_addresses
 from fusionai.transport.broker_addresses import MAX_KNOWN, BrokerAddresses
 from fusionai.transport.discovery import NearbyPool
-from fusionai.transport.enrolment import Membership, keep_membership, load_membership
+from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, keep_membership, load_membership
 from fusionai.transport.interface import Accept, Channel
 from fusionai.transport.routes.tcp import TcpListener, TcpTransport
 from harness.credentials import CertifiedPool
@@ -51,6 +51,19 @@ async def dialled(membership: Membership) -> Channel:
     assert channel.remote.role == "broker"
     await channel.close()
     return channel
+
+
+def test_addresses_of_further_brokers_are_learned_once_and_kept(pool: CertifiedPool, tmp_path: Path):
+    membership = member_of(pool, tmp_path, [GONE], [])
+    home = membership.home
+    assert home is not None
+    membership.broker.learn(["tcp://second:1", GONE, "tcp://second:1"])
+    assert load_membership(home).broker.known == (GONE, "tcp://second:1")
+    before = (home / MEMBERSHIP_FILE).stat().st_ino
+    membership.broker.learn(["tcp://second:1"])
+    assert (home / MEMBERSHIP_FILE).stat().st_ino == before, "nothing new is no reason to write"
+    membership.broker.learn([f"tcp://more:{number}" for number in range(MAX_KNOWN)])
+    assert len(membership.broker.known) == MAX_KNOWN
 
 
 @in_a_loop

@@ -253,6 +253,7 @@ class PoolSession:
                 found = await self._conversation.ask(wire.RevocationQuery())
                 if isinstance(found, wire.Revocations):
                     self._take_revocations(found.signed)
+                    self.membership.broker.learn(found.brokers)
             # At every request, because a job may run for longer than a certificate is valid.
             await renew_if_due(self._conversation.ask, self.membership, now_wall_s=time.time())
             return self._conversation

@@ -21,7 +21,9 @@ async def broker_of(pool: CertifiedPool, answer: Message) -> TcpListener:
     async def accept(channel: Channel) -> None:
         while True:
             message = (await channel.receive()).message
-            await channel.send(Revocations(signed=b"") if isinstance(message, RevocationQuery) else answer)
+            await channel.send(
+                Revocations(signed=b"", brokers=("tcp://second:1",)) if isinstance(message, RevocationQuery) else answer
+            )
 
     return await TcpTransport(pool.credentials("broker", "broker")).listen(accept, host="127.0.0.1", port=0)
 
@@ -41,6 +43,7 @@ async def test_the_next_broker_is_asked(pool: CertifiedPool, tmp_path: Path):
         with pytest.raises(TransportError, match="can't do that now: the journal is out of reach"):
             await session.invite(uses=1, lifetime_s=1.0)
         assert await session.invite(uses=1, lifetime_s=1.0) == "fusion1-x"
+    assert membership.broker.known == (*first.addresses, *second.addresses, "tcp://second:1")
     await first.close()
     await second.close()
 
