@@ -674,3 +674,59 @@ def go_on(journal: EngineJournal, written: int) -> int:
         raise
     except StorageError:
         return written
+
+
+def test_a_promoted_standby_has_everything_acknowledged(impatient: None):
+    """PostgreSQL with a synchronous standby: nothing is acknowledged that only one of the two has."""
+    if reason := why_not(PostgresServer):
+        pytest.skip(reason)
+    with PostgresServer() as first, PostgresServer(copied_from=first) as second:
+        first.execute("ALTER SYSTEM SET synchronous_standby_names = '*'", "SELECT pg_reload_conf()")
+        url = first.url("pool").replace(f":{first.port}/", f":{first.port},127.0.0.1:{second.port}/")
+        journal = EngineJournal.open(engine_at(url), "home", ONE, lambda _: KEY)
+        written = journal.append(0, notes(2))
+
+        second.suspend()
+        with pytest.raises(JournalInDoubt):
+            journal.append(written, [note(written)])
+        with pytest.raises(StorageError):
+            journal.recover()  # what only the first server has does not count as written
+        second.resume()
+        while journal.outage:
+            written = settled(journal, written)
+        while written < 4:
+            written = go_on(journal, written)
+        acknowledged = journal.load().facts
+
+        first.kill()
+        with pytest.raises(StorageError):
+            journal.append(written, [note(written)])
+        with pytest.raises(StorageError):
+            journal.recover()  # a standby takes no writes
+        second.execute("SELECT pg_promote()")
+        while journal.outage:
+            written = settled(journal, written)
+        assert journal.load().facts[: len(acknowledged)] == acknowledged
+        end = journal.append(written, [note(written)])
+
+        # The old server is the first of the URL, and believes that it is still the one that takes writes.
+        first.start()
+        with pytest.raises(StorageError):
+            EngineJournal.open(engine_at(url), "home", ONE, lambda _: KEY)
+        assert journal.append(end, [note(end)]) == end + 1
+        first.kill()
+        with closing(EngineJournal.open(engine_at(url), "home", ONE, lambda _: KEY)) as other:
+            assert other.load().sequence == end + 1
+            with pytest.raises(JournalTaken):
+                journal.append(end + 1, [note(0)])
+        journal.close()
+
+
+def settled(journal: EngineJournal, written: int) -> int:
+    """Try to end an outage once. Returns the last row."""
+    try:
+        return written + (journal.recover() is True)
+    except JournalTaken:
+        raise
+    except StorageError:
+        return written

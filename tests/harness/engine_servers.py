@@ -139,9 +139,9 @@ class EngineServer(ABC):
 
 
 class PostgresServer(EngineServer):
-    """`guarded`: it takes TLS and a password only."""
+    """`guarded`: it takes TLS and a password only. `copied_from`: it follows that running server, as a standby."""
 
-    def __init__(self, *, guarded: bool = False) -> None:
+    def __init__(self, *, guarded: bool = False, copied_from: PostgresServer | None = None) -> None:
         super().__init__()
         self._guarded = guarded
         files = self.certificate() if guarded else ()
@@ -154,16 +154,17 @@ class PostgresServer(EngineServer):
         assert programs is not None
         self._postgres = programs / "postgres"
         self._data = self.directory / "data"
-        subprocess.run(
-            [
+        if copied_from is None:
+            making = [
                 *(programs / "initdb", "-D", self._data, "-U", "broker", "-E", "UTF8", "--no-locale", "-N"),
                 *("-A", "scram-sha-256" if guarded else "trust", "--pwfile", self.directory / "password"),
-            ],
-            check=True,
-            capture_output=True,
-            cwd=self.directory,
-            **self.owner(),
-        )
+            ]
+        else:
+            making = [
+                *(programs / "pg_basebackup", "--pgdata", self._data, "--write-recovery-conf", "--no-sync"),
+                *("--checkpoint=fast", "--dbname", copied_from.url("any").partition("?")[0]),
+            ]
+        subprocess.run(making, check=True, capture_output=True, cwd=self.directory, **self.owner())
         with (self._data / "postgresql.conf").open("a") as settings:
             settings.write(f"{_POSTGRES_SETTINGS}port = {self.port}\n")
             if files:
@@ -179,6 +180,31 @@ class PostgresServer(EngineServer):
 
     def command(self) -> Sequence[str | Path]:
         return (self._postgres, "-D", self._data)
+
+    def execute(self, *statements: str) -> list[tuple[object, ...]]:
+        """Run statements on this server. Returns the rows of the last one."""
+        import psycopg
+
+        with psycopg.connect(self.url("any").partition("?")[0], autocommit=True) as connection:
+            cursor = connection.cursor()
+            for statement in statements:
+                cursor.execute(statement.encode())
+            return cursor.fetchall() if cursor.description else []
+
+    def wait_until_ready(self) -> None:
+        """Wait for an answer; a standby gives one that `PostgresEngine` does not take, because it takes no writes."""
+        if not (self._data / "standby.signal").exists():
+            super().wait_until_ready()
+            return
+        import psycopg
+
+        deadline_s = time.monotonic() + CEILING_S
+        while True:
+            with suppress(psycopg.OperationalError):
+                if self.execute("SELECT 1 FROM pg_stat_wal_receiver WHERE status = 'streaming'"):
+                    return
+            assert time.monotonic() < deadline_s, (self.directory / "log").read_text(errors="replace")[-4000:]
+            time.sleep(_POLL_S)
 
     def owner(self) -> dict[str, str]:
         return {"user": _SERVER_USER, "group": _SERVER_USER} if os.geteuid() == 0 else {}
@@ -253,7 +279,7 @@ def etcd_cluster(count: int) -> Generator[tuple[EtcdServer, ...]]:
 def _postgres_programs() -> Path | None:
     """Directory of `postgres` and `initdb`: Debian does not put them on the path."""
     found = shutil.which("initdb")
-    places = [Path(found).parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    places = [Path(found).resolve().parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
     return next((place for place in places if (place / "postgres").exists()), None)
 
 
