@@ -279,7 +279,9 @@ def etcd_cluster(count: int) -> Generator[tuple[EtcdServer, ...]]:
 def _postgres_programs() -> Path | None:
     """Directory of `postgres` and `initdb`: Debian does not put them on the path."""
     found = shutil.which("initdb")
-    places = [Path(found).resolve().parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    places = (
+        [Path(found).resolve().parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    )
     return next((place for place in places if (place / "postgres").exists()), None)
 
 

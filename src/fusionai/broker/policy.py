@@ -1,12 +1,15 @@
 """Reads the policy file of a broker's owner: priority classes of the queue, quotas, and which machines are whose.
 
-Unknown keys fail and name the nearest. Without a file the defaults of `coordination.broker.job_queue` hold. The file is
-read when the broker starts."""
+Unknown keys fail and name the nearest. Without a file the defaults of `coordination.broker.job_queue` hold. A file that
+changes while the broker runs is read again; if it can't be used then, the policy stays as it is."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -15,10 +18,12 @@ from msgspec import Meta
 
 from fusionai.coordination.broker.job_queue import PriorityClass, QueuePolicy, Quota
 from fusionai.corpus.strict import convert
-from fusionai.primitives.errors import RecipeError, UsageError
+from fusionai.primitives.errors import RecipeError, StorageError, UsageError
 from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId
 from fusionai.primitives.units import parse_bytes, parse_seconds
 
+LOOK_S: Final = 5.0
+"""Interval at which a running broker looks whether its policy file has changed, in seconds (chosen)."""
 _DEFAULT: Final = QueuePolicy()
 _PeerText = Annotated[str, Meta(min_length=PEER_ID_LENGTH, max_length=PEER_ID_LENGTH)]
 _CLASS_NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
@@ -134,3 +139,45 @@ def _duration_s(path: Path, key: str, text: str | None, default_s: float) -> flo
     if seconds < 1.0:
         raise RecipeError(f"{path}: {key}: expected a second or more, got {text!r}.")
     return seconds
+
+
+@dataclass
+class PolicyWatch:
+    """Has a changed policy file adopted. `adopt` raises `StorageError` while the journal can't be used. `notice` gets
+    sentences for the broker's owner."""
+
+    path: Path
+    adopt: Callable[[QueuePolicy], object]
+    notice: Callable[[str], None]
+    _seen: tuple[int, ...] = field(init=False)
+    """Time, size and inode of the file that was read last; empty if it could not be looked at."""
+
+    def __post_init__(self) -> None:
+        self._seen = self._now()
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.look()
+
+    def look(self) -> None:
+        found = self._now()
+        if found == self._seen:
+            return
+        try:
+            self.adopt(load_policy(self.path))
+        except RecipeError as error:
+            self.notice(f"The policy file has changed and can't be used; the policy stays as it was. {error.message}")
+        except StorageError:
+            return  # the next look tries again
+        else:
+            self.notice(f"The policy in {self.path} has changed and holds from now on.")
+        self._seen = found
+
+    def _now(self) -> tuple[int, ...]:
+        try:
+            status = self.path.stat()
+        except OSError:
+            return ()
+        return status.st_mtime_ns, status.st_size, status.st_ino

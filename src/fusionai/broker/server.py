@@ -23,7 +23,7 @@ from fusionai.broker.engines.watch import EngineWatch
 from fusionai.broker.home import BrokerHome, open_when_free
 from fusionai.broker.lent import RelayMeter
 from fusionai.broker.options import BrokerOptions, check
-from fusionai.broker.policy import load_policy
+from fusionai.broker.policy import PolicyWatch, load_policy
 from fusionai.broker.reachability import Introducer, Observer, UdpPort
 from fusionai.broker.service import BrokerService, Replies
 from fusionai.coordination.broker.job_queue import QueuePolicy
@@ -171,6 +171,13 @@ class BrokerServer:
             return Refused(code="failed", reason=str(error))
         self._dispatch(outcome)
         return outcome.answer or Refused(code="failed", reason="The broker has no answer.")
+
+    def adopt_policy(self, policy: QueuePolicy) -> None:
+        """Follow another policy of the queue from now on. Raises `StorageError`."""
+        try:
+            self._dispatch(self.service.adopt_policy(policy))
+        except JournalTaken as error:
+            self.superseded(error)
 
     async def keep(self, stop: asyncio.Event) -> None:
         """Watch over leases until `stop`. Raises `JournalTaken` when another broker has taken the journal over."""
@@ -350,7 +357,7 @@ async def run_broker(
             set_aside_what_stays()
 
             beside = [asyncio.create_task(_renew(home, listener, service, clock)), asyncio.create_task(watch.run())]
-            beside += [*_watch_journal(home, server, notice), asyncio.create_task(server.note_relayed())]
+            beside += [*_watches(options, home, server, notice), asyncio.create_task(server.note_relayed())]
             try:
                 await server.keep(stop)
             finally:
@@ -417,11 +424,15 @@ def _watch_addresses(
     return AddressWatch(listener.candidates_now, known, describe, announcer)
 
 
-def _watch_journal(home: BrokerHome, server: BrokerServer, notice: Callable[[str], None]) -> list[asyncio.Task[None]]:
-    """Start to keep the lease of a journal in an engine. Files need no watch."""
-    if not isinstance(home.journal, EngineJournal):
-        return []
-    return [asyncio.create_task(EngineWatch(home.journal, server, notice).run())]
+def _watches(
+    options: BrokerOptions, home: BrokerHome, server: BrokerServer, notice: Callable[[str], None]
+) -> Iterator[asyncio.Task[None]]:
+    """Start to keep the lease of a journal in an engine, and to follow the policy file. A journal in files needs no
+    watch."""
+    if isinstance(home.journal, EngineJournal):
+        yield asyncio.create_task(EngineWatch(home.journal, server, notice).run())
+    if options.policy_file is not None:
+        yield asyncio.create_task(PolicyWatch(options.policy_file, server.adopt_policy, notice).run())
 
 
 async def _renew(home: BrokerHome, listener: TcpListener, service: BrokerService, clock: Clock) -> None:

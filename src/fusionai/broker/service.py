@@ -31,6 +31,7 @@ from fusionai.broker.reachability import Introducer
 from fusionai.broker.reading import fastest_flops_per_s, job_request, place_request, read_profile, work_report
 from fusionai.coordination.broker import pool, requests, state
 from fusionai.coordination.broker.decisions import check_inviter, check_welcome, handle
+from fusionai.coordination.broker.job_queue import QueuePolicy
 from fusionai.coordination.broker.join_code import CODE_LIFETIME_S
 from fusionai.coordination.broker.requests import Refusal, Request
 from fusionai.coordination.broker.state import BrokerRules, BrokerState, Decision, recovered
@@ -179,6 +180,14 @@ class BrokerService:
         count = self.relayed.unnoted_bytes
         return self._decide(requests.NoteRelayed(count), finish=partial(self.relayed.noted, count))
 
+    def adopt_policy(self, policy: QueuePolicy) -> Replies:
+        """Follow another policy of the queue from now on. Raises `StorageError`; the policy then holds as well, unless
+        the journal is away."""
+        self._check_settled()
+        rules = replace(self.state.rules, queue=policy)
+        self.state = replace(self.state, rules=rules, arranged_of=())
+        return self.tick()
+
     def stalled(self) -> Replies:
         """Give all members a new lease, because this process itself was suspended for a while."""
         return self._decide(requests.Stalled())
@@ -199,11 +208,7 @@ class BrokerService:
     def _serve(self, remote: Remote, peer: PeerId, connection: int, message: wire.Message) -> Replies:
         match message:
             case wire.Heartbeat():
-                self.admission.check_member(peer, self.state.pool.members.get(peer))
-                self._links[peer] = message.links
-                beat = requests.Beat(peer, connection, message.boot, message.jobs)
-                is_first = self.state.links.get(peer) != connection
-                return self._decide(beat, finish=self._with_brokers if is_first else lambda found: found)
+                return self._beat(peer, connection, message)
             case wire.Register():
                 register = self._registration(remote, peer, connection, message)
                 return self._decide(
@@ -259,6 +264,13 @@ class BrokerService:
             case _:
                 tag = message.__struct_config__.tag
                 raise Refusal("bad_message", f"A broker has no answer to {tag}; jobs go between their members.")
+
+    def _beat(self, peer: PeerId, connection: int, message: wire.Heartbeat) -> Replies:
+        self.admission.check_member(peer, self.state.pool.members.get(peer))
+        self._links[peer] = message.links
+        beat = requests.Beat(peer, connection, message.boot, message.jobs)
+        is_first = self.state.links.get(peer) != connection
+        return self._decide(beat, finish=self._with_brokers if is_first else lambda found: found)
 
     def _registration(
         self, remote: Remote, peer: PeerId, connection: int, message: wire.Register

@@ -190,7 +190,7 @@ class HeartbeatAck(WireMessage, frozen=True, kw_only=True, tag="heartbeat_ack"):
     revocations: Count = 0
     """Version of the list of evicted members. A member with an older one asks for it."""
     brokers: Addresses = ()
-    """As in `Registered`; only in the answer to a connection's first heartbeat."""
+    """Addresses of the pool's brokers; empty except in the answer to a connection's first heartbeat."""
 
 
 class RevocationQuery(WireMessage, frozen=True, kw_only=True, tag="revocation_query"):
@@ -203,7 +203,7 @@ class Revocations(WireMessage, frozen=True, kw_only=True, tag="revocations"):
     signed: Blob
     """The list, signed by the pool's authority (`transport.security.revocation`); empty: no member was evicted."""
     brokers: Addresses = ()
-    """As in `Registered`: job owners ask for this list on each connection."""
+    """Addresses of the pool's brokers: job owners send `RevocationQuery` on each connection."""
 
 
 class RevocationNotice(WireMessage, frozen=True, kw_only=True, tag="revocation_notice"):

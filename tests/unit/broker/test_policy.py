@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.broker.policy import load_policy
+from fusionai.broker.policy import PolicyWatch, load_policy
 from fusionai.coordination.broker.job_queue import PriorityClass, QueuePolicy, Quota
-from fusionai.primitives.errors import RecipeError
+from fusionai.primitives.errors import RecipeError, StorageError
 from fusionai.primitives.ids import PeerId
 
 ANNA, BERT = "a" * 52, "b" * 52
@@ -101,3 +101,46 @@ def test_a_machine_of_two_persons_is_refused(tmp_path: Path):
     one = '[[people]]\nname = "{}"\nmachines = ["' + ANNA + '"]\n'
     with pytest.raises(RecipeError, match="people: a machine belongs to two persons"):
         load_policy(written(tmp_path, one.format("ada") + one.format("bob")))
+
+
+def test_a_policy_that_changes_is_adopted_once_and_a_mistake_leaves_it_as_it_was(tmp_path: Path):
+    path = written(tmp_path, 'usual = "normal"')
+    adopted: list[QueuePolicy] = []
+    said: list[str] = []
+    watch = PolicyWatch(path, adopted.append, said.append)
+    watch.look()
+    assert (adopted, said) == ([], [])
+    written(tmp_path, 'turn = "2min"')
+    watch.look()
+    watch.look()
+    assert [one.turn_s for one in adopted] == [120.0]
+    assert said == [f"The policy in {path} has changed and holds from now on."]
+    written(tmp_path, "trun = 1")
+    watch.look()
+    watch.look()
+    path.unlink()
+    watch.look()
+    assert len(adopted) == 1
+    assert [line.partition(".")[0] for line in said[1:]] == [
+        "The policy file has changed and can't be used; the policy stays as it was"
+    ] * 2
+    assert "did you mean 'turn'" in said[1]
+    assert "can't be read" in said[2]
+
+
+def test_a_policy_that_can_not_be_adopted_now_is_tried_again(tmp_path: Path):
+    path = written(tmp_path, "")
+    problems = [StorageError("the journal is out of reach.")]
+    adopted: list[QueuePolicy] = []
+
+    def adopt(policy: QueuePolicy) -> None:
+        if problems:
+            raise problems.pop()
+        adopted.append(policy)
+
+    watch = PolicyWatch(path, adopt, lambda _: None)
+    written(tmp_path, "lenders_first = true")
+    watch.look()
+    assert adopted == []
+    watch.look()
+    assert [one.lenders_first for one in adopted] == [True]

@@ -15,6 +15,7 @@ from fusionai.broker.journal import Journal
 from fusionai.broker.reading import MAX_PROFILE_BYTES
 from fusionai.broker.server import BrokerServer
 from fusionai.broker.service import BrokerService, Replies, remembered
+from fusionai.coordination.broker.job_queue import PriorityClass, QueuePolicy
 from fusionai.coordination.broker.state import BrokerRules
 from fusionai.primitives.errors import ChannelClosed, StorageError
 from fusionai.primitives.ids import PeerId, short
@@ -57,6 +58,8 @@ from fusionai.wire.messages import (
     PoolQuery,
     PoolView,
     Probe,
+    QueuePlace,
+    QueueRequest,
     Refused,
     Register,
     Registered,
@@ -620,6 +623,23 @@ def test_the_owner_of_another_broker_of_the_pool_does_what_this_ones_owner_does(
         refused = bench.service.receive(remote, 9, InviteRequest()).answer
         assert isinstance(refused, Refused)
         assert refused.code == "evicted"
+
+    play(scene)
+
+
+def test_a_policy_that_is_adopted_orders_the_queue_at_once(play):
+    async def scene(bench: Bench) -> None:
+        owner, second = await bench.member(1), await bench.member(2)
+        urgent = QueueRequest(job="job-2", title="t", priority="urgent")
+        assert isinstance(await owner.ask(QueueRequest(job="job-1", title="t")), QueuePlace)
+        assert await second.refused(urgent) == "bad_message"
+        classes = (PriorityClass("urgent"), PriorityClass("normal"))
+        bench.server.adopt_policy(QueuePolicy(classes=classes))
+        placed = await second.ask(urgent)
+        assert isinstance(placed, QueuePlace)
+        assert (placed.place, placed.waiting) == (1, 2)
+        bench.server.adopt_policy(QueuePolicy(classes=tuple(reversed(classes))))
+        assert bench.service.state.line.jobs == ("job-1", "job-2")
 
     play(scene)
 
