@@ -90,9 +90,7 @@ def test_two_jobs_run_on_one_machine_at_the_same_time(pool: LivePool, tmp_path: 
     write_text(tmp_path / "text.txt")
     jobs: list[Process] = []
     for name in ("first", "second"):
-        recipe = write_recipe(
-            tmp_path / f"{name}.toml", job__name=name, job__steps=100_000, job__directory=name, placement={"stages": 1}
-        )
+        recipe = write_recipe(tmp_path / f"{name}.toml", job__name=name, job__steps=100_000, job__directory=name)
         jobs.append(Process("train", recipe, "--home", pool.owner, "--threads", 1, "--json", tmp_path / f"{name}.json"))
         jobs[-1].wait_for("step 3/")
     steps_seen = len(jobs[0].lines)

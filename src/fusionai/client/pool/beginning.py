@@ -16,10 +16,10 @@ import msgspec
 
 from fusionai.client.pool.place import QueuedJob, Waiting, least_machines
 from fusionai.client.pool.replanning import PoolReplanner, TrainingReplanner, kept_deployment
-from fusionai.client.pool.session import PoolMember
+from fusionai.client.pool.session import PoolMember, one_part_each
 from fusionai.client.training.preparation import PreparedJob, problem_for
 from fusionai.execution.connections import Deployment
-from fusionai.primitives.errors import PlanError, RefusedError, TransportError
+from fusionai.primitives.errors import PlanError, RecipeError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.process import in_background
 from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_stay
@@ -140,7 +140,7 @@ async def first_deployment(
             continue
         if not usable:
             raise nobody(pool_name, members, replanner.barred())
-        made = await plan_with(usable)
+        made = await _planned(plan_with, usable, note)
         driving.set()
         try:
             return await replanner.make_real(_with_barred(made, replanner))
@@ -152,6 +152,21 @@ async def first_deployment(
             note(f"planning again: {error.message}")
             await asyncio.sleep(PLAN_PAUSE_S)
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+async def _planned(
+    plan_with: Callable[[tuple[PoolMember, ...]], Awaitable[Plan]],
+    usable: tuple[PoolMember, ...],
+    note: Callable[[str], None],
+) -> Plan:
+    """Plan with one part of each device, which leaves the others to other jobs; with all if that does not suffice."""
+    parts = one_part_each(usable)
+    if len(parts) < len(usable):
+        try:
+            return await plan_with(parts)
+        except (PlanError, RecipeError) as error:
+            note(f"taking several parts of a device, because one part of each does not suffice: {error.message}")
+    return await plan_with(usable)
 
 
 async def _in_turn(
@@ -176,7 +191,7 @@ async def _in_turn(
                 await asyncio.sleep(PLAN_PAUSE_S)
                 continue
             try:
-                made = await plan_with(usable)
+                made = await _planned(plan_with, usable, note)
             except PlanError as error:
                 if len(usable) >= sum(one.is_present and one.view.peer not in place.excluded for one in members):
                     raise  # on all machines of the pool that the job may use

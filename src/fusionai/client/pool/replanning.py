@@ -22,7 +22,7 @@ from typing import Final
 
 import msgspec
 
-from fusionai.client.pool.session import PoolMember, PoolSession, near_links
+from fusionai.client.pool.session import PoolMember, PoolSession, near_links, one_part_each
 from fusionai.execution.connections import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import ExecutionError, RefusedError, StorageError, TransportError, TrustError
@@ -294,9 +294,11 @@ class PoolReplanner:
         )
 
     def spare(self, members: tuple[PoolMember, ...]) -> tuple[PoolMember, ...]:
-        """Return the usable members that are not kept for a job in the queue: what this job may begin with or grow
-        by."""
-        return tuple(one for one in self.usable(members) if one.view.kept_for in ("", self.job))
+        """Return the usable members that are not kept for a job in the queue: what this job may begin with or grow by.
+        It grows by no further part of a device that it has a part of."""
+        free = tuple(one for one in self.usable(members) if one.view.kept_for in ("", self.job))
+        working = [one for one in free if one.view.job == self.job]
+        return one_part_each(free, working) if working else free
 
     def clears(self, member: PoolMember) -> bool:
         """Return whether a member still holds data of another job; the broker assigns it to no job until then."""

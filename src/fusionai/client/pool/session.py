@@ -102,6 +102,17 @@ def members_of(view: wire.PoolView) -> tuple[PoolMember, ...]:
     return tuple(PoolMember(member, profile(member)) for member in view.members)
 
 
+def one_part_each(members: Sequence[PoolMember], working: Sequence[PoolMember] = ()) -> tuple[PoolMember, ...]:
+    """Return the members without further parts of the same devices, and without other parts of devices that the
+    `working` members are parts of: those parts are for other jobs."""
+    taken, found = [one.profile for one in working], list[PoolMember]()
+    for member in members:
+        if member in working or not any(member.profile.divides_device_with(other) for other in taken):
+            found.append(member)
+            taken.append(member.profile)
+    return tuple(found)
+
+
 class PoolSession:
     """A session, used as `async with PoolSession(membership, trust=...) as pool:`.
 

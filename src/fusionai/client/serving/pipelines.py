@@ -32,7 +32,7 @@ import msgspec
 from fusionai.client.pool.job_process import Noted, OwnerProcess, OwnMachine, beside
 from fusionai.client.pool.replanning import MachineHistory
 from fusionai.client.pool.reporting import ServedNote, report_state, report_tokens
-from fusionai.client.pool.session import PoolMember, near_links
+from fusionai.client.pool.session import PoolMember, near_links, one_part_each
 from fusionai.client.pool.watch import watch_trust
 from fusionai.client.pool.work import WorkReports
 from fusionai.client.serving.guessing import Guesser, HeadModel, load_guesser
@@ -370,9 +370,10 @@ class Pipelines:
         return replanner, plan
 
     def _free(self, replanner: ServingReplanner, members: tuple[PoolMember, ...]) -> tuple[PoolMember, ...]:
-        """Machines that have been free for `FREE_S`."""
-        now_s = self.process.clock.now_s()
-        free = {member.view.peer: member for member in replanner.spare(members)}
+        """Machines that have been free for `FREE_S`, without further parts of devices that serve this model already."""
+        now_s, jobs = self.process.clock.now_s(), {one.replanner.job for one in self._open.values()}
+        working = [member for member in members if member.view.job in jobs]
+        free = {member.view.peer: member for member in one_part_each(replanner.spare(members), working)}
         self._free_since_s = {peer: self._free_since_s.get(peer, now_s) for peer in free}
         return tuple(member for peer, member in free.items() if now_s - self._free_since_s[peer] >= FREE_S)
 

@@ -196,3 +196,34 @@ def test_the_least_that_a_job_needs_comes_from_its_problem():
 def test_an_estimate_is_shown_where_there_is_one():
     assert sentence(WAITS) == "queue: place 1 of 1; it needs at least 2 machines; its turn comes: not known"
     assert sentence(msgspec.structs.replace(WAITS, expected_s=90.0)).endswith("its turn comes: in about 90 s")
+
+
+def halves() -> tuple[PoolMember, ...]:
+    """Two parts of one device, and another machine."""
+    whole = member("a")
+    return tuple(
+        PoolMember(one.view, msgspec.structs.replace(one.profile, parts=2, machine=machine))
+        for one, machine in ((whole, ""), (member("a2"), "a"))
+    ) + (member("b"),)
+
+
+def test_a_job_takes_one_part_of_a_device_and_more_only_if_it_must(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(beginning, "_with_barred", lambda made, replanner: made)
+    planned_with: list[list[str]] = []
+
+    def plan_of(least: int) -> Callable[[tuple[PoolMember, ...]], Plan]:
+        def plan(usable: tuple[PoolMember, ...]) -> Plan:
+            planned_with.append([one.view.peer for one in usable])
+            if len(usable) < least:
+                raise PlanError("it does not fit.")
+            return planned(problem(*(one.profile for one in usable)))
+
+        return plan
+
+    turn = QueuePlace(place=1, waiting=1, members=("a", "a2", "b"), turn_s=60.0)
+    for least, seen in ((2, [["a", "b"]]), (3, [["a", "b"], ["a", "a2", "b"]])):
+        notes: list[str] = []
+        planned_with.clear()
+        begin(QueueingPool([halves()], places=[turn]), notes, plan_with=plan_of(least))
+        assert planned_with == seen
+        assert any("taking several parts of a device" in one for one in notes) == (least == 3)
