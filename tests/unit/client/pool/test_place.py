@@ -200,11 +200,12 @@ def test_an_estimate_is_shown_where_there_is_one():
 
 def halves() -> tuple[PoolMember, ...]:
     """Two parts of one device, and another machine."""
-    whole = member("a")
-    return tuple(
-        PoolMember(one.view, msgspec.structs.replace(one.profile, parts=2, machine=machine))
-        for one, machine in ((whole, ""), (member("a2"), "a"))
-    ) + (member("b"),)
+
+    def half(name: str, machine: str = "") -> PoolMember:
+        made = member(name)
+        return PoolMember(made.view, msgspec.structs.replace(made.profile, parts=2, machine=machine))
+
+    return half("a"), half("a2", "a"), member("b")
 
 
 def test_a_job_takes_one_part_of_a_device_and_more_only_if_it_must(monkeypatch: pytest.MonkeyPatch):
