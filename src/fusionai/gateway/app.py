@@ -46,12 +46,7 @@ from fusionai.gateway.ollama_bodies import (
     OllamaVersion,
 )
 from fusionai.gateway.pages import page_routes
-from fusionai.gateway.requests import (
-    ChatRequest,
-    CompletionRequest,
-    LoadAdapterRequest,
-    UnloadAdapterRequest,
-)
+from fusionai.gateway.requests import ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest
 from fusionai.gateway.rerank import RerankEndpoint
 from fusionai.gateway.response_bodies import DeletedResponse, InputTokenCount, ResponseObject
 from fusionai.gateway.response_requests import ResponsesRequest

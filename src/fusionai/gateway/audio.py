@@ -21,14 +21,7 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fusionai.gateway.audio_bodies import (
-    NEUTRAL,
-    SpeechReport,
-    SpeechRequest,
-    SpeechSegment,
-    SpeechText,
-    SpeechUsage,
-)
+from fusionai.gateway.audio_bodies import NEUTRAL, SpeechReport, SpeechRequest, SpeechSegment, SpeechText, SpeechUsage
 from fusionai.gateway.context import GatewayContext, json_response
 from fusionai.gateway.errors import ApiError, invalid, nearest, of_failure, shown
 from fusionai.gateway.forms import FormPart, parts_of

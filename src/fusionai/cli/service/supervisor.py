@@ -30,11 +30,7 @@ from fusionai.primitives import environment
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.units import format_seconds
 from fusionai.storage.atomic import JobLock
-from fusionai.transport.security.identity import (
-    make_private_directory,
-    read_private_json,
-    write_private_json,
-)
+from fusionai.transport.security.identity import make_private_directory, read_private_json, write_private_json
 
 WRONG_USE: Final = 2
 """Exit code for a user's mistake. Only some correct themselves, such as a model on a disk that is not there yet."""

@@ -58,13 +58,7 @@ from fusionai.client.serving.pipelines import (
     Pipelines,
     without_standbys,
 )
-from fusionai.client.serving.planning import (
-    can_stay_packed,
-    equalised,
-    serving_problem,
-    text_needs,
-    whole_needs,
-)
+from fusionai.client.serving.planning import can_stay_packed, equalised, serving_problem, text_needs, whole_needs
 from fusionai.client.serving.watch import Priced, ServingReplanner
 from fusionai.execution.connections import Deployment
 from fusionai.ir.serving import SEQUENCE

@@ -30,12 +30,7 @@ from fusionai.client.pool.job_process import (
     owner_profile,
 )
 from fusionai.client.pool.place import LeftQueue, Waiting
-from fusionai.client.pool.replanning import (
-    Distrusted,
-    MachineHistory,
-    TrainingReplanner,
-    distrusted,
-)
+from fusionai.client.pool.replanning import Distrusted, MachineHistory, TrainingReplanner, distrusted
 from fusionai.client.pool.reporting import Reporting
 from fusionai.client.pool.session import PoolMember, known_owner, owner_membership
 from fusionai.client.pool.watch import PoolWatch, watch_trust

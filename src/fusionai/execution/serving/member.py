@@ -25,12 +25,7 @@ from fusionai.execution.member import LinkLostSink, RoundMember
 from fusionai.execution.serving.loading import StageWeights, identity_of, prepare_stage
 from fusionai.execution.serving.stage import ServingStage
 from fusionai.execution.serving.verifier import TextVerifier
-from fusionai.primitives.errors import (
-    ExecutionError,
-    FusionError,
-    GraphError,
-    TransportError,
-)
+from fusionai.primitives.errors import ExecutionError, FusionError, GraphError, TransportError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.weight_part import spec_bytes

@@ -21,13 +21,7 @@ from fusionai.execution.training.runtime import StageRuntime
 from fusionai.execution.training.snapshots import MemberSnapshots
 from fusionai.execution.training.stages import Stages
 from fusionai.execution.training.verifier import StepVerifier
-from fusionai.primitives.errors import (
-    ChannelClosed,
-    ExecutionError,
-    FusionError,
-    GraphError,
-    TransportError,
-)
+from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, GraphError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope
