@@ -2,38 +2,101 @@
 
 The sound is cut into windows of the length that the model hears, which are answered one after the other. Files are
 decoded by libsndfile (WAV, FLAC, OGG, MP3 and its other formats) and resampled by soxr in threads, a second at a time,
-so that no size which a file names is allocated. `serving.sources` encodes a window, `generation` runs the decoder;
-`audio_bodies` has the form of the answer."""
+so that no size which a file names is allocated. `serving.sources` encodes a window, `generation` runs the decoder. The
+bodies are in OpenAI's form; `app` describes them in its OpenAPI document."""
 
 from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 import numpy as np
 import soundfile
 import soxr
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fusionai.gateway.audio_bodies import NEUTRAL, SpeechReport, SpeechRequest, SpeechSegment, SpeechText, SpeechUsage
 from fusionai.gateway.context import GatewayContext, json_response
 from fusionai.gateway.errors import ApiError, invalid, nearest, of_failure, shown
 from fusionai.gateway.forms import FormPart, parts_of
 from fusionai.gateway.generation import ApiGeneration, Choice, Delta
-from fusionai.gateway.requests import UNKNOWN, read_body
+from fusionai.gateway.requests import UNKNOWN, Word, read_body
 from fusionai.gateway.streaming import while_connected
 from fusionai.primitives.errors import FusionError, UsageError
 from fusionai.serving.images import PlacedImage
 from fusionai.serving.interface import Constraint, Generation, Sampling
 from fusionai.serving.sources import OneOf, Source, SpeechTokens
 
+SpeechFormat = Literal["json", "text", "verbose_json", "srt", "vtt"]
 SpeechTask = Literal["transcribe", "translate"]
+NEUTRAL: Final[Mapping[str, tuple[str, ...]]] = {
+    "stream": ("false", "0", "False"),
+    "timestamp_granularities": ("segment",),
+    "chunking_strategy": ("auto", ""),
+    "include": (),
+}
+"""Fields that are not supported -> values that ask for what is done anyway."""
+
+
+class SpeechRequest(Struct, frozen=True, kw_only=True):
+    """`POST /v1/audio/transcriptions` and `/v1/audio/translations`, as `multipart/form-data`. `file`: WAV, FLAC, OGG or
+    MP3. `language`: its code, such as `en`; without it, the model detects the language. `prompt`: text that came
+    before."""
+
+    file: bytes
+    model: Annotated[str, Meta(max_length=512)]
+    language: Word | None = None
+    prompt: Annotated[str, Meta(max_length=2**16)] | None = None
+    response_format: SpeechFormat = "json"
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
+
+
+class SpeechUsage(Struct, frozen=True):
+    """Length of the sound."""
+
+    seconds: float
+    type: Literal["duration"] = "duration"
+
+
+class SpeechText(Struct, frozen=True):
+    """The text of speech."""
+
+    text: str
+    usage: SpeechUsage
+
+
+class SpeechSegment(Struct, frozen=True):
+    """The text of one window of the sound. Times in seconds. `avg_logprob`: mean log-probability of its tokens.
+    `compression_ratio`: length of the text over that of its compressed form, which is large if it repeats itself."""
+
+    id: int
+    start: float
+    end: float
+    text: str
+    tokens: Sequence[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+
+
+class SpeechReport(Struct, frozen=True):
+    """The text of speech with its windows. `language`: its code, as given or detected; empty for a model of one
+    language."""
+
+    task: SpeechTask
+    language: str
+    duration: float
+    text: str
+    segments: Sequence[SpeechSegment]
+    usage: SpeechUsage
+
+
 _FIELDS: Final = tuple(each.encode_name for each in msgspec.structs.fields(SpeechRequest))
 
 
