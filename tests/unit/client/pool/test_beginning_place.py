@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from fusionai.client.pool import beginning, place
-from fusionai.client.pool.beginning import first_deployment
-from fusionai.client.pool.place import LeftQueue, Waiting, least_machines, sentence
+from fusionai.client.pool.beginning import LeftQueue, Waiting, first_deployment, least_machines, sentence
 from fusionai.client.pool.replanning import MachineHistory, PoolReplanner
 from fusionai.client.pool.session import PoolMember
 from fusionai.execution.connections import Deployment
