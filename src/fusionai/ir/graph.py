@@ -138,10 +138,10 @@ def is_float(graph: Graph, value: str) -> bool:
     return graph.values[value].dtype in FLOAT_DTYPES
 
 
-def needing_gradient(graph: Graph, grad_inputs: Collection[str] = ()) -> frozenset[str]:
-    """Values through which a gradient flows. These are trainable parameters, `grad_inputs`, and float results of
-    differentiable operators on such values."""
-    found = {value for value, spec in graph.params.items() if spec.trainable} | set(grad_inputs)
+def needing_gradient(graph: Graph) -> frozenset[str]:
+    """Values through which a gradient flows: trainable parameters, and float results of differentiable operators on
+    such values."""
+    found = {value for value, spec in graph.params.items() if spec.trainable}
     for node in graph.nodes:
         if OPERATORS[node.op].differentiable and any(value in found for value in reads(node)):
             found.update(value for value in node.outputs if is_float(graph, value))

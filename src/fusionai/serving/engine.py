@@ -52,6 +52,7 @@ from fusionai.serving.interface import (
     TextPair,
 )
 from fusionai.serving.job import ServingJob, cut
+from fusionai.serving.pooling import Collector
 from fusionai.serving.speculating import NgramProposer, Proposer, Speculation
 from fusionai.transport.routes.addresses import parse_address
 
@@ -204,7 +205,7 @@ class ServingEngine:
                 adapter=used,
                 edition=self._loaded[used],
             )
-            return self._answers.read(spec.number, len(prompt) if every else 1, self._job.pooling.collector())
+            return self._answers.read(spec.number, len(prompt) if every else 1, Collector(self._job.pooling))
 
         return await self._read([partial(begun, prompt) for prompt in prompts])
 
