@@ -1,9 +1,8 @@
 """The gateway of one model as an ASGI application: its routes and the OpenAPI description.
 
 Also answers what is not generated: models and their adapters (loaded by `serving.interface.AdapterLoader`), status,
-health, metrics. `chat` and `completions` answer the rest, `context` has
-what the endpoints share, `admission` checks requests before they reach an endpoint, `server` listens. `front` stands
-before several such gateways.
+health, metrics. `chat` and `completions` answer the rest, `context` has what the endpoints share, `admission` checks
+requests before they reach an endpoint, `server` listens. `front` stands before several such gateways.
 """
 
 from __future__ import annotations
