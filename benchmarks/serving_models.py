@@ -150,7 +150,7 @@ def kept_training(
 def text_of(path: Path | None) -> str:
     if path is not None:
         return path.read_text(encoding="utf-8")
-    return "\n".join(file.read_text(encoding="utf-8") for file in select_library(CORPUS_BYTES).files)
+    return "\n".join(file.read_text(encoding="utf-8") for file in select_library(CORPUS_BYTES))
 
 
 def _train(
