@@ -133,7 +133,6 @@ class ServingDriver:
             OwnWeights(self._job.weights),
             on_result=self._passes.arrived,
             on_evidence=lambda peer, message, tensors: self._checking.heard(peer, message, tensors),
-            on_link_lost=lambda peer, reason: self._suspect_link(self._host.peer, peer, reason),
         )
 
     @property
@@ -328,7 +327,7 @@ class ServingDriver:
                     self._connections.drop(peer, f"{wire.REFUSAL_SENTENCES[code]} {reason}".strip())
                 return
             case wire.LinkLost(fence=self.fence):
-                self._suspect_link(peer, PeerId(message.peer), message.reason)
+                self._tasks.start(self._suspect_link(peer, message))
                 return
             case wire.Reading():
                 self._checking.ready(peer, message)
@@ -378,15 +377,11 @@ class ServingDriver:
         else:
             await channel.receive()
 
-    def _suspect_link(self, reporter: PeerId, other: PeerId, reason: str) -> None:
+    async def _suspect_link(self, reporter: PeerId, message: wire.LinkLost) -> None:
         """Report a broken link to the machine, unless one of the two peers turns out to be lost."""
-        fence = self.fence
-
-        async def report() -> None:
-            if await self._connections.both_remain(reporter, other):
-                self.post(LinkBroken(reporter, other, reason, fence=fence))
-
-        self._tasks.start(report())
+        other = PeerId(message.peer)
+        if await self._connections.both_remain(reporter, other):
+            self.post(LinkBroken(reporter, other, message.reason, fence=message.fence))
 
     def _lost(self, peer: PeerId, reason: str) -> None:
         for key in [key for key in self.resident_bytes if key[1] == peer]:

@@ -397,7 +397,7 @@ class ParameterFile:
             layout[key, _VALUE] = (dtype, shape)
             if trained:
                 layout[key, _GRADIENT] = (dtype, shape)
-        self._slots = DiskSlots(layout, None, torch.device("cpu"), "parameters of the self-check")
+        self._slots = DiskSlots(layout, torch.device("cpu"), "parameters of the self-check")
         self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._kept_bytes = 0
 
