@@ -79,20 +79,22 @@ def references(arg: Arg) -> Iterator[str]:
             yield from references(item)
 
 
+def referring(arg: Arg, name_of: Callable[[str], str]) -> Arg:
+    """Return the argument with references to `name_of(value)` instead."""
+    match arg:
+        case Ref(name):
+            return Ref(name_of(name))
+        case ListArg(items):
+            return ListArg(tuple(referring(item, name_of) for item in items))
+        case _:
+            return arg
+
+
 def rewired(node: Node, name_of: Callable[[str], str]) -> Node:
     """Return the same call on the values `name_of(value)`, which is called in the order of `reads`."""
-
-    def changed(arg: Arg) -> Arg:
-        match arg:
-            case Ref(name):
-                return Ref(name_of(name))
-            case ListArg(items):
-                return ListArg(tuple(changed(item) for item in items))
-            case _:
-                return arg
-
-    args = tuple(changed(arg) for arg in node.args)
-    return msgspec.structs.replace(node, args=args, kwargs={name: changed(arg) for name, arg in node.kwargs.items()})
+    args = tuple(referring(arg, name_of) for arg in node.args)
+    kwargs = {name: referring(arg, name_of) for name, arg in node.kwargs.items()}
+    return msgspec.structs.replace(node, args=args, kwargs=kwargs)
 
 
 def renamed(node: Node, names: Mapping[str, str]) -> Node:

@@ -15,7 +15,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from ipaddress import ip_address
 from typing import Any, Final, Literal
 
 from fusionai.coordination.round.interface import StopAsked
@@ -54,7 +53,7 @@ from fusionai.serving.interface import (
 from fusionai.serving.job import ServingJob, cut
 from fusionai.serving.pooling import Collector
 from fusionai.serving.speculating import NgramProposer, Proposer, Speculation
-from fusionai.transport.routes.addresses import parse_address
+from fusionai.transport.routes.addresses import is_loopback, parse_address
 
 LOADING_S: Final = 0.02
 """Seconds between two looks at whether all stages have loaded an adapter (chosen)."""
@@ -454,11 +453,4 @@ def stations(peers: Collection[PeerId], owner: PeerId, addresses: Mapping[str, S
 
 def _is_here(addresses: Sequence[str]) -> bool:
     parsed = [place for address in addresses if (place := parse_address(address)) is not None]
-    return bool(parsed) and all(_is_loopback(host) for host, _ in parsed)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return bool(parsed) and all(is_loopback(host) for host, _ in parsed)
