@@ -123,7 +123,7 @@ def _recipe(directory: Path, codec: Codec, seed: int, steps: int, stages: int) -
                 }
             },
             "data": {
-                "files": [str(path) for path in select_library(CORPUS_BYTES).files],
+                "files": [str(path) for path in select_library(CORPUS_BYTES)],
                 "format": "text",
                 "sequence_length": LENGTH,
                 "evaluation_fraction": 0.05,

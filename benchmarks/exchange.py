@@ -42,7 +42,6 @@ import homes
 import truth
 from fusionai.client.training.replicas import InReplica, ReplicasEvent, train_replicas
 from fusionai.client.training.train import Planned, TrainOptions
-from fusionai.coordination.training.division import spans
 from fusionai.coordination.training.twin_round import (
     Agree,
     MakeParts,
@@ -55,6 +54,7 @@ from fusionai.coordination.training.twin_round import (
     TwinCommand,
     TwinEvent,
     TwinRound,
+    spans,
 )
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.tables import ConfigModel

@@ -170,7 +170,7 @@ def _recipe(
             }
         },
         "data": {
-            "files": [str(path) for path in select_library(CORPUS_BYTES).files],
+            "files": [str(path) for path in select_library(CORPUS_BYTES)],
             "format": "text",
             "sequence_length": LENGTH,
             "evaluation_fraction": 0.05,

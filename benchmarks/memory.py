@@ -231,7 +231,7 @@ def _recipe(directory: Path, steps: int, saving: str, sizes: Sizes) -> Recipe:
                 }
             },
             "data": {
-                "files": [str(path) for path in select_library(1_000_000).files],
+                "files": [str(path) for path in select_library(1_000_000)],
                 "format": "text",
                 "sequence_length": sizes.length,
                 "tokenizer": {"train": 1024},

@@ -167,7 +167,7 @@ def _model(directory: Path, config: dict[str, Any]) -> Path:
 
 
 def _recipe(directory: Path, config: dict[str, Any], level: PrivacyLevel, number: int, steps: int) -> Recipe:
-    files = [str(path) for path in select_library(400_000).files]
+    files = [str(path) for path in select_library(400_000)]
     name = f"{level}-{number}"
     return recipe_from_table(
         {

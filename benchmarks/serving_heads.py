@@ -9,8 +9,6 @@ and predicts the gain by the engine's own formula, `serving_far` has the pools.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 import sys
 import time
@@ -20,9 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from fusionai.client.serving.serve import Served, serving
-from fusionai.corpus.tokens import train_tokenizer
 from serving_far import HARNESS, HOP_S, far_pool
-from serving_models import PIECE, ROW_TOKENS, ROWS, put_tokenizer, text_of
+from serving_models import ROW_TOKENS, ROWS, digest, kept_training, text_of, training_steps
 from serving_speculation import PROMPT_TOKENS, SESSIONS, guessed_round
 from serving_streams import Figures, Say, request, shown
 
@@ -90,26 +87,14 @@ async def heads_part(made: Headed, home: Path, rounds: int, tokens: int, figures
 
 def trained_with_head(work: Path, text: Path | None, steps: int, say: Say) -> Headed:
     """Train a model and its head on `text`, else the library of Python. What was trained is kept in `work`."""
-    content = text_of(text)
     asked = {"sizes": SIZES, "steps": steps, "rows": ROWS, "row_tokens": ROW_TOKENS, "rate": RATE, "head": HEAD_WEIGHT}
-    named = json.dumps(asked, sort_keys=True) + hashlib.sha256(content.encode()).hexdigest()
-    folder = work / f"headed-{hashlib.sha256(named.encode()).hexdigest()[:12]}"
-    pieces = [content[at : at + PIECE] for at in range(0, len(content), PIECE)]
-    seen = [piece for number, piece in enumerate(pieces) if number % 10 != 9]
-    hidden = [piece for number, piece in enumerate(pieces) if number % 10 == 9]
-    tokenizer = train_tokenizer(iter(seen), SIZES["vocab_size"])
-    held_out = [token for piece in hidden for token in tokenizer.encode(piece)]
-    facts_path = folder / "facts.json"
-    if not facts_path.is_file():
-        tokens = [token for piece in seen for token in tokenizer.encode(piece)]
-        say(f"training on {len(tokens)} tokens of {text or 'the Python library'}, {len(held_out)} are held out")
-        facts = {"text": text.name if text else "Python library", "tokens": len(tokens), "steps": steps}
-        facts |= _train(folder, tokens, held_out, steps, say)
-        for directory in (folder / "model", folder / "plain"):
-            put_tokenizer(tokenizer, directory)
-        facts_path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    facts = json.loads(facts_path.read_text("utf-8"))
-    return Headed(folder / "model", folder / "plain", tuple(held_out), facts)
+    folder = work / f"headed-{digest(asked, text_of(text))}"
+
+    def train(folder: Path, tokens: list[int], held_out: list[int]) -> dict[str, Any]:
+        return _train(folder, tokens, held_out, steps, say)
+
+    held_out, facts = kept_training(folder, text, steps, SIZES["vocab_size"], ("model", "plain"), train, say)
+    return Headed(folder / "model", folder / "plain", held_out, facts)
 
 
 def _train(folder: Path, tokens: list[int], held_out: list[int], steps: int, say: Say) -> dict[str, Any]:
@@ -127,9 +112,6 @@ def _train(folder: Path, tokens: list[int], held_out: list[int], steps: int, say
     model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     head = MtpModel(model, 1)
     parameters = [*model.parameters(), *head.layers.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
-    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps, pct_start=0.1)
-    data, draw = torch.tensor(tokens), torch.Generator().manual_seed(0)
 
     def losses(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         states = model.model(input_ids=rows).last_hidden_state
@@ -140,17 +122,12 @@ def _train(folder: Path, tokens: list[int], held_out: list[int], steps: int, say
         return own, torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 2:].flatten())
 
     began_s = time.process_time()
-    for step in range(steps):
-        starts = torch.randint(0, len(data) - ROW_TOKENS, (ROWS,), generator=draw)
-        own, guess = losses(torch.stack([data[start : start + ROW_TOKENS] for start in starts.tolist()]))
+    for step, rows in training_steps(parameters, tokens, steps, RATE, 0.1):
+        own, guess = losses(rows)
         (own + HEAD_WEIGHT * guess).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        rate.step()
-        optimizer.zero_grad()
-        if (step + 1) % 50 == 0:
+        if step % 50 == 0:
             took_s = time.process_time() - began_s
-            say(f"step {step + 1} of {steps}, losses {own.item():.3f} and {guess.item():.3f}, {took_s:.0f} s of CPU")
+            say(f"step {step} of {steps}, losses {own.item():.3f} and {guess.item():.3f}, {took_s:.0f} s of CPU")
     model.eval()
     head.eval()
     with torch.inference_mode():

@@ -145,7 +145,7 @@ def _links(homes: Homes, directory: Path) -> list[dict[str, Any]]:
 
 
 def _recipe(directory: Path, codec: str, steps: int) -> Path:
-    files = [str(path) for path in select_library(400_000).files]
+    files = [str(path) for path in select_library(400_000)]
     path = directory / "recipe.toml"
     path.write_text(
         f"""

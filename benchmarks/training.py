@@ -49,7 +49,7 @@ def config(small: bool) -> dict[str, Any]:
 
 def recipe(directory: Path, small: bool, stages: int, steps: int, loss: str) -> Recipe:
     """The pool's job: real text, the model above."""
-    files = [str(path) for path in select_library(1_000_000).files]
+    files = [str(path) for path in select_library(1_000_000)]
     return recipe_from_table(
         {
             "job": {"name": "bench", "steps": steps, "directory": str(directory / "job")},

@@ -125,7 +125,7 @@ def recipe(
     compression: Compression = "none",
     replicas: Mapping[str, object] | None = None,
 ) -> Recipe:
-    files = [str(path) for path in select_library(300_000).files]
+    files = [str(path) for path in select_library(300_000)]
     return recipe_from_table(
         {
             "job": {"name": "truth", "steps": steps, "directory": str(directory / "job")},

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fusionai.gateway.app import Gateway, make_app
+from fusionai.gateway.app import Gateway
 from fusionai.gateway.config import GatewayConfig
 from fusionai.gateway.server import HttpApplication, open_listener, serve
 from fusionai.gateway.tracing import Tracer
@@ -44,7 +44,7 @@ async def gateway_stand(
     tracer: Tracer | None = None,
     loader: AdapterLoader | None = None,
 ) -> AsyncIterator[Stand]:
-    app = make_app(config or GatewayConfig("tiny"), engine, engine.text, tracer=tracer, loader=loader)
+    app = Gateway(config or GatewayConfig("tiny"), engine, engine.text, tracer=tracer, loader=loader)
     async with listening(app, tls) as (url, stop, served):
         yield Stand(url, engine, app, stop, served)
 

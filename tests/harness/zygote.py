@@ -141,25 +141,18 @@ class Zygote:
         child.stdout = os.fdopen(reading, encoding="utf-8")
         return child
 
-    async def start_command(self, arguments: Sequence[str], log: IO[bytes]) -> LocalChild:
-        """In the place of `fusionai.client.pool.local_pool.start_command`."""
-        given, giving = os.pipe()
-        try:
-            child = self._forked(arguments, _environment(), {given: (0,), log.fileno(): (1, 2)}, session=True)
-        finally:
-            os.close(given)
-        return LocalChild(child, await _writer(giving), None)
-
-    async def start_model(self, *command: str) -> LocalChild:
-        """In the place of `fusionai.client.serving.hosts.start_model`."""
-        (given, giving), (reading, writing) = os.pipe(), os.pipe()
+    async def start_child(self, command: Sequence[str], output: IO[bytes] | None = None, **_: object) -> LocalChild:
+        """In the place of `fusionai.primitives.process.start_child`."""
         arguments = command[command.index("fusionai") + 1 :]
+        given, giving = os.pipe()
+        reading, writing = os.pipe() if output is None else (None, output.fileno())
         try:
             child = self._forked(arguments, _environment(), {given: (0,), writing: (1, 2)}, session=True)
         finally:
             os.close(given)
-            os.close(writing)
-        return LocalChild(child, await _writer(giving), await _reader(reading))
+            if reading is not None:
+                os.close(writing)
+        return LocalChild(child, await _writer(giving), None if reading is None else await _reader(reading))
 
     def when_ended(self, pid: int, tell: Callable[[int], None]) -> None:
         """Tell the exit code, from another thread if the process still runs."""
@@ -240,8 +233,8 @@ def forking(zygote: Callable[[], Zygote] = of_this_process) -> Generator[None]:
     from fusionai.client.serving import hosts
 
     with (
-        patch.object(local_pool, "start_command", lambda *given: zygote().start_command(*given)),
-        patch.object(hosts, "start_model", lambda *given: zygote().start_model(*given)),
+        patch.object(local_pool, "start_child", lambda *given, **more: zygote().start_child(*given, **more)),
+        patch.object(hosts, "start_child", lambda *given, **more: zygote().start_child(*given, **more)),
     ):
         yield
 

@@ -17,7 +17,7 @@ import transformers
 from numpy.typing import NDArray
 
 from fusionai.client.serving.model import ServedFiles, ServedModel, open_model
-from fusionai.gateway.app import make_app
+from fusionai.gateway.app import Gateway
 from fusionai.gateway.config import GatewayConfig
 from fusionai.wire.messages import ServeOptions
 from harness.gateway_stand import listening
@@ -41,7 +41,7 @@ async def gateway(model: ServedModel, directory: Path) -> AsyncIterator[str]:
             chunk_tokens=32, context_tokens=200,
         )  # fmt: skip
         job = await stack.enter_async_context(pool)
-        app = make_app(GatewayConfig("tiny"), job.engine, model.texts)
+        app = Gateway(GatewayConfig("tiny"), job.engine, model.texts)
         yield (await stack.enter_async_context(listening(app)))[0]
     assert model.texts.source is not None
     model.texts.source.close()

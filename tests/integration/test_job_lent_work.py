@@ -17,8 +17,7 @@ from fusionai.backends.interface import Backend
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
-from fusionai.client.pool.work import CommittedWork
-from fusionai.client.training.lent_work import StepWork, committed_work
+from fusionai.client.pool.work import CommittedWork, StepWork, committed_work
 from fusionai.coordination.round.verification import Check, Opinion
 from fusionai.ir.cost import BlockCost, block_costs
 from fusionai.storage.commits import CommitJournal, DisputedSteps, JournalledWork, read_commits

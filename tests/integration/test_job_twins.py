@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from fusionai.client.training.job_directory import go_back
-from fusionai.coordination.training.division import spans
 from fusionai.coordination.training.exchanges import Exchanges
+from fusionai.coordination.training.twin_round import spans
 from fusionai.execution.tensors import as_array
 from fusionai.execution.training.codecs import pack, unpack
 from fusionai.primitives.errors import TransportError

@@ -14,9 +14,8 @@ from fusionai.broker.options import BrokerOptions
 from fusionai.broker.server import Announcement, run_broker
 from fusionai.client.pool.session import PoolSession
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError, TrustError
-from fusionai.transport.code_enrolment import invitation_by_code
 from fusionai.transport.discovery import NearbyPool
-from fusionai.transport.enrolment import enrol, load_membership
+from fusionai.transport.enrolment import enrol, invitation_by_code, load_membership
 from fusionai.transport.interface import Channel
 from fusionai.transport.routes.tcp import TcpTransport
 from fusionai.transport.security.certificates import StrangerCredentials

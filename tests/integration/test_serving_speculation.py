@@ -11,8 +11,7 @@ import pytest
 from fusionai.capture.capture import Captured
 from fusionai.execution.host import ComputeThread
 from fusionai.ir.serving import serving_graph
-from fusionai.serving.draft import DraftProposer
-from fusionai.serving.drafting import LoadedDraft, load_program
+from fusionai.serving.drafting import DraftProposer, LoadedDraft, load_program
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.serving.speculating import Guesses, Proposer, Speculate
 from fusionai.wire import messages as wire

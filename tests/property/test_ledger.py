@@ -19,8 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from fusionai.broker.reading import work_report
 from fusionai.client.pool.session import PoolSession
-from fusionai.client.pool.work import WorkReports
-from fusionai.client.training.lent_work import StepWork, committed_work
+from fusionai.client.pool.work import StepWork, WorkReports, committed_work
 from fusionai.coordination.broker import events, requests
 from fusionai.coordination.broker.decisions import handle
 from fusionai.coordination.broker.events import MemberPlacement

@@ -381,11 +381,11 @@ PIECE_BYTES: Final = 512 * 2**10
 """Bytes per write and read."""
 
 
-def scratch_bytes_per_s(directory: Path | None = None) -> float:
+def scratch_bytes_per_s() -> float:
     """Return the bytes read and written per second of both together, or 0.0 if the file can't be written."""
     piece = bytes(PIECE_BYTES)
     try:
-        with tempfile.TemporaryFile(dir=directory or scratch_directory(), buffering=0) as file:
+        with tempfile.TemporaryFile(dir=scratch_directory(), buffering=0) as file:
             started_s = time.perf_counter()
             for _ in range(TRIED_BYTES // PIECE_BYTES):
                 file.write(piece)

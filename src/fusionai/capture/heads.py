@@ -9,14 +9,18 @@ that: both are normalised, joined and projected to one state, a decoder layer of
 a norm follows. Embedding and head matrix are the model's own (DeepSeek-V3, arXiv 2412.19437, section 2.2). For further
 guesses, the head reads its own result in place of the model's state.
 
+An EAGLE-3 head (arXiv 2503.01840) reads the states between some of the model's layers, side by side. They become one
+further output of the model's graph, made in the last block, so that partitions carry them over all cuts to the stage
+that has the model's own head.
+
 Neighbours: `capture.models.huggingface` makes the model, `capture.models.eagle` heads in directories of their own,
-`capture.capture` captures, `ir.serving.head_graph` cleans the graph, `serving.heads` guesses with it."""
+`capture.capture` captures, `ir.serving` cleans the graph and keeps the output, `serving.heads` guesses with it."""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -36,9 +40,9 @@ from fusionai.capture.models.source import FactorySource
 from fusionai.capture.models.state import CapturedState, Checkpoint, index_checkpoint, tensor_shapes
 from fusionai.capture.served import LONGEST_PASS
 from fusionai.capture.tasks import ExampleInput
-from fusionai.ir.features import with_features
-from fusionai.ir.schema import Graph, ParamSpec, Ref
-from fusionai.ir.serving import BATCH, FEATURES, SEQUENCE, STATES, head_graph, serving_graph, state_graph
+from fusionai.ir.graph import producers, reads
+from fusionai.ir.schema import Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
+from fusionai.ir.serving import BATCH, FEATURES, LOGITS, SEQUENCE, STATES, head_graph, serving_graph, state_graph
 from fusionai.ir.serving_cost import EMBEDDING
 from fusionai.primitives.errors import GraphError, ModelError
 from fusionai.primitives.tensors import HostTensor
@@ -325,3 +329,41 @@ def _described(config: Any) -> Any:
             setattr(texts, own, ["full_attention" if field == "layer_types" else kinds[-1]])
     texts.num_mtp_layers = 1
     return described
+
+
+def with_features(graph: Graph, layers: Sequence[int], size: int) -> Graph:
+    """Return a captured causal language model with the output `features` [b, s, layers * size]: what enters each of
+    these layers, in this order. Raises `GraphError` if a layer's input of this size is not found."""
+    values = [_entering(graph, layer, size) for layer in layers]
+    logits = producers(graph)[graph.outputs[LOGITS]]
+    joined = f"{graph.outputs[LOGITS]}:{FEATURES}"
+    spec = graph.values[values[0]]
+    node = Node(
+        id=1 + max(one.id for one in graph.nodes),
+        op="aten.cat.default",
+        args=(ListArg(tuple(Ref(value) for value in values)), -1),
+        outputs=(joined,),
+        block=logits.block,
+    )
+    place = graph.nodes.index(logits)
+    return msgspec.structs.replace(
+        graph,
+        nodes=(*graph.nodes[:place], node, *graph.nodes[place:]),
+        values={**graph.values, joined: ValueSpec((*spec.shape[:-1], size * len(layers)), spec.dtype)},
+        outputs={**graph.outputs, FEATURES: joined},
+    )
+
+
+def _entering(graph: Graph, layer: int, size: int) -> str:
+    """Return the value that enters a layer: the first of the layers' width that its nodes read from elsewhere."""
+    path = re.compile(rf"(?:^|\.)(?:layers|h|blocks)\.{layer}(?:\.|$)")
+    inside = [node for node in graph.nodes if path.search(node.path)]
+    made = {value for node in inside for value in node.outputs}
+    for node in inside:
+        for value in reads(node):
+            if value not in made and value not in graph.params and graph.values[value].shape[2:] == (size,):
+                return value
+    raise GraphError(
+        f"{graph.name} has no layer {layer} that reads states of {size} numbers, which the head guesses from.",
+        hint="The head belongs to another model.",
+    )

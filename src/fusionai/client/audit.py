@@ -148,8 +148,8 @@ class _Corpus:
 
 
 def _corpus(options: AuditOptions) -> _Corpus:
-    selection = select_library(CORPUS_BYTES)
-    contents = [path.read_text(encoding="utf-8") for path in selection.files]
+    files = select_library(CORPUS_BYTES)
+    contents = [path.read_text(encoding="utf-8") for path in files]
     if options.model is None:
         tokenizer = train_tokenizer(iter(contents), VOCABULARY)
     else:
@@ -158,7 +158,7 @@ def _corpus(options: AuditOptions) -> _Corpus:
     parts: list[list[int]] = [[], [], []]
     for number, ids in enumerate(tokenizer.encode_batch(contents)):
         parts[{8: 1, 9: 2}.get(number % 10, 0)].extend(ids)
-    return _Corpus(tokenizer, selection.total_bytes, *parts)
+    return _Corpus(tokenizer, sum(path.stat().st_size for path in files), *parts)
 
 
 def _attacked(

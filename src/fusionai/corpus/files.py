@@ -180,31 +180,22 @@ _LEFT_OUT: Final = frozenset({"site-packages", "dist-packages", "test", "tests",
 """Test files are mostly tables and odd strings, not ordinary code; installed packages differ between machines."""
 
 
-@dataclass(frozen=True, slots=True)
-class LibrarySelection:
-    """Files in reading order. `undecodable`: files left out because they are not UTF-8."""
-
-    files: tuple[Path, ...]
-    total_bytes: int
-    undecodable: tuple[Path, ...]
-
-
-def select_library(max_bytes: int, root: Path | None = None) -> LibrarySelection:
-    """Select at most `max_bytes` of source text below `root` (default: this Python's standard library). The same
-    library gives the same selection. Raises `DataError` if no source is installed."""
+def select_library(max_bytes: int, root: Path | None = None) -> tuple[Path, ...]:
+    """Return files with at most `max_bytes` of source text below `root` (default: this Python's standard library), in
+    reading order, without files that are not UTF-8. The same library gives the same files. Raises `DataError` if no
+    source is installed."""
     library = Path(sysconfig.get_path("stdlib")) if root is None else root
     candidates = sorted(
         (path for path in library.rglob("*.py") if _LEFT_OUT.isdisjoint(path.relative_to(library).parts)),
         key=lambda path: path.relative_to(library).as_posix(),
     )
     readable: list[tuple[Path, int]] = []
-    undecodable: list[Path] = []
     for path in candidates:
         try:
             content = path.read_bytes()
             content.decode("utf-8")
         except UnicodeDecodeError:
-            undecodable.append(path)
+            continue
         except OSError as problem:
             raise DataError(f"{path}: can't be read ({problem.strerror}).") from None
         else:
@@ -216,7 +207,7 @@ def select_library(max_bytes: int, root: Path | None = None) -> LibrarySelection
             f"no Python source of at most {max_bytes} bytes below {library}.",
             hint="This Python is installed without its library's source; use another one, or another corpus.",
         )
-    return LibrarySelection(tuple(path for path, _ in chosen), sum(size for _, size in chosen), tuple(undecodable))
+    return tuple(path for path, _ in chosen)
 
 
 def _spread(files: list[tuple[Path, int]], max_bytes: int) -> list[tuple[Path, int]]:

@@ -35,20 +35,14 @@ from fusionai.wire.messages import Fence
 
 log = logging.getLogger(__name__)
 
-LinkLostSink = Callable[[PeerId, str], None]
-
 MAX_UNREAD: Final = 1024
 """Messages that may wait for a driver that does not read them (chosen)."""
 
 
 class RoundMember(ABC):
-    """Takes part in one job. `owner` is the driver's peer id, `opened` the fence with which it opened the job.
-    `on_link_lost` is set only in the driver's process, where reports of lost links end; other members send theirs over
-    the network."""
+    """Takes part in one job. `owner` is the driver's peer id, `opened` the fence with which it opened the job."""
 
-    def __init__(
-        self, task: Task, host: Host, job: str, owner: PeerId, opened: Fence, on_link_lost: LinkLostSink | None
-    ) -> None:
+    def __init__(self, task: Task, host: Host, job: str, owner: PeerId, opened: Fence) -> None:
         self.task: Task = task
         self.job = job
         self.owner = owner
@@ -57,7 +51,6 @@ class RoundMember(ABC):
         self.stale_dropped = 0
         """Messages dropped because they belonged to another round (normal after a change of plan)."""
         self._host = host
-        self._on_link_lost = on_link_lost
         self._placement = RoundPlacement(job=job, me=host.peer, owner=owner, fence=opened, task=task)
         self._roster = Roster(job, owner, host.peer)
         self._enlisted = False
@@ -333,10 +326,7 @@ class RoundMember(ABC):
             return
         self._links_reported = {reported for reported in self._links_reported if reported[0] == fence} | {(fence, peer)}
         log.info("link to peer %s lost: %s", short(peer), reason)
-        if self._on_link_lost is not None:
-            self._on_link_lost(peer, reason)
-        else:
-            self.to_driver(wire.LinkLost(fence=fence, peer=peer, reason=reason[:4000]))
+        self.to_driver(wire.LinkLost(fence=fence, peer=peer, reason=reason[:4000]))
 
     # -------------------------------------------------------------------------------------------------------- tasks
 

@@ -117,7 +117,7 @@ class AdmissionMiddleware:
         if self._config.keys is not None:
             return
         host = headers.get("host", "")
-        if _host_name(host) not in _LOCAL_NAMES:
+        if host_name(host) not in _LOCAL_NAMES:
             message = f"Without API keys the gateway only serves localhost and 127.0.0.1, got the host {host[:80]!r}."
             raise ApiError(403, message, code="foreign_host")
         origin = headers.get("origin")
@@ -126,7 +126,8 @@ class AdmissionMiddleware:
             raise ApiError(403, message, code="foreign_origin")
 
 
-def _host_name(host: str) -> str:
+def host_name(host: str) -> str:
+    """Return the name in a `Host` header, without its port; empty if it has none."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

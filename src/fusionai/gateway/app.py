@@ -1,15 +1,15 @@
 """The gateway of one model as an ASGI application: its routes and the OpenAPI description.
 
-Also answers what is not generated: status, health, metrics. `chat` and `completions` answer the rest, `context` has
-what the endpoints share, `admission` checks requests before they reach an endpoint, `server` listens. `front` stands
-before several such gateways.
+Also answers what is not generated: models and their adapters (loaded by `serving.interface.AdapterLoader`), status,
+health, metrics. `chat` and `completions` answer the rest, `context` has what the endpoints share, `admission` checks
+requests before they reach an endpoint, `server` listens. `front` stands before several such gateways.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,19 +21,24 @@ from starlette.types import Receive, Scope, Send
 import fusionai
 from fusionai.gateway.admission import AdmissionMiddleware
 from fusionai.gateway.answers import ChatCompletion, Completion, ModelCard, ModelList
-from fusionai.gateway.audio import AudioEndpoint
-from fusionai.gateway.audio_bodies import SpeechReport, SpeechRequest, SpeechText
+from fusionai.gateway.audio import AudioEndpoint, SpeechReport, SpeechRequest, SpeechText
 from fusionai.gateway.chat import ChatEndpoint
 from fusionai.gateway.completions import CompletionEndpoint
 from fusionai.gateway.config import GatewayConfig
 from fusionai.gateway.context import GatewayContext, json_response
-from fusionai.gateway.embeddings import EmbeddingEndpoint
-from fusionai.gateway.errors import AnthropicError, ApiError, ErrorAnswer, OllamaError, error_handlers
+from fusionai.gateway.errors import (
+    AnthropicError,
+    ApiError,
+    ErrorAnswer,
+    OllamaError,
+    as_api_error,
+    error_handlers,
+    invalid,
+)
 from fusionai.gateway.forms import MULTIPART
 from fusionai.gateway.message_bodies import MessageAnswer, MessageRequest, TokenCount, TokenCountRequest
 from fusionai.gateway.messages import MessagesEndpoint
 from fusionai.gateway.metrics import CONTENT_TYPE, Metrics
-from fusionai.gateway.models import ModelEndpoint
 from fusionai.gateway.ollama import OllamaEndpoint, version
 from fusionai.gateway.ollama_bodies import (
     OllamaChatLine,
@@ -46,13 +51,7 @@ from fusionai.gateway.ollama_bodies import (
     OllamaVersion,
 )
 from fusionai.gateway.pages import page_routes
-from fusionai.gateway.requests import (
-    ChatRequest,
-    CompletionRequest,
-    LoadAdapterRequest,
-    UnloadAdapterRequest,
-)
-from fusionai.gateway.rerank import RerankEndpoint
+from fusionai.gateway.requests import ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest
 from fusionai.gateway.response_bodies import DeletedResponse, InputTokenCount, ResponseObject
 from fusionai.gateway.response_requests import ResponsesRequest
 from fusionai.gateway.responses import ResponsesEndpoint
@@ -65,8 +64,10 @@ from fusionai.gateway.text_bodies import (
     ScoreList,
     ScoreRequest,
 )
+from fusionai.gateway.texts import EmbeddingEndpoint, RerankEndpoint
 from fusionai.gateway.tracing import Tracer
 from fusionai.primitives.clock import Clock, SystemClock
+from fusionai.primitives.errors import StorageError
 from fusionai.serving.interface import AdapterLoader, Engine, EngineStatus
 from fusionai.serving.model_text import ModelText
 
@@ -86,45 +87,6 @@ class StatusReport(msgspec.Struct, frozen=True):
     engine: EngineStatus
 
 
-_FORMS: Final = (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    SpeechRequest,
-    SpeechText,
-    SpeechReport,
-    RerankRequest,
-    ScoreRequest,
-    LoadAdapterRequest,
-    UnloadAdapterRequest,
-    ResponsesRequest,
-    ChatCompletion,
-    Completion,
-    ResponseObject,
-    DeletedResponse,
-    InputTokenCount,
-    EmbeddingList,
-    RankedList,
-    ScoreList,
-    ModelList,
-    ModelCard,
-    StatusReport,
-    ErrorAnswer,
-    MessageRequest,
-    MessageAnswer,
-    TokenCountRequest,
-    TokenCount,
-    AnthropicError,
-    OllamaChatRequest,
-    OllamaChatLine,
-    OllamaGenerateRequest,
-    OllamaTextLine,
-    OllamaShowRequest,
-    OllamaShown,
-    OllamaModels,
-    OllamaVersion,
-    OllamaError,
-)
 _ERRORS: Final = {
     "400": "The request is invalid; `param` names the field.",
     "401": "The API key is missing or invalid.",
@@ -143,8 +105,8 @@ _GET_ERRORS: Final = ("401", "403", "429", "500", "503")
 
 def description(version: str, *, has_keys: bool) -> dict[str, Any]:
     """Return the OpenAPI document."""
-    _, schemas = msgspec.json.schema_components(_FORMS, ref_template=_REFERENCE)
-    components: dict[str, Any] = {"schemas": schemas}
+    forms: dict[type[msgspec.Struct], None] = {}
+    components: dict[str, Any] = {}
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
@@ -152,56 +114,62 @@ def description(version: str, *, has_keys: bool) -> dict[str, Any]:
             "version": version,
             "description": "Inference over a pool of peers, by OpenAI's, Anthropic's and Ollama's APIs.",
         },
-        "paths": {
-            "/v1/chat/completions": {"post": _post("chat", "Continue a conversation.", ChatRequest, ChatCompletion)},
-            "/v1/completions": {"post": _post("completions", "Continue a text.", CompletionRequest, Completion)},
-            **_text_paths(),
-            "/v1/audio/transcriptions": {"post": _spoken("transcriptions", "Write down speech.")},
-            "/v1/audio/translations": {"post": _spoken("translations", "Write down speech in English.")},
-            "/v1/responses": {"post": _post("responses", "Continue a conversation.", ResponsesRequest, ResponseObject)},
-            "/v1/responses/input_tokens": {
-                "post": _post("input_tokens", "Count a prompt's tokens.", ResponsesRequest, InputTokenCount)
-            },
-            "/v1/responses/{response_id}": {
-                "get": _get("response", "A stored response.", ResponseObject, (*_GET_ERRORS, "404")),
-                "delete": _get("deleteResponse", "Forget a stored response.", DeletedResponse, (*_GET_ERRORS, "404")),
-                "parameters": [_path_parameter("response_id")],
-            },
-            "/v1/messages": {
-                "post": _post("messages", "Continue a conversation.", MessageRequest, MessageAnswer, AnthropicError)
-            },
-            "/v1/messages/count_tokens": {
-                "post": _post("count_tokens", "Count a prompt's tokens.", TokenCountRequest, TokenCount, AnthropicError)
-            },
-            "/api/chat": {
-                "post": _post("ollama_chat", "Continue a conversation.", OllamaChatRequest, OllamaChatLine, OllamaError)
-            },
-            "/api/generate": {
-                "post": _post("ollama_generate", "Answer.", OllamaGenerateRequest, OllamaTextLine, OllamaError)
-            },
-            "/api/show": {"post": _post("show", "Describe a model.", OllamaShowRequest, OllamaShown, OllamaError)},
-            "/api/tags": {"get": _get("tags", "Models served here.", OllamaModels, failure=OllamaError)},
-            "/api/version": {"get": _get("version", "Version of the API.", OllamaVersion, failure=OllamaError)},
-            "/v1/load_lora_adapter": {"post": _post("load_adapter", "Load an adapter.", LoadAdapterRequest)},
-            "/v1/unload_lora_adapter": {"post": _post("unload_adapter", "Unload an adapter.", UnloadAdapterRequest)},
-            "/v1/models": {"get": _get("models", "Models served here.", ModelList)},
-            "/v1/models/{model}": {
-                "get": {
-                    **_get("model", "One of the models.", ModelCard, (*_GET_ERRORS, "404")),
-                    "parameters": [_path_parameter("model")],
-                }
-            },
-            "/fusion/status": {"get": _get("status", "The pool's state.", StatusReport)},
-            "/health": {"get": _plain("health", "The process is up.", {"200"})},
-            "/ready": {"get": _plain("ready", "A probe has crossed all stages.", {"200", "503"})},
-            "/metrics": {"get": _plain("metrics", "Metrics for Prometheus.", {"200", "401"}, "text/plain")},
-        },
+        "paths": _with_references(_paths(), forms),
         "components": components,
     }
+    _, components["schemas"] = msgspec.json.schema_components(forms, ref_template=_REFERENCE)
     if has_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
     return document
+
+
+def _paths() -> dict[str, Any]:
+    """Return the operations of each path, with forms in the place of references to their schemas."""
+    return {
+        "/v1/chat/completions": {"post": _post("chat", "Continue a conversation.", ChatRequest, ChatCompletion)},
+        "/v1/completions": {"post": _post("completions", "Continue a text.", CompletionRequest, Completion)},
+        **_text_paths(),
+        "/v1/audio/transcriptions": {"post": _spoken("transcriptions", "Write down speech.")},
+        "/v1/audio/translations": {"post": _spoken("translations", "Write down speech in English.")},
+        "/v1/responses": {"post": _post("responses", "Continue a conversation.", ResponsesRequest, ResponseObject)},
+        "/v1/responses/input_tokens": {
+            "post": _post("input_tokens", "Count a prompt's tokens.", ResponsesRequest, InputTokenCount)
+        },
+        "/v1/responses/{response_id}": {
+            "get": _get("response", "A stored response.", ResponseObject, (*_GET_ERRORS, "404")),
+            "delete": _get("deleteResponse", "Forget a stored response.", DeletedResponse, (*_GET_ERRORS, "404")),
+            "parameters": [_path_parameter("response_id")],
+        },
+        "/v1/messages": {
+            "post": _post("messages", "Continue a conversation.", MessageRequest, MessageAnswer, AnthropicError)
+        },
+        "/v1/messages/count_tokens": {
+            "post": _post("count_tokens", "Count a prompt's tokens.", TokenCountRequest, TokenCount, AnthropicError)
+        },
+        "/api/chat": {
+            "post": _post("ollama_chat", "Continue a conversation.", OllamaChatRequest, OllamaChatLine, OllamaError)
+        },
+        "/api/generate": {
+            "post": _post("ollama_generate", "Answer.", OllamaGenerateRequest, OllamaTextLine, OllamaError)
+        },
+        "/api/show": {"post": _post("show", "Describe a model.", OllamaShowRequest, OllamaShown, OllamaError)},
+        "/api/tags": {"get": _get("tags", "Models served here.", OllamaModels, failure=OllamaError)},
+        "/api/version": {"get": _get("version", "Version of the API.", OllamaVersion, failure=OllamaError)},
+        "/v1/load_lora_adapter": {"post": _post("load_adapter", "Load an adapter.", LoadAdapterRequest)},
+        "/v1/unload_lora_adapter": {"post": _post("unload_adapter", "Unload an adapter.", UnloadAdapterRequest)},
+        "/v1/models": {"get": _get("models", "Models served here.", ModelList)},
+        "/v1/models/{model}": {
+            "get": {
+                **_get("model", "One of the models.", ModelCard, (*_GET_ERRORS, "404")),
+                "parameters": [_path_parameter("model")],
+            }
+        },
+        "/fusion/status": {"get": _get("status", "The pool's state.", StatusReport)},
+        "/health": {"get": _plain("health", "The process is up.", {"200"})},
+        "/ready": {"get": _plain("ready", "A probe has crossed all stages.", {"200", "503"})},
+        "/metrics": {"get": _plain("metrics", "Metrics for Prometheus.", {"200", "401"}, "text/plain")},
+    }
 
 
 def _text_paths() -> dict[str, Any]:
@@ -218,9 +186,9 @@ def _text_paths() -> dict[str, Any]:
 def _spoken(name: str, summary: str) -> dict[str, Any]:
     """Return the operation of a path that hears speech."""
     operation = _post(name, summary, SpeechRequest, SpeechText)
-    operation["requestBody"]["content"] = {MULTIPART: {"schema": _reference(SpeechRequest)}}
+    operation["requestBody"]["content"] = {MULTIPART: {"schema": SpeechRequest}}
     answers = operation["responses"]["200"]["content"]
-    answers["application/json"] = {"schema": {"anyOf": [_reference(SpeechText), _reference(SpeechReport)]}}
+    answers["application/json"] = {"schema": {"anyOf": [SpeechText, SpeechReport]}}
     answers |= {"text/plain": {}, "text/vtt": {}}
     return operation
 
@@ -240,7 +208,7 @@ def _post(
     if "stream" in form.__struct_fields__:
         media = "application/x-ndjson" if failure is OllamaError else "text/event-stream"
         operation["responses"]["200"]["content"][media] = {"schema": {"type": "string"}}
-    operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _reference(form)}}}
+    operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": form}}}
     return operation
 
 
@@ -252,10 +220,10 @@ def _get(
     failure: type[msgspec.Struct] = ErrorAnswer,
 ) -> dict[str, Any]:
     failures = {
-        status: {"description": _ERRORS[status], "content": {"application/json": {"schema": _reference(failure)}}}
+        status: {"description": _ERRORS[status], "content": {"application/json": {"schema": failure}}}
         for status in errors
     }
-    content = {"text/plain": {}} if answer is None else {"application/json": {"schema": _reference(answer)}}
+    content = {"text/plain": {}} if answer is None else {"application/json": {"schema": answer}}
     success = {"description": summary, "content": content}
     return {"operationId": name, "summary": summary, "responses": {"200": success, **failures}}
 
@@ -270,24 +238,37 @@ def _plain(name: str, summary: str, statuses: set[str], media: str = "applicatio
     return {"operationId": name, "summary": summary, "responses": answers}
 
 
-def _reference(form: type[msgspec.Struct]) -> dict[str, str]:
-    return {"$ref": _REFERENCE.format(name=form.__name__)}
+def _with_references(part: Any, forms: dict[type[msgspec.Struct], None]) -> Any:
+    """Replace the forms in a part of the document by references to their schemas; adds them to `forms`."""
+    match part:
+        case dict():
+            return {key: _with_references(value, forms) for key, value in part.items()}
+        case list():
+            return [_with_references(value, forms) for value in part]
+        case type():
+            forms[part] = None
+            return {"$ref": _REFERENCE.format(name=part.__name__)}
+        case _:
+            return part
 
 
 class Gateway:
-    """The ASGI application. `config` and `metrics` are for the server that runs it."""
+    """The ASGI application; `server.serve` listens for it. `config` and `metrics` are for the server that runs it."""
 
     def __init__(
         self,
         config: GatewayConfig,
         engine: Engine,
         text: ModelText,
-        clock: Clock,
-        tracer: Tracer,
-        loader: AdapterLoader | None,
+        clock: Clock | None = None,
+        *,
+        tracer: Tracer | None = None,
+        loader: AdapterLoader | None = None,
     ) -> None:
+        """`tracer`: sends spans; the caller closes it. `loader`: lets requests load and unload adapters."""
         self.config = config
         self.metrics = Metrics(lambda: engine.status, config.model)
+        clock, tracer = clock or SystemClock(), tracer or Tracer()
         self._context = GatewayContext(config, engine, text, self.metrics, clock, tracer, loader)
         self._inner = Starlette(
             routes=_routes(self._context, self.metrics),
@@ -305,20 +286,6 @@ class Gateway:
     async def close(self) -> None:
         """Release resources after the last request."""
         self._context.close()
-
-
-def make_app(
-    config: GatewayConfig,
-    engine: Engine,
-    text: ModelText,
-    clock: Clock | None = None,
-    *,
-    tracer: Tracer | None = None,
-    loader: AdapterLoader | None = None,
-) -> Gateway:
-    """Create the gateway for an engine; `server.serve` listens for it. `tracer`: sends spans; the caller closes it.
-    `loader`: lets requests load and unload adapters."""
-    return Gateway(config, engine, text, clock or SystemClock(), tracer or Tracer(), loader)
 
 
 def _routes(context: GatewayContext, metrics: Metrics) -> list[BaseRoute]:
@@ -360,6 +327,69 @@ def _routes(context: GatewayContext, metrics: Metrics) -> list[BaseRoute]:
         Route("/openapi.json", status.openapi),
         *page_routes(),
     ]
+
+
+class ModelEndpoint:
+    """Lists the model and its adapters, and loads and unloads adapters as vLLM's server does."""
+
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
+
+    async def models(self, request: Request) -> Response:
+        """Every name that a request may give as its model."""
+        del request
+        config = self._context.config
+        names = (config.model, *config.aliases, *self._context.adapters)
+        return json_response(ModelList([self._card(name) for name in names]))
+
+    async def model(self, request: Request) -> Response:
+        """One of the models."""
+        name = request.path_params["model"]
+        self._context.adapter_of(name)
+        return json_response(self._card(name))
+
+    async def load_adapter(self, request: Request) -> Response:
+        """Load an adapter, after which requests may name it as their model."""
+        loader, config = self._loader(), self._context.config
+        body = await self._context.read(request, LoadAdapterRequest, gift=None)
+        if body.lora_name in (config.model, *config.aliases):
+            raise invalid(f"The name `{body.lora_name}` is the model's own.", "lora_name")
+        with as_api_error():
+            try:
+                await loader.load(body.lora_name, body.lora_path)
+            except StorageError as problem:
+                raise invalid(str(problem), "lora_path") from problem
+        return _said(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """Unload an adapter. Answers that use it are finished."""
+        loader = self._loader()
+        body = await self._context.read(request, UnloadAdapterRequest, gift=None)
+        if self._context.adapter_of(body.lora_name) is None:
+            raise invalid(f"`{body.lora_name}` is the model itself, not an adapter.", "lora_name")
+        await loader.unload(body.lora_name)
+        return _said(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    def _loader(self) -> AdapterLoader:
+        if (loader := self._context.loader) is None:
+            message = "Adapters can't be loaded here: the server was started without --adapter-directory."
+            raise ApiError(403, message, code="adapters_fixed")
+        return loader
+
+    def _card(self, name: str) -> ModelCard:
+        config = self._context.config
+        parent = config.model if name in self._context.adapters else None
+        engine, text = self._context.engine, self._context.text
+        reads: tuple[Literal["text", "image", "audio"], ...] = ("text",)
+        if text.images is not None:
+            reads = ("text", "image")
+        elif text.source is not None and text.source.speech is not None:
+            reads = ("audio",)
+        return ModelCard(name, config.created_s, engine.context_tokens, engine.purpose, reads, parent=parent)
+
+
+def _said(text: str) -> Response:
+    return Response(text, media_type="text/plain; charset=utf-8")
 
 
 class StatusEndpoint:

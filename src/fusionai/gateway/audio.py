@@ -1,41 +1,102 @@
 """Answers `POST /v1/audio/transcriptions` and `/v1/audio/translations`: the text of speech.
 
-The sound is cut into windows of the length that the model hears, which are answered one after the other.
-`serving.sound` decodes the file in threads, `serving.sources` encodes a window, `generation` runs the decoder;
-`audio_bodies` has the form of the answer."""
+The sound is cut into windows of the length that the model hears, which are answered one after the other. Files are
+decoded by libsndfile (WAV, FLAC, OGG, MP3 and its other formats) and resampled by soxr in threads, a second at a time,
+so that no size which a file names is allocated. `serving.sources` encodes a window, `generation` runs the decoder. The
+bodies are in OpenAI's form; `app` describes them in its OpenAPI document."""
 
 from __future__ import annotations
 
+import io
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
+import numpy as np
+import soundfile
+import soxr
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fusionai.gateway.audio_bodies import (
-    NEUTRAL,
-    SpeechReport,
-    SpeechRequest,
-    SpeechSegment,
-    SpeechText,
-    SpeechUsage,
-)
 from fusionai.gateway.context import GatewayContext, json_response
 from fusionai.gateway.errors import ApiError, invalid, nearest, of_failure, shown
 from fusionai.gateway.forms import FormPart, parts_of
 from fusionai.gateway.generation import ApiGeneration, Choice, Delta
-from fusionai.gateway.requests import UNKNOWN, read_body
+from fusionai.gateway.requests import UNKNOWN, Word, read_body
 from fusionai.gateway.streaming import while_connected
-from fusionai.primitives.errors import FusionError
+from fusionai.primitives.errors import FusionError, UsageError
 from fusionai.serving.images import PlacedImage
 from fusionai.serving.interface import Constraint, Generation, Sampling
-from fusionai.serving.sound import SoundReader
 from fusionai.serving.sources import OneOf, Source, SpeechTokens
 
+SpeechFormat = Literal["json", "text", "verbose_json", "srt", "vtt"]
 SpeechTask = Literal["transcribe", "translate"]
+NEUTRAL: Final[Mapping[str, tuple[str, ...]]] = {
+    "stream": ("false", "0", "False"),
+    "timestamp_granularities": ("segment",),
+    "chunking_strategy": ("auto", ""),
+    "include": (),
+}
+"""Fields that are not supported -> values that ask for what is done anyway."""
+
+
+class SpeechRequest(Struct, frozen=True, kw_only=True):
+    """`POST /v1/audio/transcriptions` and `/v1/audio/translations`, as `multipart/form-data`. `file`: WAV, FLAC, OGG or
+    MP3. `language`: its code, such as `en`; without it, the model detects the language. `prompt`: text that came
+    before."""
+
+    file: bytes
+    model: Annotated[str, Meta(max_length=512)]
+    language: Word | None = None
+    prompt: Annotated[str, Meta(max_length=2**16)] | None = None
+    response_format: SpeechFormat = "json"
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
+
+
+class SpeechUsage(Struct, frozen=True):
+    """Length of the sound."""
+
+    seconds: float
+    type: Literal["duration"] = "duration"
+
+
+class SpeechText(Struct, frozen=True):
+    """The text of speech."""
+
+    text: str
+    usage: SpeechUsage
+
+
+class SpeechSegment(Struct, frozen=True):
+    """The text of one window of the sound. Times in seconds. `avg_logprob`: mean log-probability of its tokens.
+    `compression_ratio`: length of the text over that of its compressed form, which is large if it repeats itself."""
+
+    id: int
+    start: float
+    end: float
+    text: str
+    tokens: Sequence[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+
+
+class SpeechReport(Struct, frozen=True):
+    """The text of speech with its windows. `language`: its code, as given or detected; empty for a model of one
+    language."""
+
+    task: SpeechTask
+    language: str
+    duration: float
+    text: str
+    segments: Sequence[SpeechSegment]
+    usage: SpeechUsage
+
+
 _FIELDS: Final = tuple(each.encode_name for each in msgspec.structs.fields(SpeechRequest))
 
 
@@ -259,3 +320,60 @@ def _time(seconds: float, point: str) -> str:
     milliseconds = round(seconds * 1000)
     minutes, rest = divmod(milliseconds, 60_000)
     return f"{minutes // 60:02}:{minutes % 60:02}:{rest // 1000:02}{point}{rest % 1000:03}"
+
+
+MOST_S: Final = 4 * 3600
+"""Longest sound, in seconds (chosen)."""
+MOST_RATE_HZ: Final = 384_000
+MOST_CHANNELS: Final = 16
+"""Largest rate and number of channels of a file: those of audio hardware."""
+_FORMATS: Final = "WAV, FLAC, OGG or MP3"
+
+
+class SoundReader:
+    """Reads the sound of a file in windows, at the rate that a model hears; several channels become their mean. Every
+    method blocks. `seconds`: length of what was read up to now."""
+
+    def __init__(self, data: bytes, rate_hz: int, window_samples: int) -> None:
+        """Open the file `data`. Raises `UsageError` if it is no sound, or more than the limits."""
+        self._rate_hz = rate_hz
+        self._window_samples = window_samples
+        try:
+            self._file = soundfile.SoundFile(io.BytesIO(data))
+        except (soundfile.SoundFileError, TypeError) as problem:
+            raise UsageError(
+                f"these bytes are no sound that can be read: {problem}", hint=f"Send {_FORMATS}."
+            ) from None
+        rate_hz_given, channels = int(self._file.samplerate), int(self._file.channels)
+        if not 0 < rate_hz_given <= MOST_RATE_HZ or not 0 < channels <= MOST_CHANNELS:
+            raise UsageError(
+                f"the sound has {channels} channels at {rate_hz_given} Hz; at most {MOST_CHANNELS} at {MOST_RATE_HZ} "
+                "Hz are accepted."
+            )
+        self._given_hz = rate_hz_given
+        self._resampler = soxr.ResampleStream(rate_hz_given, rate_hz, 1, dtype="float32")
+        self._waiting: list[NDArray[np.float32]] = []
+        self._has_ended = False
+        self.seconds = 0.0
+
+    def next_window(self) -> NDArray[np.float32] | None:
+        """Return the next window, float32 [samples], of which the last one may be shorter; None at the end. Raises
+        `UsageError` for a damaged file, and for sound that is too long."""
+        while not self._has_ended and sum(map(len, self._waiting)) < self._window_samples:
+            self._waiting.append(self._next_second())
+        samples = np.concatenate(self._waiting) if self._waiting else np.zeros(0, np.float32)
+        self._waiting = [samples[self._window_samples :]]
+        window = samples[: self._window_samples]
+        self.seconds += len(window) / self._rate_hz
+        if self.seconds > MOST_S:
+            raise UsageError(f"the sound is longer than {MOST_S} seconds.", hint="Send it in parts.")
+        return window if len(window) else None
+
+    def _next_second(self) -> NDArray[np.float32]:
+        try:
+            read = self._file.read(self._given_hz, dtype="float32", always_2d=True)
+        except soundfile.SoundFileError as problem:
+            raise UsageError(f"the sound can't be read to its end: {problem}", hint="Save it again.") from None
+        self._has_ended = len(read) < self._given_hz
+        mono = np.ascontiguousarray(np.nan_to_num(read).mean(axis=1, dtype=np.float32))
+        return self._resampler.resample_chunk(mono, last=self._has_ended)

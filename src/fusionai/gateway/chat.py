@@ -23,12 +23,8 @@ from fusionai.gateway.context import AnswerForm, GatewayContext, Heading, number
 from fusionai.gateway.errors import as_api_error, invalid
 from fusionai.gateway.generation import AnswerLogprob, Choice, Delta, PromptProcessed
 from fusionai.gateway.images import for_template, read_images
-from fusionai.gateway.requests import (
-    ChatRequest,
-    NamedChoice,
-    plain,
-)
-from fusionai.gateway.sources import chat_text, read_source
+from fusionai.gateway.prompts import chat_text, read_source
+from fusionai.gateway.requests import ChatRequest, NamedChoice, plain
 from fusionai.gateway.streaming import while_connected
 from fusionai.gateway.structured import enforced_form
 from fusionai.primitives.errors import UsageError

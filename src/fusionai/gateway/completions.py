@@ -19,9 +19,8 @@ from fusionai.gateway.chunks import ChunkForm
 from fusionai.gateway.context import GatewayContext, Heading, numbered
 from fusionai.gateway.errors import invalid
 from fusionai.gateway.generation import AnswerLogprob, Choice, Delta, PromptProcessed
-from fusionai.gateway.prompts import prompts_of
+from fusionai.gateway.prompts import SourcePrompt, prompts_of, read_source
 from fusionai.gateway.requests import CompletionRequest
-from fusionai.gateway.sources import SourcePrompt, read_source
 from fusionai.gateway.streaming import while_connected
 from fusionai.gateway.structured import enforced_form
 from fusionai.serving.interface import PromptRead, TokenLogprob

@@ -11,7 +11,7 @@ receive the client's API key. `admission` checks it here first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -39,7 +39,7 @@ from fusionai.gateway.metrics import CONTENT_TYPE, HttpMetrics
 from fusionai.gateway.ollama import TAG, version
 from fusionai.gateway.pages import page_routes
 from fusionai.gateway.requests import read_body
-from fusionai.gateway.streaming import ABORT_EXTENSION, while_connected
+from fusionai.gateway.streaming import ABORT_EXTENSION, unless, while_connected
 from fusionai.primitives.errors import FusionError
 
 LIST_S: Final = 5.0
@@ -158,7 +158,8 @@ class _Forwarder:
         request, passage = Request(scope, receive), _Passage(send)
         body = await read_body(request, self._limits)
         try:
-            await while_connected(request, self._until_cut(self._answered(request, body, passage)))
+            answered = self._answered(request, body, passage)
+            await while_connected(request, unless(self._cut.wait(), _CutOff, answered))
         except ClientGone:
             if not passage.is_complete:
                 raise
@@ -193,18 +194,6 @@ class _Forwarder:
 
     async def close(self) -> None:
         await self._client.aclose()
-
-    async def _until_cut(self, work: Coroutine[Any, Any, None]) -> None:
-        task, cut = asyncio.create_task(work), asyncio.create_task(self._cut.wait())
-        try:
-            await asyncio.wait((task, cut), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise _CutOff
-            task.result()
-        finally:
-            for each in (task, cut):
-                each.cancel()
-            await asyncio.gather(task, cut, return_exceptions=True)
 
     async def _answered(self, request: Request, body: bytes, passage: _Passage) -> None:
         path: str = request.scope["path"]

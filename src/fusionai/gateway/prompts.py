@@ -1,15 +1,19 @@
 """Texts and tokens of a request as the model reads them. Completions and vectors take the same prompts.
 
-`context` has the tokenizer and the limits.
+With an encoder-decoder model, a text goes to the encoder and the answer comes from the decoder: `serving.sources` runs
+the encoder, `audio` reads sound. `context` has the tokenizer and the limits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fusionai.gateway.context import GatewayContext
-from fusionai.gateway.errors import invalid
+from fusionai.gateway.errors import invalid, of_failure
+from fusionai.primitives.errors import FusionError
+from fusionai.serving.images import PlacedImage
 
 Given = str | list[str | int | list[int]]
 
@@ -66,3 +70,38 @@ def check_limit(tokens: int, context: GatewayContext, param: str, what: str) -> 
     if tokens > limit:
         message = f"The model's limit is {limit} tokens; {what} has {tokens}."
         raise invalid(message, param, "context_length_exceeded")
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePrompt:
+    """`tokens`: of the prompt, first the rows of `images`, then `start`, the tokens that the decoder begins with."""
+
+    tokens: tuple[int, ...]
+    images: tuple[PlacedImage, ...]
+    start: tuple[int, ...]
+
+
+async def read_source(context: GatewayContext, tokens: Sequence[int], scope: str, param: str) -> SourcePrompt:
+    """Return the prompt for the answer to a text. `scope`: of the request's key. Raises `ApiError`."""
+    source = context.text.source
+    assert source is not None
+    if source.longest is not None and len(tokens) > source.longest:
+        message = f"The model's encoder reads {source.longest} tokens at most; the text has {len(tokens)}."
+        raise invalid(message, param, "context_length_exceeded")
+    check_limit(len(tokens), context, param, "the text")
+    try:
+        rows = await source.read_text(tokens, scope)
+    except FusionError as problem:
+        raise of_failure(problem) from problem
+    return SourcePrompt(source.prompt(rows), (rows,), source.rules.start)
+
+
+def chat_text(messages: Sequence[dict[str, Any]]) -> str:
+    """Return the text of a conversation, whose roles such models don't know: the messages, one after the other."""
+    return "\n".join(text for message in messages if (text := _content(message.get("content"))))
+
+
+def _content(content: object) -> str:
+    if isinstance(content, list):
+        return "\n".join(str(part["text"]) for part in content if isinstance(part, dict) and "text" in part)
+    return content if isinstance(content, str) else ""

@@ -39,12 +39,16 @@ def comment(text: str) -> bytes:
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
     """Return the result of `work`. If the client disconnects first, cancel the work and raise `ClientGone`."""
-    task = asyncio.create_task(work)
-    watch = asyncio.create_task(_left(request.receive))
+    return await unless(_left(request.receive), ClientGone, work)
+
+
+async def unless(end: Coroutine[Any, Any, object], error: type[Exception], work: Coroutine[Any, Any, Answer]) -> Answer:
+    """Return the result of `work`. If `end` returns first, cancel the work and raise `error`."""
+    task, watch = asyncio.create_task(work), asyncio.create_task(end)
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise error
         return task.result()
     finally:
         for each in (task, watch):

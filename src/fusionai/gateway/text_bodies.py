@@ -1,7 +1,7 @@
 """Bodies of requests that read texts without continuing them, and of their answers: vectors in OpenAI's form, ranks in
 the form that Jina, Cohere and vLLM share, scores in vLLM's.
 
-`requests` reads bodies, `embeddings` and `rerank` fill the answers, `app` describes them in its OpenAPI document.
+`requests` reads bodies, `texts` fills the answers, `app` describes them in its OpenAPI document.
 """
 
 from __future__ import annotations

@@ -1,19 +1,21 @@
 """OpenTelemetry spans of requests, by the semantic conventions for generative AI. They contain no text of users.
 
 The standard variables OTEL_* decide where spans go, which are sampled and whose trace a request continues
-(`traceparent`); the SDK reads them. `context` and `completions` begin a span for each request that reaches the engine.
+(`traceparent`); the SDK reads them. `context` and `texts` begin a span for each request that reaches the engine.
 """
 
 from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from starlette.requests import Request
 
 import fusionai
+from fusionai.gateway.errors import ApiError, as_api_error
 from fusionai.gateway.generation import ApiGeneration, Choice
 from fusionai.primitives.environment import trace_endpoint, trace_protocol
 from fusionai.primitives.errors import UsageError
@@ -120,6 +122,21 @@ class Tracer:
         if len(choices) > 1:
             attributes["gen_ai.request.choice.count"] = len(choices)
         return self.begin(request, model, attributes)
+
+    @contextmanager
+    def reading(self, request: Request, model: str, tokens: int, operation: str) -> Iterator[None]:
+        """Keep a span open for work that reads texts of `tokens` tokens. Raises the engine's errors as `ApiError`."""
+        span = self.begin(request, model, {"gen_ai.usage.input_tokens": tokens}, operation)
+        error: str | None = "cancelled"
+        try:
+            with as_api_error():
+                yield
+            error = None
+        except ApiError as problem:
+            error = problem.body.code
+            raise
+        finally:
+            span.end({}, error)
 
     def close(self) -> None:
         """Send the last spans, for at most two seconds: a collector that is away must not hold up the end."""

@@ -79,20 +79,22 @@ def references(arg: Arg) -> Iterator[str]:
             yield from references(item)
 
 
+def referring(arg: Arg, name_of: Callable[[str], str]) -> Arg:
+    """Return the argument with references to `name_of(value)` instead."""
+    match arg:
+        case Ref(name):
+            return Ref(name_of(name))
+        case ListArg(items):
+            return ListArg(tuple(referring(item, name_of) for item in items))
+        case _:
+            return arg
+
+
 def rewired(node: Node, name_of: Callable[[str], str]) -> Node:
     """Return the same call on the values `name_of(value)`, which is called in the order of `reads`."""
-
-    def changed(arg: Arg) -> Arg:
-        match arg:
-            case Ref(name):
-                return Ref(name_of(name))
-            case ListArg(items):
-                return ListArg(tuple(changed(item) for item in items))
-            case _:
-                return arg
-
-    args = tuple(changed(arg) for arg in node.args)
-    return msgspec.structs.replace(node, args=args, kwargs={name: changed(arg) for name, arg in node.kwargs.items()})
+    args = tuple(referring(arg, name_of) for arg in node.args)
+    kwargs = {name: referring(arg, name_of) for name, arg in node.kwargs.items()}
+    return msgspec.structs.replace(node, args=args, kwargs=kwargs)
 
 
 def renamed(node: Node, names: Mapping[str, str]) -> Node:
@@ -138,10 +140,10 @@ def is_float(graph: Graph, value: str) -> bool:
     return graph.values[value].dtype in FLOAT_DTYPES
 
 
-def needing_gradient(graph: Graph, grad_inputs: Collection[str] = ()) -> frozenset[str]:
-    """Values through which a gradient flows. These are trainable parameters, `grad_inputs`, and float results of
-    differentiable operators on such values."""
-    found = {value for value, spec in graph.params.items() if spec.trainable} | set(grad_inputs)
+def needing_gradient(graph: Graph) -> frozenset[str]:
+    """Values through which a gradient flows: trainable parameters, and float results of differentiable operators on
+    such values."""
+    found = {value for value, spec in graph.params.items() if spec.trainable}
     for node in graph.nodes:
         if OPERATORS[node.op].differentiable and any(value in found for value in reads(node)):
             found.update(value for value in node.outputs if is_float(graph, value))

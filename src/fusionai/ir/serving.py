@@ -47,7 +47,7 @@ layers; 0 at positions of text."""
 AXIS_POSITIONS: Final = "axis_positions"
 """Input [1, s, 3] of a graph that takes images and has a position in time, height and width for each token."""
 FEATURES: Final = "features"
-"""Output of a graph whose layers' states a head reads (`ir.features`): [1, s, layers * hidden size]."""
+"""Output of a graph whose layers' states a head reads (`capture.heads`): [1, s, layers * hidden size]."""
 STATES: Final = "states"
 """Input [1, s, size] of a head that guesses tokens: the served model's states at the positions before `input_ids`."""
 FROM_SEGMENTS: Final = frozenset({POSITIONS, ADAPTERS})
@@ -68,7 +68,7 @@ def serving_graph(graph: Graph) -> Graph:
     """Return `graph` without loss, labels and dropout, in the form of what it gives (`purpose_of`).
 
     A causal language model has the outputs `logits` and `hidden`; `hidden` is the operand of the head's product, [1, s,
-    hidden size]. `features` stay an output (`ir.features`). An encoder has the output `hidden` alone, a classifier of
+    hidden size]. `features` stay an output (`capture.heads`). An encoder has the output `hidden` alone, a classifier of
     whole texts `logits` [1, labels] alone. Node ids and blocks stay; nodes that are added have new ids. Raises
     `GraphError` if there is no such output, or if random numbers are drawn, because a token would then depend on the
     tokens computed together with it."""

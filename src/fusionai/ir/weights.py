@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Final
 
@@ -179,14 +179,11 @@ Float32s = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 
-def with_stored(graph: Graph, form: Stored, *, but: Collection[str] = ()) -> Graph:
-    """Return the graph with every frozen float32 weight stored as `form`, where possible, except the keys in `but`."""
+def with_stored(graph: Graph, form: Stored) -> Graph:
+    """Return the graph with every frozen float32 weight stored as `form`, where possible."""
     if form == "":
         return graph
-    params = {
-        value: msgspec.structs.replace(spec, stored=form_of(spec, form)) if spec.key not in but else spec
-        for value, spec in graph.params.items()
-    }
+    params = {value: msgspec.structs.replace(spec, stored=form_of(spec, form)) for value, spec in graph.params.items()}
     return msgspec.structs.replace(graph, params=params)
 
 

@@ -17,7 +17,7 @@ from typing import Final
 
 import psutil
 
-from fusionai.peer.card_load import OthersCardLoad, find_cards
+from fusionai.peer.cards import OthersCardLoad, find_cards
 from fusionai.peer.device import LentBox, LentDevice, OpenWorker, first_of, ready_worker
 from fusionai.peer.lending import Lending, PeerOptions, PeerReady, options_of_devices
 from fusionai.primitives.clock import Clock, PoolClock, SystemClock

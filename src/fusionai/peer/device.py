@@ -21,15 +21,9 @@ from fusionai.backends.worker.client import WorkerBackend, WorkerOptions
 from fusionai.execution.host import ComputeThread, Host
 from fusionai.execution.measurement import measured_device
 from fusionai.peer.acceptor import JobAcceptor
-from fusionai.peer.card_claims import CardClaim, claim_card
+from fusionai.peer.cards import CardClaim, claim_card
 from fusionai.peer.lending import PeerOptions, PeerReady
-from fusionai.peer.profile import (
-    UNMEASURED,
-    NearLinks,
-    lent_memory_bytes,
-    make_profile,
-    measured_links,
-)
+from fusionai.peer.profile import UNMEASURED, NearLinks, lent_memory_bytes, make_profile, measured_links
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import Clock, PoolClock
 from fusionai.primitives.environment import cards_directory

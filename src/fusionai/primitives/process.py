@@ -1,4 +1,5 @@
-"""This process: cost of the garbage collector, CPU share relative to other processes, work beside the event loop.
+"""This process: cost of the garbage collector, CPU share relative to other processes, work beside the event loop, and
+processes that it starts.
 
 Objects that stay are frozen, so that collections do not visit them. Linux shares the processors between sessions
 ("autogroup", sched(7)); a session may lower its own share. The operating system may ignore it.
@@ -9,13 +10,17 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import IO, TYPE_CHECKING, Final, TypeVar
 
+from fusionai.primitives.environment import inherited
 from fusionai.primitives.errors import UsageError
+
+if TYPE_CHECKING:
+    from asyncio.subprocess import Process
 
 T = TypeVar("T")
 THREAD_NAME: Final = "background"
@@ -49,6 +54,33 @@ def loading() -> Generator[None]:
             gc.collect()  # nothing to collect, but resets the collector's counts
         if enabled:
             gc.enable()
+
+
+FUSION: Final = (sys.executable, "-m", "fusionai")
+"""How the command line of a further process of this program begins."""
+
+
+async def start_child(
+    command: Sequence[str],
+    output: IO[bytes] | None = None,
+    *,
+    directory: str | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Process:
+    """Start a process with a pipe as its standard input, which stays open as long as this process runs. `output`: the
+    file for what it prints; None: another pipe. `directory`: where it runs; `variables`: added to its environment."""
+    import asyncio  # here, so that `fusion --help` does not load it
+
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE if output is None else output,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=directory,
+        env={**inherited(), **(variables or {}), "PYTHONUNBUFFERED": "1"},
+        # Ctrl-C on the terminal must reach only this process, which ends its children itself.
+        start_new_session=sys.platform != "win32",
+    )
 
 
 ORDINARY = 0

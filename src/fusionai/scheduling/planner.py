@@ -29,14 +29,7 @@ from fusionai.scheduling.problem.embedding_and_head import (
 )
 from fusionai.scheduling.problem.memory_savings import inability, savings_choices
 from fusionai.scheduling.problem.stage_costs import StageCosts
-from fusionai.scheduling.problem.types import (
-    BlockCost,
-    Certificate,
-    PeerProfile,
-    Plan,
-    Problem,
-    StagePlacement,
-)
+from fusionai.scheduling.problem.types import BlockCost, Certificate, PeerProfile, Plan, Problem, StagePlacement
 from fusionai.scheduling.serving.planning import serving_plan
 from fusionai.scheduling.standby.assignment import with_standbys
 from fusionai.scheduling.training.compression import lightened

@@ -106,7 +106,15 @@ class ServingDriver:
             drop=lambda peer, reason: self._connections.drop(peer, reason),
             feed=answers.feed,
         )
-        self._member = self._own_member(fence)
+        self._member = ServingMember(
+            host,
+            job.job,
+            job.owner,
+            fence,
+            OwnWeights(job.weights),
+            on_result=self._passes.arrived,
+            on_evidence=lambda peer, message, tensors: self._checking.heard(peer, message, tensors),
+        )
         self._connections = Connections(
             job.job, host, self._member, on_message=self._on_message, serve_state=self._serve, on_lost=self._lost
         )
@@ -121,19 +129,6 @@ class ServingDriver:
         )
         self._round = ServingRound(
             job, host.seal, deployment, whole, fence, self._connections, self._tasks, secret_of=self._checking.secret_of
-        )
-
-    def _own_member(self, fence: Fence) -> ServingMember:
-        """Return the member for the stages that stay with the owner."""
-        return ServingMember(
-            self._host,
-            self._job.job,
-            self._job.owner,
-            fence,
-            OwnWeights(self._job.weights),
-            on_result=self._passes.arrived,
-            on_evidence=lambda peer, message, tensors: self._checking.heard(peer, message, tensors),
-            on_link_lost=lambda peer, reason: self._suspect_link(self._host.peer, peer, reason),
         )
 
     @property
@@ -328,7 +323,7 @@ class ServingDriver:
                     self._connections.drop(peer, f"{wire.REFUSAL_SENTENCES[code]} {reason}".strip())
                 return
             case wire.LinkLost(fence=self.fence):
-                self._suspect_link(peer, PeerId(message.peer), message.reason)
+                self._tasks.start(self._suspect_link(peer, message))
                 return
             case wire.Reading():
                 self._checking.ready(peer, message)
@@ -378,15 +373,11 @@ class ServingDriver:
         else:
             await channel.receive()
 
-    def _suspect_link(self, reporter: PeerId, other: PeerId, reason: str) -> None:
+    async def _suspect_link(self, reporter: PeerId, message: wire.LinkLost) -> None:
         """Report a broken link to the machine, unless one of the two peers turns out to be lost."""
-        fence = self.fence
-
-        async def report() -> None:
-            if await self._connections.both_remain(reporter, other):
-                self.post(LinkBroken(reporter, other, reason, fence=fence))
-
-        self._tasks.start(report())
+        other = PeerId(message.peer)
+        if await self._connections.both_remain(reporter, other):
+            self.post(LinkBroken(reporter, other, message.reason, fence=message.fence))
 
     def _lost(self, peer: PeerId, reason: str) -> None:
         for key in [key for key in self.resident_bytes if key[1] == peer]:

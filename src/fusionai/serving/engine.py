@@ -15,7 +15,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from ipaddress import ip_address
 from typing import Any, Final, Literal
 
 from fusionai.coordination.round.interface import StopAsked
@@ -52,8 +51,9 @@ from fusionai.serving.interface import (
     TextPair,
 )
 from fusionai.serving.job import ServingJob, cut
+from fusionai.serving.pooling import Collector
 from fusionai.serving.speculating import NgramProposer, Proposer, Speculation
-from fusionai.transport.routes.addresses import parse_address
+from fusionai.transport.routes.addresses import is_loopback, parse_address
 
 LOADING_S: Final = 0.02
 """Seconds between two looks at whether all stages have loaded an adapter (chosen)."""
@@ -204,7 +204,7 @@ class ServingEngine:
                 adapter=used,
                 edition=self._loaded[used],
             )
-            return self._answers.read(spec.number, len(prompt) if every else 1, self._job.pooling.collector())
+            return self._answers.read(spec.number, len(prompt) if every else 1, Collector(self._job.pooling))
 
         return await self._read([partial(begun, prompt) for prompt in prompts])
 
@@ -453,11 +453,4 @@ def stations(peers: Collection[PeerId], owner: PeerId, addresses: Mapping[str, S
 
 def _is_here(addresses: Sequence[str]) -> bool:
     parsed = [place for address in addresses if (place := parse_address(address)) is not None]
-    return bool(parsed) and all(_is_loopback(host) for host, _ in parsed)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return bool(parsed) and all(is_loopback(host) for host, _ in parsed)

@@ -26,7 +26,7 @@ from fusionai.execution.host import ComputeThread
 from fusionai.ir.serving import HIDDEN, LOGITS, STATES
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.serving.drafting import ComputedProposer, DraftPages, LoadedDraft, token_ids, without_penalties
+from fusionai.serving.drafting import ComputedProposer, FollowedTexts, LoadedDraft, token_ids, without_penalties
 from fusionai.serving.images import is_image
 from fusionai.serving.interface import Sampling
 from fusionai.serving.sampling import TokenHistory, choose
@@ -77,14 +77,7 @@ class _HeadText:
         return states[:count]
 
 
-class _HeadTexts:
-    """The texts of all followed sessions. Runs on the compute thread."""
-
-    def __init__(self, head: LoadedDraft) -> None:
-        self._head = head
-        self._pages = DraftPages(head)
-        self._texts: dict[int, _HeadText] = {}
-
+class _HeadTexts(FollowedTexts[_HeadText]):
     def begin(self, session: int, prompt: Sequence[int], sampling: Sampling) -> None:
         plain = without_penalties(sampling)
         first = max((place for place, token in enumerate(prompt) if is_image(token)), default=0)
@@ -138,17 +131,9 @@ class _HeadTexts:
             results = self._run(segments, tokens, states, range(len(tokens))) if feeding else {}
         return {session: tuple(guessed) for session, guessed in made.items()}
 
-    def end(self, session: int) -> None:
-        self._texts.pop(session, None)
-        self._pages.release(session)
-
-    def close(self) -> None:
-        for session in list(self._texts):
-            self.end(session)
-
     def _projected(self, states: Rows) -> Rows:
         """Return what the head reads of the model's states."""
-        program, most = self._head.projection, self._head.options.pass_tokens
+        program, most = self._draft.projection, self._draft.options.pass_tokens
         if program is None:
             return states
         made: list[Rows] = []
@@ -171,14 +156,14 @@ class _HeadTexts:
     def _has_room(self, session: int, text: _HeadText, positions: int) -> bool:
         """Reserve pages. A text without room is followed no more until later states arrive."""
         following = text.tokens[text.base + text.computed + 1 :] if text.base is not None else ()
-        if any(token >= self._head.vocabulary for token in following) or not self._pages.reserve(session, positions):
+        if any(token >= self._draft.vocabulary for token in following) or not self._pages.reserve(session, positions):
             text.begin_at(None)
             return False
         return True
 
     def _read_prompt(self, session: int, text: _HeadText, count: int) -> None:
         if self._has_room(session, text, text.computed + count):
-            for length in _pieces(count, self._head.options.pass_tokens):
+            for length in _pieces(count, self._draft.options.pass_tokens):
                 self._advance([(session, text, length)], [])
 
     def _read_answers(self, sessions: Sequence[int]) -> dict[int, tuple[Rows, Rows]]:
@@ -187,7 +172,7 @@ class _HeadTexts:
         found: dict[int, tuple[Rows, Rows]] = {}
         todo = [(session, self._texts[session]) for session in sessions]
         while todo:
-            room, parts, ended = self._head.options.pass_tokens, list[tuple[int, _HeadText, int]](), list[int]()
+            room, parts, ended = self._draft.options.pass_tokens, list[tuple[int, _HeadText, int]](), list[int]()
             for session, text in todo:
                 length = min(room, text.arrived - text.computed)
                 if length:
@@ -227,7 +212,7 @@ class _HeadTexts:
         session."""
         packed = np.ascontiguousarray(np.concatenate(states).reshape(1, len(tokens), -1))
         inputs = {"input_ids": token_ids(tokens), STATES: host_tensor("float32", packed.shape, packed.data)}
-        made = self._head.program.run(segments, inputs, wanted=[LOGITS, HIDDEN], rows=rows)
+        made = self._draft.program.run(segments, inputs, wanted=[LOGITS, HIDDEN], rows=rows)
         logits, hidden = (_array(made[name]) for name in (LOGITS, HIDDEN))
         ends = np.cumsum([segment.length for segment in segments])
         sessions = [segments[int(np.searchsorted(ends, row, "right"))].session for row in rows]
@@ -237,10 +222,10 @@ class _HeadTexts:
 
     def _scores(self, logits: Rows) -> Rows:
         """Return logits of all tokens that the served model knows."""
-        tokens = self._head.tokens
+        tokens = self._draft.tokens
         if tokens is None:
-            return logits[: self._head.vocabulary]
-        scores = np.full(self._head.vocabulary, -np.inf, np.float32)
+            return logits[: self._draft.vocabulary]
+        scores = np.full(self._draft.vocabulary, -np.inf, np.float32)
         scores[tokens] = logits
         return scores
 

@@ -71,10 +71,6 @@ class Pooling:
         """Whether vectors have length 1."""
         return "normalise" in self.steps
 
-    def collector(self) -> Collector:
-        """Return a collector for one text."""
-        return Collector(self)
-
 
 MEAN: Final = Pooling()
 

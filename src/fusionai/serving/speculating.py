@@ -2,9 +2,9 @@
 
 The emitted tokens are those of plain decoding: each position draws its own random number, and a guess is accepted only
 if it is the token drawn (Leviathan et al. 2023, with shared random numbers). `NgramProposer` guesses from the text;
-`draft` is another `Proposer`, a small model. `Speculation` decides by measurements: how often a generation's guesses
-held, how long a pass takes for its number of rows, how long a guess takes to make. If no gain is predicted, no guesses
-are sent, but their hit rate is still measured.
+`drafting` has another `Proposer`, a small model. `Speculation` decides by measurements: how often a generation's
+guesses held, how long a pass takes for its number of rows, how long a guess takes to make. If no gain is predicted, no
+guesses are sent, but their hit rate is still measured.
 
 Neighbours: `answers` reports emitted tokens and sends the guesses; `generating` judges them."""
 

@@ -36,12 +36,11 @@ def call_grammar(
     *,
     several: bool = False,
     instead: JsonSchema | JsonObject | Pattern | Choices | None = None,
-    limits: ConstraintLimits | None = None,
 ) -> Grammar:
     """Grammar of exactly one call of one of `tools`; with `several`, of one or more if the form allows that. `instead`:
     the form of an answer without a call, None if a call is demanded. Raises `ConstraintError` for a name or a schema
     that can't be used."""
-    limits = limits or ConstraintLimits()
+    limits = ConstraintLimits()
     if not tools:
         raise ConstraintError("the request demands a tool call but lists no tools.")
     for tool in tools:

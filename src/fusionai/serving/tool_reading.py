@@ -1,8 +1,8 @@
 """Finds tool calls in a model's answer while it streams. Decides what is a call and what is text; no text is lost.
 
 A call is passed on piece by piece as soon as its name is known and its arguments have begun. Neighbours: `tools` has
-the forms, `tool_bodies`, `tool_sections` and `tool_tags` read what follows an announcement, the gateway builds its
-answers from the result.
+the forms, `tool_bodies` and `tool_tags` read what follows an announcement, the gateway builds its answers from the
+result.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusionai.serving.text import overlap
-from fusionai.serving.tool_bodies import JsonBody
-from fusionai.serving.tool_sections import SECTIONS, SectionBody
+from fusionai.serving.tool_bodies import SECTIONS, JsonBody, SectionBody
 from fusionai.serving.tool_tags import TAG_FORMS, TagBody
 from fusionai.serving.tools import Body, CallPiece, CallState, Given, ToolDefinition, ToolForm
 

@@ -1,8 +1,8 @@
 """Tool calls: what a tool is, and in which form a model writes its calls, as its chat template shows.
 
 Also has what the readers of all forms share. Neighbours: `templates` offers tools to the model, `tool_reading` finds
-calls in its answer, `tool_bodies`, `tool_sections` and `tool_tags` read them, `tool_grammar` forces a model to call a
-tool, the gateway sends the calls.
+calls in its answer, `tool_bodies` and `tool_tags` read them, `tool_grammar` forces a model to call a tool, the gateway
+sends the calls.
 """
 
 from __future__ import annotations

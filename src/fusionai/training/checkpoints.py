@@ -29,14 +29,7 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.problem.types import TolerantTakeover
 from fusionai.storage.checkpoint import CheckpointHeader, CheckpointWriter
 from fusionai.storage.commits import CommitJournal
-from fusionai.storage.reader import (
-    CheckpointReader,
-    best_checkpoint,
-    forget_after,
-    name_best,
-    prune,
-    step_directory,
-)
+from fusionai.storage.reader import CheckpointReader, best_checkpoint, forget_after, name_best, prune, step_directory
 from fusionai.training.deployment import TrainingJob
 from fusionai.training.progress import BestKept, CheckpointSaved, Progress
 from fusionai.training.rounds import JobRound

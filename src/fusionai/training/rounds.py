@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import msgspec
 
@@ -26,7 +27,7 @@ from fusionai.training.inspection import Inspection
 from fusionai.transport.security.signed import Seal
 from fusionai.wire import messages as wire
 from fusionai.wire.frame import headers
-from fusionai.wire.messages import Fence, StageOptions
+from fusionai.wire.messages import Fence
 
 Post = Callable[[DriverEvent], None]
 """Queues an event for the machine."""
@@ -111,22 +112,17 @@ class JobRound:
             ),
         )
         for stage in command.roles.stages_of(peer):
-            standby, part = standbys.get(stage, ""), self.cut.stages[stage]
+            standby = standbys.get(stage, "")
             attach = wire.Attach(
-                fence=self.fence,
                 job=self.job.job,
-                stage=stage,
-                graph_hash=part.graph_hash,
-                boundary=self._boundary(stage),
-                options=self._options(stage),
                 retain=bool(standbys),
                 standby=standby,
                 standby_ticket=deployment.contacts.get(standby, b""),
                 snapshot_every=command.roles.snapshot_every if standby else 0,
                 secret=self._inspection.secret_of(stage, peer) if self._inspection and standbys else b"",
-                tensors=headers({"graph": part.encoded}),
+                **self._loading(stage),
             )
-            self.connections.send_to(peer, attach, (part.encoded,))
+            self._send_graph(peer, attach)
 
     def prepare_standbys(self) -> None:
         """Once per round, when its first step is committed: ask standbys to load their stages in advance."""
@@ -134,16 +130,7 @@ class JobRound:
             return
         self._prepared = self.fence
         for stage, standby in sorted(self.machine.standbys.items()):
-            part = self.cut.stages[stage]
-            message = wire.Prepare(
-                fence=self.fence,
-                stage=stage,
-                graph_hash=part.graph_hash,
-                boundary=self._boundary(stage),
-                options=self._options(stage),
-                tensors=headers({"graph": part.encoded}),
-            )
-            self.connections.send_to(PeerId(standby), message, (part.encoded,))
+            self._send_graph(standby, wire.Prepare(**self._loading(stage)))
 
     def resume(self, command: interface.SendResume) -> None:
         resume = command.resume
@@ -162,20 +149,11 @@ class JobRound:
 
     def recheck(self, check: Check, keys: tuple[wire.StepKey, ...]) -> None:
         """Ask a verifier to rerun a stage's steps."""
-        part = self.cut.stages[check.stage]
+        records = tuple(self.machine.records[step] for step in range(check.first, check.below))
         message = wire.Recheck(
-            fence=self.fence,
-            stage=check.stage,
-            first=check.first,
-            below=check.below,
-            graph_hash=part.graph_hash,
-            boundary=self._boundary(check.stage),
-            options=self._options(check.stage),
-            records=tuple(self.machine.records[step] for step in range(check.first, check.below)),
-            keys=keys,
-            tensors=headers({"graph": part.encoded}),
+            first=check.first, below=check.below, records=records, keys=keys, **self._loading(check.stage)
         )
-        self.connections.send_to(PeerId(check.verifier), message, (part.encoded,))
+        self._send_graph(check.verifier, message)
 
     def pass_snapshot(self, holder: str, stage: int, step: int, peer: str) -> None:
         """Ask the holder of a snapshot to send it to `peer`."""
@@ -183,11 +161,20 @@ class JobRound:
         message = wire.PassSnapshot(fence=self.fence, stage=stage, step=step, peer=peer, ticket=ticket)
         self.connections.send_to(PeerId(holder), message)
 
-    def _boundary(self, stage: int) -> msgspec.Raw:
-        return msgspec.Raw(msgspec.msgpack.encode(self.cut.stages[stage].boundary))
+    def _loading(self, stage: int) -> dict[str, Any]:
+        """Return the fields that all messages have with which a member loads a stage."""
+        part = self.cut.stages[stage]
+        return {
+            "fence": self.fence,
+            "stage": stage,
+            "graph_hash": part.graph_hash,
+            "boundary": msgspec.Raw(msgspec.msgpack.encode(part.boundary)),
+            "options": stage_options(self.job.options, self.deployment.plan, stage),
+            "tensors": headers({"graph": part.encoded}),
+        }
 
-    def _options(self, stage: int) -> StageOptions:
-        return stage_options(self.job.options, self.deployment.plan, stage)
+    def _send_graph(self, peer: str, message: wire.Attach | wire.Prepare | wire.Recheck) -> None:
+        self.connections.send_to(PeerId(peer), message, (self.cut.stages[message.stage].encoded,))
 
     def peer_of(self, stage: int) -> PeerId:
         return PeerId(self.machine.roles.places[stage])

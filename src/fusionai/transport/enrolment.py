@@ -4,6 +4,10 @@ The broker proves its identity first: its certificate must be signed by the auth
 Only then is the token sent. The returned certificate is checked the same way before anything is written.
 
 The broker answers `JoinRequest`; `security.certificates` uses the result.
+
+A machine without an invitation gets one by a six-digit code, from the broker of a pool that was found nearby. The
+broker first proves by TLS that the announced authority has certified it. Then both sides derive a key from the code
+(`security.code_exchange`), and the broker sends an ordinary invitation under that key.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -27,6 +31,9 @@ from fusionai.primitives.errors import StorageError, TransportError, TrustError,
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.broker_addresses import BrokerAddresses
 from fusionai.transport.channels.framed import refusal
+from fusionai.transport.discovery import NearbyPool
+from fusionai.transport.interface import Channel
+from fusionai.transport.routes.addresses import format_address
 from fusionai.transport.routes.tcp import TcpTransport
 from fusionai.transport.security.certificates import (
     MemberCredentials,
@@ -35,9 +42,20 @@ from fusionai.transport.security.certificates import (
     pool_of,
     verify_certificate,
 )
+from fusionai.transport.security.code_exchange import NewcomerExchange
 from fusionai.transport.security.identity import Identity, load_identity, read_private_json, write_private_json
-from fusionai.wire.messages import JoinGranted, JoinRequest, Message, Refused
+from fusionai.wire.messages import (
+    CodeAccepted,
+    CodeAnswer,
+    CodeOffer,
+    CodeProof,
+    JoinGranted,
+    JoinRequest,
+    Message,
+    Refused,
+)
 
+M = TypeVar("M", bound=Message)
 log = logging.getLogger(__name__)
 
 PREFIX: Final = "fusion1-"
@@ -293,3 +311,46 @@ def _accepted(granted: JoinGranted, authority_key: bytes, identity: Identity) ->
     if certified.peer != identity.peer or certified.role != "member":
         raise TrustError("expected a member's certificate for this machine's key, got one for another key or role.")
     return MemberCredentials(identity, granted.certificate, granted.authority)
+
+
+async def invitation_by_code(pool: NearbyPool, code: str, *, timeout_s: float = 10.0) -> InvitationContent:
+    """Return an invitation into `pool` for this machine. Raises `TransportError` (no answer), `TrustError` (another
+    machine answered, or one that does not know the code), `RefusedError` (a wrong or dead code)."""
+    transport = TcpTransport(StrangerCredentials(pool.authority_key))
+    channel = await transport.dial(pool.addresses, expect=None, stream="control", timeout_s=timeout_s)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _exchanged(channel, pool.authority_key, code)
+    except TimeoutError as error:
+        raise TransportError(f"the broker did not answer within {timeout_s:g} s.", hint="Try again later.") from error
+    finally:
+        await channel.close()
+
+
+async def _exchanged(channel: Channel, authority_key: bytes, code: str) -> InvitationContent:
+    if channel.remote.peer is None:
+        raise TrustError("expected the broker's certificate, got none.")
+    exchange = NewcomerExchange(code, authority_key, channel.remote.peer)
+    answer = await _answer_to(channel, CodeOffer(share=exchange.share), CodeAnswer)
+    key = exchange.key(answer.share)
+    accepted = await _answer_to(channel, CodeProof(proof=key.proof()), CodeAccepted)
+    try:
+        invitation = parse_invitation(key.unseal(accepted.sealed).decode(errors="replace"))
+    except UsageError as error:
+        raise WireError(f"the broker sent no invitation: {error.message}") from error
+    if invitation.authority_key != authority_key:
+        raise TrustError("expected an invitation into the announced pool, got one into another.")
+    reached = format_address(channel.remote.host, channel.remote.port)
+    addresses = tuple(dict.fromkeys((reached, *invitation.addresses)))[:MAX_ADDRESSES]
+    return msgspec.structs.replace(invitation, addresses=addresses)
+
+
+async def _answer_to(channel: Channel, message: Message, expected: type[M]) -> M:
+    await channel.send(message)
+    answer = (await channel.receive()).message
+    if isinstance(answer, Refused):
+        raise refusal(answer)
+    if not isinstance(answer, expected):
+        tags = expected.__struct_config__.tag, answer.__struct_config__.tag
+        raise WireError(f"expected {tags[0]} of the broker, got {tags[1]}.")
+    return answer

@@ -302,10 +302,13 @@ class SharedGradient(WireMessage, frozen=True, kw_only=True, tag="shared_gradien
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
 
 
+WorkKind = Literal["forward", "backward", "weights", "apply", "send", "wait"]
+
+
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """One piece of work, timed on the sender's monotonic clock, for the Gantt chart."""
 
-    kind: Literal["forward", "backward", "weights", "apply", "send", "wait"]
+    kind: WorkKind
     microbatch: Index
     start_s: Seconds
     end_s: Seconds

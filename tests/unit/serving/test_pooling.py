@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusionai.serving.pooling import MODES, Dense, Pooling
+from fusionai.serving.pooling import MODES, Collector, Dense, Pooling
 
 ROWS = np.random.default_rng(5).standard_normal((7, 4)).astype(np.float32)
 
 
 def vector(pooling: Pooling, *parts: np.ndarray) -> np.ndarray:
-    collector = pooling.collector()
+    collector = Collector(pooling)
     for part in parts:
         collector.add(part)
     return np.array(collector.vector())

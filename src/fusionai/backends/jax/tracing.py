@@ -26,14 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fusionai.backends.binding import (
-    IN_FLOAT32,
-    OPERATOR_FAILURES,
-    SIZES,
-    describe,
-    first_line,
-    shape_of,
-)
+from fusionai.backends.binding import IN_FLOAT32, OPERATOR_FAILURES, SIZES, describe, first_line, shape_of
 from fusionai.backends.jax.arithmetic import ELEMENTWISE, REDUCTIONS
 from fusionai.backends.jax.dtypes import DTYPES, is_floating
 from fusionai.backends.jax.norms import LOSSES, NORMS, batch_norm, batch_norm_functional

@@ -23,13 +23,7 @@ from fusionai.backends import measurement
 from fusionai.backends.binding import SIZES
 from fusionai.backends.interface import Backend, DeviceReport, Speeds
 from fusionai.backends.onnxruntime.building import IR_VERSION, OPSET, ROWS, Size, SizesError
-from fusionai.backends.onnxruntime.program import (
-    OPERATORS,
-    Array,
-    OnnxStageProgram,
-    Weights,
-    providers,
-)
+from fusionai.backends.onnxruntime.program import OPERATORS, Array, OnnxStageProgram, Weights, providers
 from fusionai.backends.serving.parted import Compute, PartedServing, ProgramPart
 from fusionai.backends.state import ProgramSize
 from fusionai.backends.tolerance import numbers

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Final, Protocol, get_args
 
 import torch
@@ -60,9 +59,8 @@ from fusionai.wire.serving import ServeOptions, WeightFormat
 log = logging.getLogger(__name__)
 
 
-def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
-    """Measure speeds with the threads this process may use now. Takes about a second. `scratch`: directory for large
-    temporary files."""
+def measure_speeds(device: torch.device) -> Speeds:
+    """Measure speeds with the threads this process may use now. Takes about a second."""
     size = measurement.MATRIX_SIZE[device.type]
     left = torch.ones(size, size, device=device)
     result = torch.empty_like(left)
@@ -74,7 +72,7 @@ def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
     return Speeds(
         flops_per_s,
         bandwidth_bytes_per_s,
-        measurement.scratch_bytes_per_s(scratch),
+        measurement.scratch_bytes_per_s(),
         serving=measured_serving(device, calls_per_s),
         attention_flops_per_s=measured_attention(device, calls_per_s),
         host_copy_bytes_per_s=measured_copies(device, calls_per_s),
@@ -288,10 +286,7 @@ class TorchBackend(Backend):
 
     name = "torch"
 
-    def __init__(self, device: str = "auto", threads: int | None = None, scratch: Path | None = None) -> None:
-        """`scratch`: directory for data that does not fit into memory; None: the system's directory for large temporary
-        files."""
-        self._scratch = scratch
+    def __init__(self, device: str = "auto", threads: int | None = None) -> None:
         measurement.require_threads(threads)
         if threads is not None:
             torch.set_num_threads(threads)
@@ -300,7 +295,7 @@ class TorchBackend(Backend):
         super().__init__(
             self._device.type,
             PLAIN.keys() | CONTEXTUAL,
-            partial(TorchStageProgram, device=self._device, scratch=scratch),
+            partial(TorchStageProgram, device=self._device),
             partial(TorchServingProgram, device=self._device),
         )
         if self._device.type == "cuda":
@@ -342,7 +337,7 @@ class TorchBackend(Backend):
         def seconds(call: Callable[[], object]) -> float:
             return 1 / calls_per_s(call, self._device)
 
-        return measurement.with_pace(measure_speeds(self._device, self._scratch), self, seconds)
+        return measurement.with_pace(measure_speeds(self._device), self, seconds)
 
     def limit_memory(self, memory_bytes: int) -> None:
         limit_card_memory(self._device, memory_bytes)

@@ -27,13 +27,7 @@ from torch import Tensor
 from fusionai.backends import binding
 from fusionai.backends.binding import IN_FLOAT32, OPERATOR_FAILURES, first_line
 from fusionai.backends.torch.host import DTYPES
-from fusionai.backends.torch.operators import (
-    CONTEXTUAL,
-    PLAIN,
-    TorchContext,
-    checked,
-    deferrable_linear,
-)
+from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN, TorchContext, checked, deferrable_linear
 from fusionai.ir.graph import needed_nodes, reads, references
 from fusionai.ir.operators import IN_BFLOAT16, OPERATORS
 from fusionai.ir.schema import (

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from fusionai.backends.torch.packed_graph import ProductWeight, products
-from fusionai.ir.graph import consumers, prune, reads, references
+from fusionai.ir.graph import consumers, prune, reads, references, referring, rewired
 from fusionai.ir.levels import LevelLayout, level_layout
 from fusionai.ir.schema import Arg, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
 from fusionai.ir.serving_cost import STACKED_BYTES
@@ -129,13 +129,7 @@ class _Draft:
 
     def _faceless(self, arg: Arg) -> Arg:
         """Return `arg` with members replaced by the names of their bundles."""
-        match arg:
-            case Ref(name) if name in self.place:
-                return Ref(f"of {self.place[name][0]}")
-            case ListArg(items):
-                return ListArg(tuple(self._faceless(item) for item in items))
-            case _:
-                return arg
+        return referring(arg, lambda name: f"of {self.place[name][0]}" if name in self.place else name)
 
     def _bundles_of(self, node: Node) -> list[_Bundle]:
         names = [value for arg in node.args for value in references(arg) if value in self.place]
@@ -195,13 +189,7 @@ class _Draft:
         self._replace(nodes, args, dim, sizes)
 
     def _together(self, arg: Arg, first: int, end: int) -> Arg:
-        match arg:
-            case Ref(name) if name in self.place:
-                return Ref(self._view(self.place[name][0], first, end))
-            case ListArg(items):
-                return ListArg(tuple(self._together(item, first, end) for item in items))
-            case _:
-                return arg
+        return referring(arg, lambda name: self._view(self.place[name][0], first, end) if name in self.place else name)
 
     def _replace(self, nodes: Sequence[Node], args: tuple[Arg, ...], dim: int, sizes: tuple[int, ...]) -> None:
         members = tuple(node.outputs[0] for node in nodes)
@@ -313,26 +301,12 @@ def _without_repeats(graph: Graph) -> Graph:
     kept: list[Node] = []
     shown = set(graph.outputs.values())
     for node in graph.nodes:
-        renamed = msgspec.structs.replace(
-            node,
-            args=tuple(_renamed(arg, same) for arg in node.args),
-            kwargs={name: _renamed(arg, same) for name, arg in node.kwargs.items()},
-        )
-        key = (renamed.op, repr(renamed.args), repr(renamed.kwargs))
+        call = rewired(node, lambda name: same.get(name, name))
+        key = (call.op, repr(call.args), repr(call.kwargs))
         first = known.get(key)
         if first is None or node.op.startswith("fusion.") or not shown.isdisjoint(node.outputs):
-            known.setdefault(key, renamed)
-            kept.append(renamed)
+            known.setdefault(key, call)
+            kept.append(call)
         else:
             same.update(zip(node.outputs, first.outputs, strict=True))
     return msgspec.structs.replace(graph, nodes=tuple(kept))
-
-
-def _renamed(arg: Arg, names: Mapping[str, str]) -> Arg:
-    match arg:
-        case Ref(name):
-            return Ref(names.get(name, name))
-        case ListArg(items):
-            return ListArg(tuple(_renamed(item, names) for item in items))
-        case _:
-            return arg

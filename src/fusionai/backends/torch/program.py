@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -89,9 +88,7 @@ class TorchStageProgram(StageProgram):
         options: StageOptions,
         device: torch.device,
         memory_limit_bytes: int | None,
-        scratch: Path | None = None,
     ) -> None:
-        """`scratch`: directory for offloaded optimizer state; None: the one of `primitives.environment`."""
         super().__init__(graph, grad_inputs=grad_inputs, options=options)
         if options.offload_weights and not options.recompute:
             raise ExecutionError(
@@ -101,7 +98,6 @@ class TorchStageProgram(StageProgram):
         self._device = device
         self.repeats = repeats_itself(graph, device)
         self._memory_limit_bytes = memory_limit_bytes
-        self._scratch = scratch
         self._segments: dict[
             tuple[frozenset[str], bool], tuple[tuple[RecomputedSegment, ...], Callable[[RecomputedSegment], None]]
         ] = {}
@@ -116,7 +112,7 @@ class TorchStageProgram(StageProgram):
         self._offloaded: OffloadedWeights | None = None
         if options.offload_weights:
             keys = sorted(self._compiled.movable)
-            self._offloaded = OffloadedWeights({key: self._entries[f"model/{key}"] for key in keys}, scratch, device)
+            self._offloaded = OffloadedWeights({key: self._entries[f"model/{key}"] for key in keys}, device)
         self._tensors = {key: self._empty(key, spec) for key, spec in self._specs.items()}
         self._trainable = {key: self._tensors[key] for key, spec in self._specs.items() if spec.trainable}
         self._parameter_storages = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()} - {0}
@@ -147,7 +143,7 @@ class TorchStageProgram(StageProgram):
         layout = {
             (key, slot): shape for key, slots in shapes.items() for slot, shape in slots.items() if slot != "step"
         }
-        return DiskSlots(layout, self._scratch, self._device)
+        return DiskSlots(layout, self._device)
 
     # ------------------------------------------------------------------------------------------------------ running
 

@@ -23,7 +23,6 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import IO, Final, cast
 
 import torch
@@ -109,12 +108,11 @@ class HostSlots(MemorySlots):
 
 
 class DiskSlots:
-    """Slots in an unnamed file under `directory`. The file's space is allocated at once, so a disk that is too small
-    raises `ExecutionError` before the first step, not during one. `what`: what error messages call the content."""
+    """Slots in an unnamed file in the scratch directory. The file's space is allocated at once, so a disk that is too
+    small raises `ExecutionError` before the first step, not during one. `what`: what error messages call the
+    content."""
 
-    def __init__(
-        self, layout: Layout, directory: Path | None, device: torch.device, what: str = "optimizer state"
-    ) -> None:
+    def __init__(self, layout: Layout, device: torch.device, what: str = "optimizer state") -> None:
         self._layout = dict(layout)
         self._device = device
         self._what = what
@@ -124,7 +122,7 @@ class DiskSlots:
         for name, (dtype, shape) in self._layout.items():
             self._offsets[name] = end
             end += tensor_bytes(dtype, shape)
-        where = scratch_directory() if directory is None else directory
+        where = scratch_directory()
         try:
             free_bytes = shutil.disk_usage(where).free
             if end > free_bytes:
@@ -214,18 +212,15 @@ EMPTIED: Final = frozenset({"cpu", "cuda"})
 class OffloadedWeights:
     """The offloaded parameters of `entries` (which have a shape and no slot), by key."""
 
-    def __init__(self, entries: Mapping[str, StateEntry], directory: Path | None, device: torch.device) -> None:
-        """`directory`: see `DiskSlots`. Raises `ExecutionError` on a device that can't offload weights, or on a disk
-        that is too small."""
+    def __init__(self, entries: Mapping[str, StateEntry], device: torch.device) -> None:
+        """Raises `ExecutionError` on a device that can't offload weights, or on a disk that is too small."""
         if device.type not in EMPTIED:
             raise ExecutionError(
                 f"weights can't be offloaded on {device.type}: torch can't empty a tensor's storage there.",
                 hint='Set offload_weights = "never" in the recipe, or let machines with a CPU or CUDA run the job.',
             )
         layout = {(key, WEIGHT): (entry.dtype, entry.shape) for key, entry in entries.items()}
-        self.shelf: Shelf = (
-            DiskSlots(layout, directory, device, "weights") if device.type == "cpu" else HostSlots(device)
-        )
+        self.shelf: Shelf = DiskSlots(layout, device, "weights") if device.type == "cpu" else HostSlots(device)
         self._entries = dict(entries)
         self._device = device
         self._tensors: dict[str, Tensor] = {}

@@ -5,7 +5,7 @@ the layer's attention reads it together with the token's embedding. Logits are o
 `d2t` says which token each stands for. For further guesses the head reads its own state before its last norm. Formulas
 and names are those of the published heads (SpecForge), and of vLLM and SGLang, which serve them.
 
-Decides what a directory holds. Neighbours: `capture.heads` captures the modules, `ir.features` makes the features."""
+Decides what a directory holds. Neighbours: `capture.heads` captures the modules and makes the features."""
 
 from __future__ import annotations
 

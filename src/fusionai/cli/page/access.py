@@ -13,8 +13,8 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
-from urllib.parse import urlsplit
 
+from fusionai.gateway.admission import host_name
 from fusionai.primitives.errors import FusionError
 
 TRIES: Final = 5
@@ -53,7 +53,7 @@ def check_source(head: RequestHead, *, scheme: str, hosts: frozenset[str]) -> No
     """Raise `PageRefusal` for a request that does not come from the page itself. `hosts`: names of the page's
     machine."""
     host = head.host or ""
-    if _host_name(host) not in hosts:
+    if host_name(host) not in hosts:
         raise PageRefusal(403, f"This page has another address than {host[:80]!r}.")
     if head.origin is not None and head.origin.lower() != f"{scheme}://{host.lower()}":
         raise PageRefusal(403, f"This page takes requests from itself only, not from {head.origin[:80]!r}.")
@@ -63,13 +63,6 @@ def check_source(head: RequestHead, *, scheme: str, hosts: frozenset[str]) -> No
         raise PageRefusal(403, "A request that changes something must come from this page.")
     if (head.content_type or "").partition(";")[0].strip().lower() != "application/json":
         raise PageRefusal(415, "Expected the content type application/json.")
-
-
-def _host_name(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
 
 
 @dataclass

@@ -27,6 +27,7 @@ from fusionai.cli.page.overview import ProgramRow
 from fusionai.cli.service.supervisor import Service, ServiceLog, run_to_end, start_command
 from fusionai.primitives import environment
 from fusionai.primitives.errors import FusionError, UsageError
+from fusionai.primitives.process import FUSION
 from fusionai.transport.security.identity import make_private_directory
 
 MOST_RUNNING: Final = 8
@@ -149,7 +150,7 @@ class PagePrograms:
         """Return what `fusion ARGUMENTS` prints. Raises `FusionError` with its own words if it fails."""
         make_private_directory(self.directory)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "fusionai", *arguments),
+            *(*FUSION, *arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

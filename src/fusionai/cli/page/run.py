@@ -52,7 +52,7 @@ class PageOptions:
 
     @property
     def is_local(self) -> bool:
-        return self.host == "localhost" or is_loopback(self.host)
+        return is_loopback(self.host)
 
 
 @dataclass(frozen=True, slots=True)

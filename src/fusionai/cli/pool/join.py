@@ -5,7 +5,7 @@ a machine that lends 2 GB would lend all of its memory after a restart. Without 
 in the local network, asks for the code that a broker shows, and gets an invitation for it.
 
 `peer.daemon` lends the machine; `transport.enrolment` exchanges the invitation for a certificate,
-`transport.discovery` finds pools, `transport.code_enrolment` asks the broker for the invitation.
+`transport.discovery` finds pools, `transport.enrolment` asks the broker for the invitation.
 """
 
 from __future__ import annotations
@@ -362,9 +362,8 @@ def invitation_from_nearby(name: str | None, code: str | None) -> str:
     """Return an invitation from a pool nearby: the one called `name`, the only one, or one that the user chooses.
     Raises `UsageError` (none found, several, no code), `TransportError`, `TrustError`, `RefusedError` (a wrong
     code)."""
-    from fusionai.transport.code_enrolment import invitation_by_code
     from fusionai.transport.discovery import nearby_pools
-    from fusionai.transport.enrolment import format_invitation
+    from fusionai.transport.enrolment import format_invitation, invitation_by_code
 
     console.note("Looking for pools in the local network.")
     found = run(nearby_pools())

@@ -28,13 +28,10 @@ import msgspec
 from fusionai.cli.console import printable
 from fusionai.primitives import environment
 from fusionai.primitives.errors import UsageError
+from fusionai.primitives.process import FUSION, start_child
 from fusionai.primitives.units import format_seconds
 from fusionai.storage.atomic import JobLock
-from fusionai.transport.security.identity import (
-    make_private_directory,
-    read_private_json,
-    write_private_json,
-)
+from fusionai.transport.security.identity import make_private_directory, read_private_json, write_private_json
 
 WRONG_USE: Final = 2
 """Exit code for a user's mistake. Only some correct themselves, such as a model on a disk that is not there yet."""
@@ -236,20 +233,8 @@ def _note(files: ServiceFiles, state: ServiceState, phase: Literal["waiting", "s
 
 async def start_command(service: Service) -> asyncio.subprocess.Process:
     """Start `fusion ARGUMENTS --lifeline`, with its output in one pipe."""
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "fusionai",
-        *service.arguments,
-        "--lifeline",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        cwd=_directory(service),
-        env={**environment.inherited(), **service.variables, "PYTHONUNBUFFERED": "1"},
-        # A signal to the supervisor's group, such as Ctrl-C, must not reach the command twice.
-        start_new_session=sys.platform != "win32",
-    )
+    command = (*FUSION, *service.arguments, "--lifeline")
+    return await start_child(command, directory=_directory(service), variables=service.variables)
 
 
 def _directory(service: Service) -> str | None:

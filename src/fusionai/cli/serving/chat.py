@@ -37,6 +37,7 @@ from fusionai.cli.serving.chat_client import (
     ThinkingPiece,
 )
 from fusionai.primitives.errors import FusionError, TransportError, UsageError
+from fusionai.primitives.process import FUSION
 from fusionai.primitives.units import format_bytes, format_seconds
 
 URL: Final = "http://127.0.0.1:8000"
@@ -370,7 +371,7 @@ def _served(model: str, local: int | None, served: ServingOptions, home: Path) -
         arguments += [] if local is None else ["--local", str(local)]
         arguments += [] if served.context_tokens is None else ["--context", str(served.context_tokens)]
         process = subprocess.Popen(
-            [sys.executable, "-m", "fusionai", *arguments],
+            [*FUSION, *arguments],
             stdin=subprocess.PIPE,
             stdout=sys.stderr,
             # Ctrl-C cancels an answer and must not reach the server, which is terminated after the conversation.

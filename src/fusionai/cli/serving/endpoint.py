@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from fusionai.cli.serving.view import ServingObservation
     from fusionai.client.serving.serve import Served
     from fusionai.gateway.config import KeyRing
-    from fusionai.gateway.tracing import Tracer
 
 _HELLO: Final = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
 _EXAMPLES: Final[Mapping[Purpose, tuple[str, Mapping[str, Any]]]] = {
@@ -54,9 +53,9 @@ class ApiEndpoint:
     behind_gateway: bool
 
 
-def opened(endpoint: ApiEndpoint) -> tuple[KeyRing | None, ssl.SSLContext | None, socket.socket, str]:
-    """Return the keys, the certificate, and the reserved address with its URL. They are checked before a model is
-    loaded, which takes minutes."""
+def opened(endpoint: ApiEndpoint, json_file: Path | None) -> OpenEndpoint:
+    """Return the reserved address with its keys and certificate. They are checked before a model is loaded, which takes
+    minutes."""
     from fusionai.gateway.config import KeyRing
     from fusionai.gateway.server import open_listener
 
@@ -71,7 +70,7 @@ def opened(endpoint: ApiEndpoint) -> tuple[KeyRing | None, ssl.SSLContext | None
         has_tls=tls is not None,
         clear_text=endpoint.clear_text,
     )
-    return keys, tls, listener, url
+    return OpenEndpoint(endpoint, listener, url, keys, tls, json_file)
 
 
 def _tls(endpoint: ApiEndpoint) -> ssl.SSLContext | None:
@@ -90,26 +89,21 @@ def _tls(endpoint: ApiEndpoint) -> ssl.SSLContext | None:
 
 @dataclass(frozen=True, slots=True)
 class OpenEndpoint:
-    """The API's address, reserved before the model is there, its keys, certificate and tracer, and what is announced
-    of it."""
+    """The API's address, reserved before the model is there, its keys and certificate, and what is announced of it.
+    `asked`: the flags."""
 
+    asked: ApiEndpoint
     listener: socket.socket
     url: str
-    name: str | None
     keys: KeyRing | None
     tls: ssl.SSLContext | None
-    tracer: Tracer
     json_file: Path | None
-    is_strict: bool
-    fetches_images: bool
-    is_behind: bool
-    """Clients use another address, of the process that forwards their requests."""
     written: dict[str, object] = field(default_factory=dict[str, object])
     """What `--json` has when the model is ready."""
 
     def announce(self, ready: Served) -> None:
         """Print that the model is ready, with an example of a request, and write `--json`."""
-        name, plan = self.name or ready.model.files.name, ready.engine.deployment.plan
+        name, plan = self.asked.name or ready.model.files.name, ready.engine.deployment.plan
         self.written.update(
             url=self.url,
             model=name,
@@ -125,11 +119,11 @@ class OpenEndpoint:
         source = ready.model.texts.source
         if purpose == "generate" and ready.model.texts.template.is_plain and source is None:
             console.line(f"{name} has no chat template: chats are passed to it as lines of `role: text`.")
-        at = "" if self.is_behind else f" at {self.url}/v1"
+        at = "" if self.asked.behind_gateway else f" at {self.url}/v1"
         console.line(f"ready: a probe token has crossed all stages and matched; {name}{at}")
         for sentence in privacy_lines(ready.privacy, plan):
             console.line(sentence)
-        if self.is_behind:
+        if self.asked.behind_gateway:
             return
         console.line(f"page: {self.url}/ (also the base URL for clients of Anthropic and Ollama)")
         key = "" if self.keys is None else " -H 'Authorization: Bearer YOUR-KEY'"

@@ -27,6 +27,7 @@ from fusionai.serving.speculating import MOST_FIXED
 if TYPE_CHECKING:
     from fusionai.client.serving.job import ServeRequest
     from fusionai.client.serving.serve import ServeEvent
+    from fusionai.gateway.tracing import Tracer
 
 PORT: Final = 8000
 
@@ -254,7 +255,7 @@ def _serve_several(
     json_file: Path | None,
     lifeline: bool,
 ) -> None:
-    from fusionai.cli.serving.several import Door, FrontRequest, programs, serve_several
+    from fusionai.cli.serving.several import FrontRequest, programs, serve_several
 
     endpoint = ApiEndpoint(**{name: given[name] for name in ApiEndpoint.__dataclass_fields__})
     options = given_options(serve, context, context.meta[_WRITTEN])
@@ -265,13 +266,12 @@ def _serve_several(
         spares=local_spares,
         invitation=given["invitation"],
         idle_s=idle_s,
-        json_file=json_file,
     )
-    keys, tls, listener, url = opened(endpoint)
+    door = opened(endpoint, json_file)
 
     async def run(stop: asyncio.Event) -> None:
-        with closing(listener):
-            await serve_several(request, keys, Door(listener, url, tls), stop)
+        with closing(door.listener):
+            await serve_several(request, door, stop)
 
     run_until_stopped(run, lifeline=lifeline)
 
@@ -291,24 +291,12 @@ async def _run_once(request: ServeRequest, endpoint: ApiEndpoint, json_file: Pat
     from fusionai.gateway.tracing import tracer_from_environment
     from fusionai.privacy.findings import sentence
 
-    keys, tls, listener, url = opened(endpoint)
+    door = opened(endpoint, json_file)
     tracer = tracer_from_environment()
     console.line(f"privacy {request.privacy}: {sentence(request.privacy)}")
     ready = asyncio.Event()
-    with closing(listener), ServingView() as view:
-        door = OpenEndpoint(
-            listener,
-            url,
-            endpoint.name,
-            keys,
-            tls,
-            tracer,
-            json_file,
-            is_strict=endpoint.strict,
-            fetches_images=endpoint.image_urls,
-            is_behind=endpoint.behind_gateway,
-        )
-        working = asyncio.create_task(_serve(request, door, stop, ready, view))
+    with closing(door.listener), ServingView() as view:
+        working = asyncio.create_task(_serve(request, door, tracer, stop, ready, view))
         asked = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({working, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -330,6 +318,7 @@ async def _run_once(request: ServeRequest, endpoint: ApiEndpoint, json_file: Pat
 async def _serve(
     request: ServeRequest,
     door: OpenEndpoint,
+    tracer: Tracer,
     stop: asyncio.Event,
     ready: asyncio.Event,
     on_event: Callable[[ServeEvent], None],
@@ -337,21 +326,21 @@ async def _serve(
     from fusionai.cli.serving.view import ServingObservation
     from fusionai.client.serving.serve import serving
     from fusionai.gateway import server
-    from fusionai.gateway.app import make_app
+    from fusionai.gateway.app import Gateway
     from fusionai.gateway.config import GatewayConfig
 
     async with serving(request, on_event=on_event) as served:
         ready.set()
         config = GatewayConfig(
-            model=door.name or served.model.files.name,
+            model=door.asked.name or served.model.files.name,
             keys=door.keys,
-            is_strict=door.is_strict,
-            fetches_images=door.fetches_images,
+            is_strict=door.asked.strict,
+            fetches_images=door.asked.image_urls,
             adapters=tuple(adapter.name for adapter in served.model.adapters),
             created_s=int(time.time()),
         )
         observation = ServingObservation(served.engine, served.engine.plan_of)
-        app = make_app(config, observation, served.model.texts, tracer=door.tracer, loader=served.adapters)
+        app = Gateway(config, observation, served.model.texts, tracer=tracer, loader=served.adapters)
         closing_app = asyncio.Event()
         listening = asyncio.create_task(
             server.serve(app, door.listener, stop=closing_app, on_listening=lambda: door.announce(served), tls=door.tls)

@@ -14,8 +14,6 @@ Flags of the command line hold for all models. A TOML file (`--models`) may give
 from __future__ import annotations
 
 import asyncio
-import socket
-import ssl
 import tempfile
 import time
 import tomllib
@@ -29,12 +27,13 @@ import click
 
 from fusionai.cli import console
 from fusionai.cli.options import flag_of, write_json, written_option
+from fusionai.cli.serving.endpoint import OpenEndpoint
 from fusionai.client.pool.local_pool import local_threads, serving_pool
 from fusionai.client.pool.session import OWNER_DIRECTORY, owner_membership
 from fusionai.client.serving.hosts import ModelHosts, ModelProgram
 from fusionai.client.serving.names import model_name, parse_adapters
 from fusionai.gateway import server
-from fusionai.gateway.config import GatewayConfig, KeyRing
+from fusionai.gateway.config import GatewayConfig
 from fusionai.gateway.front import Front
 from fusionai.primitives.errors import UsageError, nearest
 
@@ -65,15 +64,6 @@ _SAME: Final = frozenset({"key_file", "strict", "image_urls"})
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """The address, reserved before a model is there."""
-
-    listener: socket.socket
-    url: str
-    tls: ssl.SSLContext | None
-
-
-@dataclass(frozen=True, slots=True)
 class FrontRequest:
     """Where several models are served and from which pool."""
 
@@ -83,7 +73,6 @@ class FrontRequest:
     spares: int
     invitation: str | None
     idle_s: float | None
-    json_file: Path | None
 
 
 def programs(
@@ -164,7 +153,7 @@ def _check(command: click.Command, model: str, arguments: Sequence[str], file: P
         raise UsageError(f"{where}{model}: {wrong.format_message()}") from wrong
 
 
-async def serve_several(request: FrontRequest, keys: KeyRing | None, door: Door, stop: asyncio.Event) -> None:
+async def serve_several(request: FrontRequest, door: OpenEndpoint, stop: asyncio.Event) -> None:
     """Serve the models until `stop` is set; the first one is loaded at once. Raises what prevents that."""
     home, invitation = request.home, request.invitation
     async with AsyncExitStack() as stack:
@@ -179,11 +168,11 @@ async def serve_several(request: FrontRequest, keys: KeyRing | None, door: Door,
             ModelProgram(one.name, one.adapters, (*one.arguments, "--home", str(home))) for one in request.programs
         )
         hosts = await stack.enter_async_context(ModelHosts(own, directory, _say, idle_s=request.idle_s))
-        config = GatewayConfig(model="", keys=keys, created_s=int(time.time()))
-        await _listen(request, Front(config, hosts), hosts, door, stop)
+        config = GatewayConfig(model="", keys=door.keys, created_s=int(time.time()))
+        await _listen(Front(config, hosts), hosts, door, stop)
 
 
-async def _listen(request: FrontRequest, front: Front, hosts: ModelHosts, door: Door, stop: asyncio.Event) -> None:
+async def _listen(front: Front, hosts: ModelHosts, door: OpenEndpoint, stop: asyncio.Event) -> None:
     names = [program.name for program in hosts.programs]
     closing = asyncio.Event()
 
@@ -194,7 +183,7 @@ async def _listen(request: FrontRequest, front: Front, hosts: ModelHosts, door: 
 
     async def load_first() -> None:
         async with hosts.use(names[0]):
-            write_json(request.json_file, "serve", {"url": door.url, "models": names, "loaded": [names[0]]})
+            write_json(door.json_file, "serve", {"url": door.url, "models": names, "loaded": [names[0]]})
             console.line(f"ready: {names[0]} answers at {door.url}/v1")
 
     listening = asyncio.create_task(

@@ -106,27 +106,24 @@ def _serve(directory: Path, json_file: Path | None) -> None:
     from fusionai.client.serving.demo import ServeDemoResult, run_serve_demo
 
     _create(directory)
-    found: list[ServeDemoResult] = []
     started_s = time.monotonic()
 
-    async def run(stop: asyncio.Event) -> None:
+    async def run(stop: asyncio.Event) -> ServeDemoResult | None:
         with ServingView() as view:
             working = asyncio.create_task(run_serve_demo(directory, view))
             asked = asyncio.create_task(stop.wait())
             try:
                 await asyncio.wait({working, asked}, return_when=asyncio.FIRST_COMPLETED)
-                if working.done():
-                    found.append(working.result())
+                return working.result() if working.done() else None
             finally:
                 asked.cancel()
                 working.cancel()
                 await asyncio.wait({working})
 
-    run_until_stopped(run)
-    if not found:
+    result = run_until_stopped(run)
+    if result is None:
         console.line(f"Stopped before the end. Logs so far: {directory}")
         raise SystemExit(1)
-    (result,) = found
     for number, machines in result.machines.items():
         console.line(f"pipeline {number}: {', '.join(machines)}")
     console.table(

@@ -12,7 +12,6 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from statistics import median
 from typing import Final
 
@@ -21,7 +20,7 @@ from fusionai.dashboard.report_data import PlanObservation, StageObservation
 from fusionai.primitives.units import format_seconds, format_speed
 from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.training.progress import StepDone
-from fusionai.transport.routes.addresses import candidates, parse_address
+from fusionai.transport.routes.addresses import candidates, is_loopback, parse_address
 from fusionai.wire.messages import Span
 
 MOST_SHOWN: Final = 8
@@ -204,11 +203,4 @@ def _all_here(addresses: Sequence[str], here: Collection[str]) -> bool:
     """Return whether all addresses are this machine's. All are compared, because a machine in another home may have one
     of the same private addresses."""
     hosts = [known[0] for address in addresses if (known := parse_address(address)) is not None]
-    return bool(hosts) and all(host in here or host == "localhost" or _is_loopback(host) for host in hosts)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return bool(hosts) and all(host in here or is_loopback(host) for host in hosts)

@@ -194,7 +194,7 @@ class FaultReport:
         known = () if former is None else former.tolerant_takeovers
         newest = event.plan.tolerant_takeovers[-1:]
         tolerance = newest[0].tolerance if newest and newest != known[-1:] else None
-        recut = former is not None and _blocks(former) != _blocks(event.plan)
+        recut = former is not None and former.ranges != event.plan.ranges
         for episode in self.open():
             episode.tolerance = tolerance
             if recut and episode.stages:
@@ -306,10 +306,6 @@ def waiting_news(before: str, reason: str) -> str:
     left = _LEFT.search(reason)
     known = left is not None and bool(before) and _LEFT.sub("", reason) == _LEFT.sub("", before)
     return left[0].removeprefix("; ") if left is not None and known else reason
-
-
-def _blocks(plan: Plan) -> tuple[tuple[int, tuple[int, int]], ...]:
-    return tuple((stage.replica, stage.blocks) for stage in plan.stages)
 
 
 def _bare(event: progress.FaultSeen) -> str:

@@ -18,7 +18,6 @@ import logging
 import os
 import secrets
 import shutil
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -30,9 +29,8 @@ import msgspec
 
 from fusionai.execution.measurement import FILE as MEASUREMENT
 from fusionai.primitives.clock import Clock, SystemClock
-from fusionai.primitives.environment import inherited
 from fusionai.primitives.errors import FusionError, StorageError, UsageError
-from fusionai.primitives.process import ORDINARY, YIELDING, weigh_session
+from fusionai.primitives.process import FUSION, ORDINARY, YIELDING, start_child, weigh_session
 from fusionai.storage.atomic import JobLock, write_atomic
 
 FIRST_S: Final = 1.0
@@ -100,6 +98,9 @@ OWNERS_SHARE: Final = 2
 """Share of the free memory for the job owner's process beside serving peers, in shares of a peer (chosen)."""
 REMEMBERED: Final = "weights.json"
 """File with the hashes of model files, in a job owner's home."""
+_ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Variables that the framework's libraries read when loaded; without them they would start more threads than
+`threads`."""
 BROKER: Final = "broker"
 """Name of the broker's process; no peer may have it."""
 
@@ -261,7 +262,8 @@ class LocalPool:
         show it."""
         log_path = self.directory / f"{name}.log"
         log = _log_in(home, log_path)
-        process = await start_command((*arguments, "--lifeline", "--home", str(home)), log)
+        command = (*FUSION, *arguments, "--lifeline", "--home", str(home))
+        process = await start_child(command, log, variables=_ONE_THREAD)
         child = _Child(name, process, log, log_path)
         former = self._children.get(name)
         if former is not None:
@@ -336,25 +338,6 @@ class LocalPool:
                     child.process.stdin.close()
                 child.log.close()
         self._children.clear()
-
-
-async def start_command(arguments: Sequence[str], log: IO[bytes]) -> asyncio.subprocess.Process:
-    """Start `fusion ARGUMENTS` with a pipe as its standard input, which stays open as long as this process runs, and
-    its output in `log`."""
-    # The framework's libraries read these when loaded; without them they would start more threads than `threads`.
-    environment = {**inherited(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "fusionai",
-        *arguments,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=log,
-        stderr=log,
-        env=environment,
-        # Ctrl-C on the terminal must reach only the job owner, which ends the pool afterwards.
-        start_new_session=sys.platform != "win32",
-    )
 
 
 async def _ordinary(child: _Child) -> None:

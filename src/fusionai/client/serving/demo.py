@@ -188,5 +188,5 @@ async def _answer(served: Served, prompt: list[int], emitted: list[int], pipelin
 
 
 def _tokenizer() -> CorpusTokenizer:
-    files = select_library(200_000).files
+    files = select_library(200_000)
     return train_tokenizer((path.read_text(encoding="utf-8") for path in files), 1024)

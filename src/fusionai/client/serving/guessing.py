@@ -3,7 +3,7 @@
 Opens it, states the memory that it takes, and loads it in this process. Without either, guesses come from repetitions
 in the text (`serving.speculating`).
 
-Neighbours: `client.serving.model` opens models, `capture.heads` captures heads, `serving.draft` and `serving.heads`
+Neighbours: `client.serving.model` opens models, `capture.heads` captures heads, `serving.drafting` and `serving.heads`
 guess; `client.serving.serve` calls this."""
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from fusionai.ir.serving import SEQUENCE
 from fusionai.primitives.errors import ModelError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 from fusionai.primitives.units import format_bytes
-from fusionai.serving.draft import DraftProposer
-from fusionai.serving.drafting import LoadedDraft, load_program
+from fusionai.serving.drafting import DraftProposer, LoadedDraft, load_program
 from fusionai.serving.heads import HeadProposer
 from fusionai.serving.speculating import Proposer
 from fusionai.storage.weight_manifest import ModelWeights

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -26,8 +25,8 @@ import msgspec
 from fusionai.client.pool.local_pool import announced_in
 from fusionai.coordination.serving.hosting import EndModel, Hosting, Phase, StartModel
 from fusionai.primitives.clock import Clock, SystemClock
-from fusionai.primitives.environment import inherited
 from fusionai.primitives.errors import FusionError
+from fusionai.primitives.process import FUSION, start_child
 
 POLL_S: Final = 0.1
 STOP_S: Final = 20.0
@@ -35,7 +34,6 @@ STOP_S: Final = 20.0
 FINAL_CODE: Final = 2
 """Exit code of a mistake in the model or its flags, which more room in the pool would not mend."""
 KEPT_LINES: Final = 20
-_LINE_BYTES: Final = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class ModelHosts:
         *,
         idle_s: float | None = None,
         clock: Clock | None = None,
-        command: Sequence[str] = (sys.executable, "-m", "fusionai", "serve"),
+        command: Sequence[str] = (*FUSION, "serve"),
     ) -> None:
         self._programs = {program.name: program for program in programs}
         self._directory = directory
@@ -242,11 +240,9 @@ class ModelHosts:
                 turn.set_exception(problem)
 
     async def _spawn(self, name: str, announced: Path) -> _Child:
-        process = await start_model(
-            *(*self._command, *self._programs[name].arguments),
-            *("--name", name, "--host", "127.0.0.1", "--port", "0", "--json", str(announced)),
-            *("--lifeline", "--behind-gateway"),
-        )
+        place = ("--name", name, "--host", "127.0.0.1", "--port", "0", "--json", str(announced))
+        arguments = (*self._programs[name].arguments, *place, "--lifeline", "--behind-gateway")
+        process = await start_child((*self._command, *arguments))
         child = _Child(process, asyncio.create_task(asyncio.sleep(0)))
         child.reading = asyncio.create_task(self._read(name, child))
         return child
@@ -257,7 +253,7 @@ class ModelHosts:
         while True:
             try:
                 line = await child.process.stdout.readline()
-            except ValueError:  # a line longer than `_LINE_BYTES`, which the stream has dropped
+            except ValueError:  # a line longer than 64 KiB, which the stream has dropped
                 continue
             if not line:
                 return
@@ -275,21 +271,6 @@ class ModelHosts:
                 child.process.kill()
             await child.process.wait()
         await asyncio.gather(child.reading, return_exceptions=True)
-
-
-async def start_model(*command: str) -> asyncio.subprocess.Process:
-    """Start a model's process with a pipe as its standard input, which stays open as long as this process runs, and its
-    output in another pipe."""
-    return await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**inherited(), "PYTHONUNBUFFERED": "1"},
-        limit=_LINE_BYTES,
-        # Ctrl-C on the terminal must reach only the gateway, which ends the models afterwards.
-        start_new_session=sys.platform != "win32",
-    )
 
 
 async def _url(child: _Child, announced: Path) -> str | None:

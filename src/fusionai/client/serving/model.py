@@ -1,19 +1,20 @@
 """Opens a model for serving: finds its files, captures its graph, hashes its weights.
 
-Also finds adapters to serve with the model.
+Also finds adapters to serve with the model, and opens the encoder of an encoder-decoder model on the job owner's
+machine.
 
 MODEL is a directory in Hugging Face layout, a GGUF file, a hub id, or the output of `fusion train`: a job's directory
 (its newest checkpoint is used) or one of its checkpoints. Weights are read only to hash them.
 
 `capture` makes the graph, `ir.serving` checks whether it can be served, `storage.weight_manifest` hashes,
-`serving.model_text` reads the tokenizer; `client.serving.guessing` opens what guesses tokens; `client.serving.serve`
-calls this.
+`serving.model_text` reads the tokenizer; `client.serving.guessing` opens what guesses tokens; `capture.models.sources`
+runs the encoder, `serving.sources` says how requests use it; `client.serving.serve` calls this.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -29,10 +30,10 @@ from fusionai.capture.models.huggingface import has_image_input, model_directory
 from fusionai.capture.models.images import ImageEncoder, NoImages
 from fusionai.capture.models.seq2seq import is_decoding
 from fusionai.capture.models.source import DirectorySource, HubSource
+from fusionai.capture.models.sources import SourceEncoder
 from fusionai.capture.models.state import rounding
 from fusionai.capture.served import LONGEST_PASS, capture_served
 from fusionai.capture.tracing.attention import SEEN_WHOLE
-from fusionai.client.serving.encoders import with_source
 from fusionai.client.serving.names import CHECKPOINTS, model_name, source_of
 from fusionai.ir.packed import packed_bytes
 from fusionai.ir.schema import Graph, Ref
@@ -44,7 +45,7 @@ from fusionai.primitives.errors import GraphError, ModelError
 from fusionai.serving.images import ImageMarks, ImageReader
 from fusionai.serving.job import weight_keys
 from fusionai.serving.model_text import ModelText
-from fusionai.serving.sources import Source
+from fusionai.serving.sources import DecoderRules, Source, SpeechTokens, source_positions
 from fusionai.serving.text import read_json
 from fusionai.storage.adapter_files import CONFIG_FILE, AdapterFiles, read_adapter
 from fusionai.storage.reader import open_latest
@@ -351,3 +352,30 @@ def _positions(config: Mapping[str, Any]) -> int | None:
             if isinstance(size, int) and size > 0:
                 return min(size, *seen) if seen else size
     return None
+
+
+def with_source(directory: Path, captured: Captured, texts: ModelText) -> ModelText:
+    """Return the model's text with its encoder, loaded and tried. Blocking. Raises `ModelError`."""
+    encoder = SourceEncoder(captured, directory)
+    rules = DecoderRules.load(directory)
+    speech = SpeechTokens.load(directory, texts.tokenizer) if encoder.hears else None
+    source = Source(encoder, rules, speech, source_positions(captured.config or {}))
+    samples = read_json(directory / "generation_config.json").get("do_sample") is True
+    sampling = texts.sampling if samples else replace(texts.sampling, temperature=0.0)
+    return replace(texts, source=source, sampling=sampling)
+
+
+def encoder_notes(name: str, texts: ModelText) -> Iterator[str]:
+    """Yield what the encoders of the model `name` read, and what the answers differ in from transformers' defaults."""
+    if texts.images is not None:
+        yield f"{name} reads images; this machine encodes them"
+    if texts.source is not None:
+        yield f"{name} reads {'text' if texts.source.speech is None else 'speech'} with its encoder, on this machine"
+        yield from (f"{name}: {words}" for words in texts.source.rules.words)
+
+
+def close_encoders(texts: ModelText) -> None:
+    """End the encoders' threads."""
+    for reader in (texts.images, texts.source):
+        if reader is not None:
+            reader.close()

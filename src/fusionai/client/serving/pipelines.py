@@ -34,10 +34,9 @@ from fusionai.client.pool.replanning import MachineHistory
 from fusionai.client.pool.reporting import ServedNote, report_state, report_tokens
 from fusionai.client.pool.session import PoolMember, near_links, one_part_each
 from fusionai.client.pool.watch import watch_trust
-from fusionai.client.pool.work import WorkReports
+from fusionai.client.pool.work import TokenWork, WorkReports
 from fusionai.client.serving.guessing import Guesser, HeadModel, load_guesser
 from fusionai.client.serving.job import ServeRequest, serving_job
-from fusionai.client.serving.lent_work import TokenWork
 from fusionai.client.serving.model import ServedModel, job_name
 from fusionai.client.serving.planning import checking_sentence
 from fusionai.client.serving.watch import Priced, ServingReplanner, ServingWatch

@@ -37,7 +37,6 @@ def serving_problem(
     ends: Ends,
     stages: int | None = None,
     spares: int | None = None,
-    excluded: Sequence[str] = (),
     takeover: Literal["exact", "tolerant"] = "tolerant",
     kept: tuple[int, int] = (0, 0),
 ) -> Problem:
@@ -70,7 +69,6 @@ def serving_problem(
         stages=stages,
         microbatches=1,
         microbatch_tokens=1,
-        excluded=tuple(excluded),
         spares_wanted=spares,
         takeover=takeover,
         serving=msgspec.structs.replace(needs, result_bytes=row_bytes),

@@ -21,15 +21,13 @@ from typing import Final, TypeVar
 import msgspec
 
 from fusionai.capture.models.eagle import EagleFiles
-from fusionai.client.pool.beginning import first_deployment, nobody
+from fusionai.client.pool.beginning import Waiting, first_deployment, nobody
 from fusionai.client.pool.job_process import Met, Noted, OwnerProcess, own_machine, owner_profile
 from fusionai.client.pool.local_pool import REMEMBERED, LocalPool, local_threads, own_memory_bytes, serving_pool
-from fusionai.client.pool.place import Waiting
 from fusionai.client.pool.replanning import MachineHistory
 from fusionai.client.pool.reporting import end_leftovers
 from fusionai.client.pool.session import PoolMember, near_links, owner_membership
 from fusionai.client.serving.adapters import RunningAdapters
-from fusionai.client.serving.encoders import close_encoders, encoder_notes
 from fusionai.client.serving.guessing import (
     DraftModel,
     Guesser,
@@ -43,6 +41,8 @@ from fusionai.client.serving.job import ServeRequest, kept_blocks
 from fusionai.client.serving.model import (
     ServedFiles,
     ServedModel,
+    close_encoders,
+    encoder_notes,
     find_adapters,
     find_model,
     hash_weights,
@@ -58,13 +58,7 @@ from fusionai.client.serving.pipelines import (
     Pipelines,
     without_standbys,
 )
-from fusionai.client.serving.planning import (
-    can_stay_packed,
-    equalised,
-    serving_problem,
-    text_needs,
-    whole_needs,
-)
+from fusionai.client.serving.planning import can_stay_packed, equalised, serving_problem, text_needs, whole_needs
 from fusionai.client.serving.watch import Priced, ServingReplanner
 from fusionai.execution.connections import Deployment
 from fusionai.ir.serving import SEQUENCE

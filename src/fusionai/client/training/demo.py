@@ -389,7 +389,6 @@ def demo_peers(count: int, device: str) -> list[LocalPeer]:
 
 def demo_recipe(options: DemoOptions) -> Recipe:
     """Return the demo's recipe: a small Llama-type model on the source text of Python's standard library."""
-    selection = select_library(CORPUS_BYTES)
     table: dict[str, Any] = {
         "job": {
             "name": "demo",
@@ -413,7 +412,7 @@ def demo_recipe(options: DemoOptions) -> Recipe:
             },
         },
         "data": {
-            "files": [str(path) for path in selection.files],
+            "files": [str(path) for path in select_library(CORPUS_BYTES)],
             "format": "text",
             "sequence_length": 128,
             "evaluation_fraction": 0.05,

@@ -25,6 +25,7 @@ from msgspec import Meta
 
 from fusionai.client.pool.replanning import adopted_plan
 from fusionai.client.training.preparation import PreparedJob
+from fusionai.client.training.recorder import Recorder, TensorBoardCurves
 from fusionai.coordination.training.exchanges import Exchanges
 from fusionai.corpus.recipe import Recipe
 from fusionai.primitives.errors import RecipeError, StorageError
@@ -33,7 +34,6 @@ from fusionai.storage.atomic import storage_errors, write_atomic
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.reader import CheckpointReader, complete_checkpoints, forget_after, latest, step_of
 from fusionai.storage.rundir import RunDirectory
-from fusionai.telemetry.recorder import Recorder, TensorBoardCurves
 from fusionai.training import progress
 
 _FREE: Final = (

@@ -59,7 +59,7 @@ class Crews:
         self._jobs: dict[JobId, int] = {}
         self._numbers: set[int] = set()
         self.someone_waits = False
-        """Whether a replica waits for machines. New machines are then not assigned until `share_out`."""
+        """Whether a replica waits for machines. New machines are then assigned only with `share_out`."""
 
     def give(self, number: int, peers: Iterable[str]) -> None:
         """Assign `peers` to a replica, also if another had them."""
@@ -77,15 +77,9 @@ class Crews:
         self._jobs = {job: one for job, one in self._jobs.items() if one != number}
         self._crew = {peer: one for peer, one in self._crew.items() if one != number}
 
-    def see(self, members: Iterable[PoolMember]) -> None:
-        """Update the assignment from the pool's members. New machines are assigned unless a replica waits."""
-        self._see(members, place_new=not self.someone_waits)
-
-    def share_out(self, members: Iterable[PoolMember]) -> None:
-        """Assign new machines even if a replica waits, because it can't start with them."""
-        self._see(members, place_new=True)
-
-    def _see(self, members: Iterable[PoolMember], *, place_new: bool) -> None:
+    def see(self, members: Iterable[PoolMember], *, share_out: bool = False) -> None:
+        """Update the assignment from the pool's members. New machines are assigned unless a replica waits; with
+        `share_out` also then, because it can't start with them."""
         new: list[PoolMember] = []
         strength = dict.fromkeys(self._numbers, 0.0)
         for member in members:
@@ -98,7 +92,7 @@ class Crews:
             else:
                 new.append(member)
         for member in sorted(new, key=lambda one: (-one.profile.effective_flops_per_s, one.view.peer)):
-            if strength and place_new:
+            if strength and (share_out or not self.someone_waits):
                 weakest = min(sorted(strength), key=lambda number: strength[number])
                 self._crew[member.view.peer] = weakest
                 strength[weakest] += member.profile.effective_flops_per_s

@@ -340,7 +340,7 @@ class _Replicas:
         self._tried = there
         made = await in_background(lambda: self._plan_among(idle))
         if made is None or not self._pays(made):
-            self._crews.share_out(members)
+            self._crews.see(members, share_out=True)
             return
         past = await in_background(partial(self.places.past, number))
         if past is not None and (number in self._behind or self.rounds.is_lost(past)):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fusionai.backends.tolerance import TOLERANCES
-from fusionai.client.pool.beginning import begin, nobody
+from fusionai.client.pool.beginning import LeftQueue, Waiting, begin, nobody
 from fusionai.client.pool.faults import FaultRecords
 from fusionai.client.pool.job_process import (
     GAVE_WAY,
@@ -29,16 +29,11 @@ from fusionai.client.pool.job_process import (
     own_machine,
     owner_profile,
 )
-from fusionai.client.pool.place import LeftQueue, Waiting
-from fusionai.client.pool.replanning import (
-    Distrusted,
-    MachineHistory,
-    TrainingReplanner,
-    distrusted,
-)
+from fusionai.client.pool.replanning import Distrusted, MachineHistory, TrainingReplanner, distrusted
 from fusionai.client.pool.reporting import Reporting
 from fusionai.client.pool.session import PoolMember, known_owner, owner_membership
 from fusionai.client.pool.watch import PoolWatch, watch_trust
+from fusionai.client.pool.work import work_reports
 from fusionai.client.training.job_directory import (
     JobRecords,
     check_checkpoint,
@@ -48,7 +43,6 @@ from fusionai.client.training.job_directory import (
     job_id,
     open_directory,
 )
-from fusionai.client.training.lent_work import work_reports
 from fusionai.client.training.outcome import TrainingResult, already_over, result_of
 from fusionai.client.training.preparation import (
     PreparedJob,

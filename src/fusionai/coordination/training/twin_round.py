@@ -5,15 +5,22 @@ got from all others, sends their means to all, and waits for the means of the ot
 all-gather). Each parameter goes this way by itself, so that means of the first ones travel beside differences of the
 last. What was sent stays available: a stage that runs the round again after a fault is served from it.
 
+`spans` divides the parameters among the replicas that sum them. Each parameter is flat and cut into rows of `ROW`
+numbers, so that groups of a codec never cross two shares. Every replica sums one run of rows of each parameter, in
+proportion to its weight. The division follows from names, sizes and weights alone, so every stage of every replica
+computes the same, whatever its cut.
+
 The machine holds no tensor. `execution.training.twins` performs its commands, `joint_rounds` decides which replicas
 take part."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import floor
 from typing import Final
+from zlib import crc32
 
 from msgspec import Struct
 
@@ -215,3 +222,23 @@ TABLE: Final = Table[_Parameter, list[SumShares]](
     ],
     initial=(MAKING,),
 )
+
+
+ROW: Final = 4096
+"""Numbers of a row: a multiple of every codec's group size (chosen: a larger row divides small parameters unevenly)."""
+
+Span = tuple[int, int]
+"""Half-open range of numbers of one flat parameter."""
+
+
+def spans(key: str, size: int, weights: Sequence[float]) -> tuple[Span, ...]:
+    """Return each member's span of the parameter; together they cover it. A parameter of few rows goes to few members,
+    which differ from parameter to parameter."""
+    rows, whole = -(-size // ROW), sum(weights)
+    shift = crc32(key.encode()) / 2**32
+    ends: list[int] = []
+    before = 0.0
+    for weight in weights[:-1]:
+        before += weight
+        ends.append(min(size, ROW * floor(rows * (before / whole) + shift)))
+    return tuple(zip([0, *ends], [*ends, size], strict=True))

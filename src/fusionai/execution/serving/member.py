@@ -21,16 +21,11 @@ import msgspec
 from fusionai.backends.memory import return_code_pages, return_freed_memory
 from fusionai.backends.serving.base import ServingProgram
 from fusionai.execution.host import Host
-from fusionai.execution.member import LinkLostSink, RoundMember
+from fusionai.execution.member import RoundMember
 from fusionai.execution.serving.loading import StageWeights, identity_of, prepare_stage
 from fusionai.execution.serving.stage import ServingStage
 from fusionai.execution.serving.verifier import TextVerifier
-from fusionai.primitives.errors import (
-    ExecutionError,
-    FusionError,
-    GraphError,
-    TransportError,
-)
+from fusionai.primitives.errors import ExecutionError, FusionError, GraphError, TransportError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.weight_part import spec_bytes
@@ -53,8 +48,8 @@ WORKING_BEATS: Final = 4
 
 class ServingMember(RoundMember):
     """Takes part in one serving job. `owner` is the driver's peer id, `opened` the fence with which it opened the job.
-    `on_result`, `on_evidence` and `on_link_lost` are set only in the driver's process, where results of passes, data
-    for checks and reports of lost links end; other members send theirs over the network."""
+    `on_result` and `on_evidence` are set only in the driver's process, where results of passes and data for checks end;
+    other members send theirs over the network."""
 
     def __init__(
         self,
@@ -66,9 +61,8 @@ class ServingMember(RoundMember):
         *,
         on_result: ResultSink | None = None,
         on_evidence: EvidenceSink | None = None,
-        on_link_lost: LinkLostSink | None = None,
     ) -> None:
-        super().__init__("serve", host, job, owner, opened, on_link_lost)
+        super().__init__("serve", host, job, owner, opened)
         self._weights = weights
         self._on_result = on_result
         self._on_evidence = on_evidence

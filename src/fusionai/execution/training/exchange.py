@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from fusionai.backends.interface import StageProgram
 from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM, REPORTED, RESIDUAL
-from fusionai.coordination.training.division import Span
+from fusionai.coordination.training.twin_round import Span
 from fusionai.execution.tensors import as_array, as_bytes
 from fusionai.execution.training.codecs import Carried, pack, unpack
 from fusionai.primitives.errors import ExecutionError

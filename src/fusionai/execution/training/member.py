@@ -15,19 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from fusionai.execution.host import Host
-from fusionai.execution.member import LinkLostSink, RoundMember
+from fusionai.execution.member import RoundMember
 from fusionai.execution.training.boundary import Sent, ends
 from fusionai.execution.training.runtime import StageRuntime
 from fusionai.execution.training.snapshots import MemberSnapshots
 from fusionai.execution.training.stages import Stages
 from fusionai.execution.training.verifier import StepVerifier
-from fusionai.primitives.errors import (
-    ChannelClosed,
-    ExecutionError,
-    FusionError,
-    GraphError,
-    TransportError,
-)
+from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, GraphError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope
@@ -42,8 +36,8 @@ OutputSink = Callable[[wire.Output, dict[str, HostTensor]], None]
 
 class JobMember(RoundMember):
     """Takes part in one job. `owner` is the driver's peer id, `opened` the fence with which it opened the job.
-    `on_output` and `on_link_lost` are set only in the driver's process, where job outputs and reports of lost links
-    end; other members send theirs over the network."""
+    `on_output` is set only in the driver's process, where job outputs end; other members send theirs over the
+    network."""
 
     def __init__(
         self,
@@ -53,9 +47,8 @@ class JobMember(RoundMember):
         opened: Fence,
         *,
         on_output: OutputSink | None = None,
-        on_link_lost: LinkLostSink | None = None,
     ) -> None:
-        super().__init__("train", host, job, owner, opened, on_link_lost)
+        super().__init__("train", host, job, owner, opened)
         self._on_output = on_output
         self._stages = Stages(host, job, self)
         self._attaching = asyncio.Lock()

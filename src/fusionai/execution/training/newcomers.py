@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from fusionai.coordination.training.division import Span, spans
+from fusionai.coordination.training.twin_round import Span, spans
 from fusionai.execution.host import Host
 from fusionai.execution.training.exchange import (
     AGREED_SLOTS,

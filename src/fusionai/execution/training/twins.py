@@ -20,8 +20,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from fusionai.coordination.training import twin_round as machine
-from fusionai.coordination.training.division import Span, spans
-from fusionai.coordination.training.twin_round import Receiver, TwinRound
+from fusionai.coordination.training.twin_round import Receiver, Span, TwinRound, spans
 from fusionai.execution.host import Host
 from fusionai.execution.tensors import chunks
 from fusionai.execution.training.codecs import Carried, joined, split

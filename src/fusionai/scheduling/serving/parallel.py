@@ -26,12 +26,7 @@ from fusionai.scheduling.serving.bound import bound_tokens_per_s
 from fusionai.scheduling.serving.partition import divided
 from fusionai.scheduling.serving.pipeline import block_s
 from fusionai.scheduling.serving.planning import serving_plan
-from fusionai.scheduling.serving.prediction import (
-    LoadedPipeline,
-    PipelineLoad,
-    shared_round_s,
-    stage_room,
-)
+from fusionai.scheduling.serving.prediction import LoadedPipeline, PipelineLoad, shared_round_s, stage_room
 
 METHOD: Final = (
     "pipelines like the fastest, one after the other, then divided anew; bound by work and prices of machines"

@@ -20,7 +20,7 @@ import msgspec
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_speed
 from fusionai.scheduling.problem.calibration import paced
-from fusionai.scheduling.problem.constraints import check_pins, check_settings, eligible, must_use, stage_limits
+from fusionai.scheduling.problem.constraints import check_pins, check_settings, eligible, limits_among, stage_limits
 from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of, middle, place_of
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import (
@@ -270,10 +270,8 @@ def single_s(pipeline: ServingPipeline, peer: int) -> float:
 
 
 def _limits(problem: Problem, pipeline: ServingPipeline, cache_tokens: int) -> ServingLimits:
-    index = {peer.peer: i for i, peer in enumerate(pipeline.peers)}
-    required = sum(1 << index[name] for name in must_use(problem))
-    limits = stage_limits(problem, pipeline.count, pipeline.length)
-    return ServingLimits(fewest=limits.fewest, most=limits.most, cache_tokens=cache_tokens, required=required)
+    limits = limits_among(problem, pipeline.peers, stage_limits(problem, pipeline.count, pipeline.length))
+    return ServingLimits(fewest=limits.fewest, most=limits.most, cache_tokens=cache_tokens, required=limits.required)
 
 
 def _pages(pipeline: ServingPipeline, best: PartialPipeline, needs: ServingNeeds, cache_tokens: int) -> int:

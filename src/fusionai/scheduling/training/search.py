@@ -12,7 +12,7 @@ has a budget of tried extensions, an argument and never a clock, so that results
 
 `annealed` serves larger pools. Stages are filled for many target periods and rankings of peers, and the best few
 pipelines are changed at random, with noise that shrinks to zero (simulated annealing). The effort is a number of
-rounds, random numbers come from a seed, and the result carries no bound.
+rounds, random numbers come from a fixed seed, and the result carries no bound.
 
 `kernels.training_pipeline` has the loops, `pipeline` the costs; `solving` decides what happens when a budget is spent.
 """
@@ -367,7 +367,6 @@ def annealed(
     others: Sequence[Suffix] = (),
     afresh: bool = True,
     rounds: int = ROUNDS,
-    seed: int = 0,
 ) -> tuple[Suffix | None, int]:
     """Return the fastest pipeline found, no slower than `known` (None if none fits), and the number of pipelines
     evaluated. `others`: more pipelines to start from; `afresh`: start from simple guesses as well."""
@@ -384,7 +383,7 @@ def annealed(
         order, cuts = guess.order.copy(), guess.cuts.copy()
         count, found_s = compiled(anneal)(
             tables, limits.fewest, limits.most, required, order, cuts, guess.count, rounds // len(guesses),
-            HEATS[turn % len(HEATS)], seed * STARTS + turn,
+            HEATS[turn % len(HEATS)], turn,
         )  # fmt: skip
         looked_at += rounds // len(guesses)
         if found_s < best_s:

@@ -12,7 +12,7 @@ sides, whatever it forwards.
 `spake2` computes on Ed25519 in plain Python, not in constant time. The broker therefore computes its shares in advance.
 Only a proof, which is counted, starts a computation with the code that can be timed.
 
-`broker.code_door` and `transport.code_enrolment` exchange the messages.
+`broker.code_door` and `transport.enrolment` exchange the messages.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -90,18 +88,18 @@ def state_of(stage: TorchStageOptimizer) -> dict[tuple[str, str], list[float]]:
     return {(key, slot): stage.read(key, slot).view(-1).tolist() for key in LARGE for slot in stage.slots(key)}
 
 
-def on_disk(spec: OptimizerSpec, parameters: dict[str, torch.Tensor], directory: Path) -> TorchStageOptimizer:
+def on_disk(spec: OptimizerSpec, parameters: dict[str, torch.Tensor]) -> TorchStageOptimizer:
     layout = {(key, slot): one for key, slots in slot_shapes(spec, parameters).items() for slot, one in slots.items()}
-    return TorchStageOptimizer(spec, parameters, DiskSlots(layout, directory, torch.device("cpu")))
+    return TorchStageOptimizer(spec, parameters, DiskSlots(layout, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("spec", [*SPECS, OptimizerSpec(state_bits=8, weight_decay=0.1)])
-def test_state_in_a_file_changes_no_bit(spec: OptimizerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_in_a_file_changes_no_bit(spec: OptimizerSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "PIECE", 512)
     one, other = large(), large()
     kept, away = (
         moved(TorchStageOptimizer(spec, one), one, range(5)),
-        moved(on_disk(spec, other, tmp_path), other, range(5)),
+        moved(on_disk(spec, other), other, range(5)),
     )
     for name, parameter in one.items():
         assert torch.equal(parameter, other[name]), name

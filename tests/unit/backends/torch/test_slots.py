@@ -17,14 +17,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=["memory", "disk", "host"])
-def kept(request: pytest.FixtureRequest, tmp_path: Path) -> OptimizerSlots:
+def kept(request: pytest.FixtureRequest) -> OptimizerSlots:
     match request.param:
         case "memory":
             return MemorySlots()
         case "host":
             return HostSlots(CPU)
         case _:
-            return DiskSlots(LAYOUT, tmp_path, CPU)
+            return DiskSlots(LAYOUT, CPU)
 
 
 def test_what_is_written_is_read(kept: OptimizerSlots):
@@ -57,20 +57,22 @@ def test_pieces_are_kept_where_they_came_from(kept: OptimizerSlots):
     assert kept.piece("a", "q", 0, 5).tolist() == [0, 9, 8, 3, 4]
 
 
-def test_a_file_takes_no_memory_and_leaves_nothing_behind(tmp_path: Path):
-    kept = DiskSlots(LAYOUT, tmp_path, CPU)
+def test_a_file_takes_no_memory_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(slots, "scratch_directory", lambda: tmp_path)
+    kept = DiskSlots(LAYOUT, CPU)
     kept.write("a", "m", torch.ones(3, 4))
     assert kept.resident_bytes == 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_too_small_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_that_is_too_small_is_said_at_once(monkeypatch: pytest.MonkeyPatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(slots.shutil, "disk_usage", lambda _: usage(100, 80, 20))
     with pytest.raises(ExecutionError, match=r"takes 57 B under .*, where 20 B are free: 37 B are missing"):
-        DiskSlots(LAYOUT, tmp_path, CPU)
+        DiskSlots(LAYOUT, CPU)
 
 
-def test_a_directory_that_is_not_there_is_said(tmp_path: Path):
+def test_a_directory_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(slots, "scratch_directory", lambda: tmp_path / "missing")
     with pytest.raises(ExecutionError, match="no room for 57 B"):
-        DiskSlots(LAYOUT, tmp_path / "missing", CPU)
+        DiskSlots(LAYOUT, CPU)

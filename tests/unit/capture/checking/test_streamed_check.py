@@ -267,9 +267,9 @@ def test_modules_as_people_write_them(inner: Callable[[], nn.Module], shape: tup
 
 
 def test_values_saved_for_backward_may_lie_in_a_file(model: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusionai.capture.checking.offloaded.SAVED_BYTES", 0)
-    monkeypatch.setattr("fusionai.capture.checking.offloaded._SMALL_BYTES", 0)
-    monkeypatch.setattr("fusionai.capture.checking.offloaded.KEPT_BYTES", 0)
+    monkeypatch.setattr("fusionai.capture.checking.streamed_check.SAVED_BYTES", 0)
+    monkeypatch.setattr("fusionai.capture.checking.streamed_check._SMALL_BYTES", 0)
+    monkeypatch.setattr("fusionai.capture.checking.streamed_check.KEPT_BYTES", 0)
     result = streamed(model)
     assert (result.forward_diff, result.gradient_diff) == (0.0, 0.0)
 

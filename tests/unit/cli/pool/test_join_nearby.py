@@ -27,7 +27,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[NearbyPool, str]]:
         seen.append((pool, code))
         return InvitationContent(pool.name, pool.addresses, pool.authority_key, bytes(16))
 
-    monkeypatch.setattr("fusionai.transport.code_enrolment.invitation_by_code", ask)
+    monkeypatch.setattr("fusionai.transport.enrolment.invitation_by_code", ask)
     return seen
 
 

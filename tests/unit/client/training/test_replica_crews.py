@@ -45,7 +45,7 @@ def test_new_machines_are_kept_for_whoever_waits_until_they_are_not_enough() -> 
     members = works("a", "job-0"), member("b"), works("c", "job-1"), member("d")
     assert "d" in kept_out(made, 0, *members)
     assert "d" in kept_out(made, 1, *members)
-    made.share_out(members)
+    made.see(members, share_out=True)
     assert "d" not in kept_out(made, 1, *members)
 
 

@@ -11,8 +11,7 @@ import pytest
 from fusionai.execution.host import ComputeThread
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.serving.draft import DraftProposer
-from fusionai.serving.drafting import LoadedDraft
+from fusionai.serving.drafting import DraftProposer, LoadedDraft
 from fusionai.serving.interface import Sampling
 from fusionai.serving.sampling import TokenHistory, choose
 from fusionai.wire.messages import Segment, ServeOptions

@@ -3,12 +3,12 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import pytest
 
-from fusionai.telemetry.recorder import MetricRecord, Recorder, StepRecord, Work, WorkKind
+from fusionai.client.training.recorder import MetricRecord, Recorder, StepRecord, Work
+from fusionai.wire.messages import Span
 from harness.virtual_clock import VirtualClock
 
 
@@ -24,17 +24,10 @@ def read_records(path: Path) -> list[StepRecord | MetricRecord]:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing waits until the writer has looked once more."""
-    monkeypatch.setattr("fusionai.telemetry.recorder._POLL_S", 0.01)
+    monkeypatch.setattr("fusionai.client.training.recorder._POLL_S", 0.01)
 
 
-class Piece(NamedTuple):
-    kind: WorkKind
-    microbatch: int
-    start_s: float
-    end_s: float
-
-
-WORK = {1: (Piece("forward", 2, 9.0, 9.25), Piece("wait", 0, 9.25, 9.75), Piece("backward", 2, 9.75, 9.999999))}
+WORK = {1: (Span("forward", 2, 9.0, 9.25), Span("wait", 0, 9.25, 9.75), Span("backward", 2, 9.75, 9.999999))}
 
 
 def test_steps_and_metrics_come_back_with_their_origin(tmp_path: Path) -> None:
@@ -64,7 +57,7 @@ def test_single_pieces_of_work_are_written_for_one_step_in_ten_seconds(tmp_path:
     clock = VirtualClock(0.0)
     path = tmp_path / "t.jsonl"
     sink = recorder(path, clock=clock.now_s)
-    pieces = {stage: [Piece("forward", n, n / 100, n / 100 + 0.009) for n in range(32)] for stage in range(4)}
+    pieces = {stage: [Span("forward", n, n / 100, n / 100 + 0.009) for n in range(32)] for stage in range(4)}
     for step in range(100):  # 25 s
         sink.record_step(step, {"train.loss": 1.0}, pieces)
         clock.advance(0.25)
@@ -95,7 +88,7 @@ def test_text_is_refused_where_a_name_or_id_belongs(tmp_path: Path, text: str) -
     with pytest.raises(ValueError, match="unknown metric"):
         sink.record_metric(text, 1.0, step=1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="unknown work"):
-        sink.record_step(1, {}, {0: [Piece(text, 0, 0, 1)]})  # pyright: ignore[reportArgumentType]
+        sink.record_step(1, {}, {0: [Span(text, 0, 0, 1)]})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="unknown metric"):
         sink.record_step(1, {text: 1.0}, {})  # pyright: ignore[reportArgumentType]
     sink.close()

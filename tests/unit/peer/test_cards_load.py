@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fusionai.peer import daemon, lending
-from fusionai.peer.card_load import AmdCard, NvidiaCard, OthersCardLoad, find_cards
+from fusionai.peer.cards import AmdCard, NvidiaCard, OthersCardLoad, find_cards
 from fusionai.peer.lending import CARD_BUSY_AFTER_S, LOOK_AT_CARDS_EVERY_S, QUIET_AFTER_S, Lending
 from harness.virtual_clock import VirtualClock
 

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from fusionai.client.pool import beginning, place
-from fusionai.client.pool.beginning import first_deployment
-from fusionai.client.pool.place import LeftQueue, Waiting, least_machines, sentence
+from fusionai.client.pool import beginning
+from fusionai.client.pool.beginning import LeftQueue, Waiting, first_deployment, least_machines, sentence
 from fusionai.client.pool.replanning import MachineHistory, PoolReplanner
 from fusionai.client.pool.session import PoolMember
 from fusionai.execution.connections import Deployment
@@ -49,7 +48,7 @@ class QueueingPool(FakePool):
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "ASK_S", 0.0)
+    monkeypatch.setattr(beginning, "ASK_S", 0.0)
     monkeypatch.setattr(beginning, "PLAN_PAUSE_S", 0.0)
 
 

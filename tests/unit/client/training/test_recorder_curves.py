@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.telemetry.recorder import TensorBoardCurves
+from fusionai.client.training.recorder import TensorBoardCurves
 
 
 @pytest.mark.slow
@@ -26,7 +26,7 @@ def test_curves_land_in_an_event_file(tmp_path: Path) -> None:
 
 
 def test_importing_does_not_load_tensorboard() -> None:
-    code = "import sys, fusionai.telemetry.recorder; sys.exit('tensorboardX' in sys.modules)"
+    code = "import sys, fusionai.client.training.recorder; sys.exit('tensorboardX' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import cast
 
-from fusionai.client.serving.lent_work import CountingEngine, TokenWork
+from fusionai.client.pool.work import CountingEngine, TokenWork
 from fusionai.ir.cost import BlockCost
 from fusionai.scheduling.problem.types import Certificate, Plan, StagePlacement
 from fusionai.serving import job as progress

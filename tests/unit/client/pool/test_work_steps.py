@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fusionai.client.pool.work import CommittedWork
-from fusionai.client.training.lent_work import StepWork, committed_work
+from fusionai.client.pool.work import CommittedWork, StepWork, committed_work
 from fusionai.ir.cost import BlockCost
 from fusionai.storage.commits import CommitJournal, DisputedSteps, StagePlace, StepPlaces
 from fusionai.wire.messages import CommitRecord, Fence, WorkShare

@@ -9,9 +9,9 @@ import pytest
 import soundfile
 from numpy.typing import NDArray
 
+from fusionai.gateway import audio
+from fusionai.gateway.audio import SoundReader
 from fusionai.primitives.errors import UsageError
-from fusionai.serving import sound
-from fusionai.serving.sound import SoundReader
 
 RATE_HZ = 16_000
 
@@ -64,7 +64,7 @@ def test_no_sound_and_broken_sound_are_refused() -> None:
 
 
 def test_too_long_a_sound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sound, "MOST_S", 3)
+    monkeypatch.setattr(audio, "MOST_S", 3)
     with pytest.raises(UsageError, match="longer than 3 seconds"):
         windows(written(tone(RATE_HZ, 5.0), RATE_HZ, "WAV"))
 

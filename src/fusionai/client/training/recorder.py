@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import Annotated, Final, Literal, Protocol, TextIO, get_args
+from typing import Annotated, Final, Literal, TextIO, get_args
 
 import msgspec
 from msgspec import Meta
 
-WorkKind = Literal["forward", "backward", "weights", "apply", "send", "wait"]
+from fusionai.wire.messages import Span, WorkKind
+
 MetricName = Literal[
     "train.loss",
     "train.learning_rate",
@@ -114,19 +115,6 @@ _NOT_BUSY: Final[frozenset[WorkKind]] = frozenset({"send", "wait"})
 """Kinds of work that do not count as busy time."""
 
 
-class WorkPiece(Protocol):
-    """A piece of a stage's work, with times on the recorder's clock."""
-
-    @property
-    def kind(self) -> WorkKind: ...
-    @property
-    def microbatch(self) -> int: ...
-    @property
-    def start_s(self) -> float: ...
-    @property
-    def end_s(self) -> float: ...
-
-
 class Recorder:
     """Records steps and metrics in one file, for one process. Safe to call from any thread; `close` writes out what is
     queued. `clock`: monotonic seconds, for the times of records. Raises `ValueError` in the caller's thread, at once,
@@ -168,9 +156,7 @@ class Recorder:
         """Use this plan version for all later records."""
         self._origin = msgspec.structs.replace(self._origin, plan_version=version)
 
-    def record_step(
-        self, step: int, metrics: Mapping[MetricName, float], pieces: Mapping[int, Sequence[WorkPiece]]
-    ) -> None:
+    def record_step(self, step: int, metrics: Mapping[MetricName, float], pieces: Mapping[int, Sequence[Span]]) -> None:
         """Record a step. `pieces`: stage -> its work in this step."""
         at_s = self._clock()
         detailed = at_s >= self._next_detail_s
@@ -257,11 +243,11 @@ def _finite(value: float) -> float | None:
     return float(value) if isfinite(value) else None
 
 
-def _busy_s(pieces: Sequence[WorkPiece]) -> float:
+def _busy_s(pieces: Sequence[Span]) -> float:
     return round(sum(piece.end_s - piece.start_s for piece in pieces if piece.kind not in _NOT_BUSY), 6)
 
 
-def _work(piece: WorkPiece, at_s: float) -> Work:
+def _work(piece: Span, at_s: float) -> Work:
     return Work(
         piece.kind,
         piece.microbatch,

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from fusionai.backends.interface import DeviceReport
-from fusionai.peer.card_claims import claim_card
+from fusionai.peer.cards import claim_card
 from fusionai.peer.profile import lent_memory_bytes
 from fusionai.primitives.errors import UsageError
 

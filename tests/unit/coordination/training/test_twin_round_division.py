@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionai.coordination.training.division import ROW, spans
+from fusionai.coordination.training.twin_round import ROW, spans
 
 WEIGHTS = st.lists(st.floats(1e3, 1e9), min_size=1, max_size=64)
 
