@@ -106,15 +106,7 @@ class ServingDriver:
             drop=lambda peer, reason: self._connections.drop(peer, reason),
             feed=answers.feed,
         )
-        self._member = ServingMember(
-            host,
-            job.job,
-            job.owner,
-            fence,
-            OwnWeights(job.weights),
-            on_result=self._passes.arrived,
-            on_evidence=lambda peer, message, tensors: self._checking.heard(peer, message, tensors),
-        )
+        self._member = self._own_member(fence)
         self._connections = Connections(
             job.job, host, self._member, on_message=self._on_message, serve_state=self._serve, on_lost=self._lost
         )
@@ -129,6 +121,18 @@ class ServingDriver:
         )
         self._round = ServingRound(
             job, host.seal, deployment, whole, fence, self._connections, self._tasks, secret_of=self._checking.secret_of
+        )
+
+    def _own_member(self, fence: Fence) -> ServingMember:
+        """Return the member for the stages that stay with the owner."""
+        return ServingMember(
+            self._host,
+            self._job.job,
+            self._job.owner,
+            fence,
+            OwnWeights(self._job.weights),
+            on_result=self._passes.arrived,
+            on_evidence=lambda peer, message, tensors: self._checking.heard(peer, message, tensors),
         )
 
     @property
