@@ -239,7 +239,8 @@ def _composites(_registered: int) -> set[Any]:
 
 @contextmanager
 def _fake_parameters(task: nn.Module) -> Iterator[FakeTensorMode]:
-    """While open, parameters are fake tensors on the buffers' device, so nothing is allocated."""
+    """While open, parameters are fake tensors on the buffers' device, so nothing is allocated. At the end, buffers that
+    forward assigned are the module's own again."""
     mode = FakeTensorMode(
         shape_env=ShapeEnv(tracked_fakes=[], trace_asserts=True, prefer_deferred_runtime_asserts_over_guards=False),
         allow_non_fake_inputs=True,
@@ -249,6 +250,7 @@ def _fake_parameters(task: nn.Module) -> Iterator[FakeTensorMode]:
     mode.cache_enabled = False
     fakes: dict[int, nn.Parameter] = {}
     originals: list[tuple[nn.Module, str, nn.Parameter]] = []
+    buffers = [(module, dict(module._buffers)) for module in task.modules()]
     for module in task.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -265,6 +267,8 @@ def _fake_parameters(task: nn.Module) -> Iterator[FakeTensorMode]:
     finally:
         for module, name, parameter in originals:
             module._parameters[name] = parameter
+        for module, held in buffers:
+            module._buffers.update(held)
 
 
 def _keep_gradient_stops(program: ExportedProgram) -> None:
