@@ -4,7 +4,7 @@ A graph changes buffers and nothing else. A counter of Python, a list of earlier
 outside torch or two parameters in one memory would train otherwise on a pool than in one process, without a word. The
 module itself shows this: it is run twice, from the same buffers and with the same draws.
 
-Neighbours: `capture.checking.self_check` calls this on a module in memory; `capture.tasks` makes assigned buffers writes.
+Neighbours: `capture.checking.self_check` calls this for modules in memory; `capture.tasks` writes assigned buffers.
 """
 
 from __future__ import annotations
