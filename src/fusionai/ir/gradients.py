@@ -65,7 +65,7 @@ def gradient_uses(
 
     A use that reaches the outputs through a detached value only is none: its stage would send a gradient of nothing,
     and might do so before the receiver has begun the microbatch, because no loss waits for both."""
-    flowing = needing_gradient(graph) & _reaching_outputs(graph)
+    flowing = _flowing(graph)
     found: dict[str, list[OperandUse]] = {}
     stages_of: dict[int, list[int]] = {}
     for stage, ids in enumerate(held):
@@ -83,13 +83,13 @@ def gradient_uses(
     return found
 
 
-def _reaching_outputs(graph: Graph) -> frozenset[str]:
-    """Values from which differentiable operators lead to an output of the graph."""
-    found = set(graph.outputs.values())
+def _flowing(graph: Graph) -> frozenset[str]:
+    """Values that need a gradient and get one: differentiable operators lead from them to an output of the graph."""
+    needs_grad, found = needing_gradient(graph), set(graph.outputs.values())
     for node in reversed(graph.nodes):
-        if OPERATORS[node.op].differentiable and not found.isdisjoint(node.outputs):
+        if OPERATORS[node.op].differentiable and any(value in found and value in needs_grad for value in node.outputs):
             found.update(reads(node))
-    return frozenset(found)
+    return needs_grad & found
 
 
 @dataclass(frozen=True, slots=True)
