@@ -53,6 +53,10 @@ class LongestApart(ModelError):
         self.length = length
 
 
+class OneLength(ModelError):
+    """The model works at one length of the sequence only."""
+
+
 def _at_most(size: int) -> str:
     return f"Ask for at most {size}."
 
@@ -318,7 +322,8 @@ def _model_error(error: Exception, inputs: tuple[InputSpec, ...]) -> ModelError:
     if "specialized" in text or "Constraints violated" in text or "Not all values of" in text:
         found: list[str] = re.findall(r"marked (\w+) as dynamic", text) or re.findall(r"violated \((\w+)\)", text)
         fixed = sorted({_SIZES.get(name, name) for name in found})
-        return ModelError(
+        kind = OneLength if fixed == [_SIZES["s"]] else ModelError
+        return kind(
             f"the model works at one size of the {' and '.join(fixed) or 'batch or sequence'} only{where}: its "
             "operations depend on the example's size, as those of a loop over positions do.",
             hint="Take sizes from x.shape without looping or branching over them (a recurrence in Python can't be "

@@ -44,6 +44,22 @@ def raising():
     raise ValueError("boom")
 
 
+class Windows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(300, 8), nn.Linear(8, 300)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        rows, length = input_ids.shape
+        x = nn.functional.pad(x, (0, 0, 0, (5 - length % 5) % 5)).view(rows, -1, 5, 8)
+        return self.head((x + x.cumsum(2)).reshape(rows, -1, 8)[:, :length])
+
+
+def windows():
+    return Windows()
+
+
 """
 
 
@@ -134,3 +150,14 @@ def test_data(place: Path, changes: dict[str, object], said: tuple[str, ...]):
 def test_models(place: Path, changes: dict[str, object], said: tuple[str, ...], capfd: pytest.CaptureFixture[str]):
     refused(place, {"data__tokenizer": {"train": 300}, **changes} if "data" not in changes else changes, *said)
     assert capfd.readouterr().err == ""
+
+
+def test_a_model_of_one_length_is_captured_for_rows_of_this_length(place: Path):
+    recipe = load_recipe(
+        write_recipe(place / "r.toml", model={"factory": "mistaken:windows"}, data__tokenizer={"train": 300})
+    )
+    said: list[str] = []
+    prepared = prepare(recipe, RunDirectory(Path(recipe.directory)), said.append)
+    assert "The model works at one length only: captured for rows of 32 tokens." in said
+    assert prepared.captured.graph.symbols["s"] == (32, 32)
+    assert prepared.symbols["s"] == 32
