@@ -98,14 +98,14 @@ class TaskModule(nn.Module):
                 scores, labels = logits.view(-1, logits.shape[-1]), inputs["labels"].view(-1)
                 if self.task == "counted_lm":
                     total = F.cross_entropy(scores, labels, ignore_index=IGNORED_LABEL, reduction="sum")
-                    return {"logits": logits, "loss": total / inputs[LABEL_COUNT]}
-                return {"logits": logits, "loss": F.cross_entropy(scores, labels, ignore_index=IGNORED_LABEL)}
+                    return {"logits": logits, "loss": (total / inputs[LABEL_COUNT]).float()}
+                return {"logits": logits, "loss": F.cross_entropy(scores, labels, ignore_index=IGNORED_LABEL).float()}
             case "classification":
                 logits = _scores(result, "batch, classes", self.task)
-                return {"logits": logits, "loss": F.cross_entropy(logits, inputs["labels"])}
+                return {"logits": logits, "loss": F.cross_entropy(logits, inputs["labels"]).float()}
             case "regression":
                 output = _tensor(result, "logits")
-                return {"output": output, "loss": F.mse_loss(output, inputs["labels"])}
+                return {"output": output, "loss": F.mse_loss(output, inputs["labels"]).float()}
             case "module_loss":
                 loss = _tensor(result, "loss")
                 if loss.ndim:
@@ -113,7 +113,13 @@ class TaskModule(nn.Module):
                         f"the module's loss has shape {list(loss.shape)}, expected a scalar.",
                         hint="Return the mean, or choose a task that computes the loss from outputs.",
                     )
-                return {"loss": loss}
+                if not loss.is_floating_point():
+                    dtype = str(loss.dtype).removeprefix("torch.")
+                    raise ModelError(
+                        f"the module's loss is {dtype}, expected a floating-point number.",
+                        hint="Count or compare in a float dtype: whole numbers have no gradient.",
+                    )
+                return {"loss": loss.float()}
             case "none":
                 return _tensors(result)
 

@@ -262,7 +262,8 @@ class _Lowering:
         for target in signature.parameters_to_mutate.values():
             raise ModelError(
                 f"forward changes the parameter {target.removeprefix(PREFIX)}, and only the optimizer may do that.",
-                hint="Compute the changed weight as another tensor, or keep what forward changes in a buffer.",
+                hint="Compute the changed weight as another tensor, or keep what forward changes in a buffer. An "
+                "nn.Embedding with max_norm changes its weight too.",
             )
         for name, target in signature.buffers_to_mutate.items():
             written = self.names.get(by_name[name])

@@ -52,6 +52,7 @@ from fusionai.corpus.tables import (
 )
 from fusionai.ir.blocks import held_in_front, sent_bytes
 from fusionai.ir.cost import block_costs
+from fusionai.ir.graph import needing_gradient
 from fusionai.ir.partition import ends
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.weights import stored_bytes, with_stored
@@ -152,6 +153,7 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
             f"the model needs the inputs {', '.join(missing)}, but the data has {', '.join(first)}.",
             hint="Name the columns in [data] columns, or change the model's inputs.",
         )
+    _require_gradient(captured.graph)
     for note in captured.notes:
         progress(note)
     _compare(captured, progress)
@@ -166,6 +168,15 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
             sent = format_bytes(recipe.train.microbatches * sent_bytes(captured.graph))
             progress(f"the adapter stays on this machine: each step sends {sent} of it to peers and receives as much")
     return PreparedJob(recipe, source, captured, content_hash(captured.graph), symbols, prod(symbols.values()), base)
+
+
+def _require_gradient(graph: Graph) -> None:
+    if graph.outputs["loss"] not in needing_gradient(graph):
+        raise ModelError(
+            f"the loss of {graph.name} depends on no parameter that is trained.",
+            hint="Check requires_grad of its parameters, and that forward neither detaches the loss nor runs it under "
+            "torch.no_grad().",
+        )
 
 
 def _compare(captured: Captured, progress: Callable[[str], None]) -> None:

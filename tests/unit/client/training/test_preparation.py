@@ -60,6 +60,31 @@ def windows():
     return Windows()
 
 
+class Loss(nn.Module):
+    def __init__(self, of):
+        super().__init__()
+        self.inner, self.of = nn.Linear(4, 4), of
+
+    def forward(self, x, y):
+        return {"loss": self.of((self.inner(x) - y).square().mean())}
+
+
+def whole():
+    return Loss(lambda loss: loss.round().long())
+
+
+def detached():
+    return Loss(lambda loss: loss.detach())
+
+
+def frozen():
+    return Loss(lambda loss: loss).requires_grad_(False)
+
+
+def double():
+    return Loss(lambda loss: loss.double())
+
+
 """
 
 
@@ -141,6 +166,9 @@ def test_data(place: Path, changes: dict[str, object], said: tuple[str, ...]):
         (own("raising"), ("ValueError: boom",)),
         (own("branching"), ("branches on the values of tensors at mistaken.py", "torch.where")),
         (own("branching", a="x", y="y"), ("no input 'a'", "x, y")),
+        (own("whole"), ("loss is int64", "floating-point")),
+        (own("detached"), ("depends on no parameter that is trained", "detaches")),
+        (own("frozen"), ("depends on no parameter that is trained", "requires_grad")),
         (
             {"model": {"factory": "no_such_module:build", "task": "module_loss"}, "data": own("x")["data"]},
             ("was not found",),
@@ -161,3 +189,9 @@ def test_a_model_of_one_length_is_captured_for_rows_of_this_length(place: Path):
     assert "The model works at one length only: captured for rows of 32 tokens." in said
     assert prepared.captured.graph.symbols["s"] == (32, 32)
     assert prepared.symbols["s"] == 32
+
+
+def test_a_loss_of_another_precision_becomes_float32(place: Path):
+    recipe = load_recipe(write_recipe(place / "r.toml", **own("double")))
+    graph = prepare(recipe, RunDirectory(Path(recipe.directory)), lambda text: None).captured.graph
+    assert graph.values[graph.outputs["loss"]].dtype == "float32"
