@@ -154,7 +154,7 @@ def _in_memory(checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int)
     def outputs() -> Mapping[str, torch.Tensor]:
         task.train(checked.train)
         with torch.no_grad(), comparison.SameDraws(checked.graph, DropoutKey(seed, 0, 0), training=checked.train):
-            return task(dict(inputs))
+            return task(comparison.copied(inputs))
 
     if note := refuse_hidden_state(checked.graph.name, module, outputs):
         notes.append(note)

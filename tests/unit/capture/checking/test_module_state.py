@@ -84,6 +84,18 @@ def test_other_results_the_second_time_are_refused(
         checked(lambda: Keeping(body))
 
 
+def test_a_forward_may_change_its_inputs() -> None:
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.mul_(2.0))
+
+    assert checked(Scaling).ok
+
+
 def test_an_attribute_that_changes_without_effect_is_noted() -> None:
     result = checked(lambda: Keeping(counted))
     assert result.ok
