@@ -69,6 +69,19 @@ class Loss(nn.Module):
         return {"loss": self.of((self.inner(x) - y).square().mean())}
 
 
+class NoLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(nn.Linear(4, 4).bias.detach())
+
+    def forward(self, x, y):
+        return {"loss": (self.scale * x - y).square().mean()}
+
+
+def no_layer():
+    return NoLayer()
+
+
 def whole():
     return Loss(lambda loss: loss.round().long())
 
@@ -168,6 +181,7 @@ def test_data(place: Path, changes: dict[str, object], said: tuple[str, ...]):
         (own("branching", a="x", y="y"), ("no input 'a'", "x, y")),
         (own("whole"), ("loss is int64", "floating-point")),
         (own("detached"), ("depends on no parameter that is trained", "detaches")),
+        (own("no_layer") | {"adapter": {"targets": ["inner"]}}, ("no linear layer that could", "leave out [adapter]")),
         (own("frozen"), ("depends on no parameter that is trained", "requires_grad")),
         (
             {"model": {"factory": "no_such_module:build", "task": "module_loss"}, "data": own("x")["data"]},
