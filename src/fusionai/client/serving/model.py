@@ -186,7 +186,7 @@ def _check_weights(directory: Path, text: str, *, is_hub: bool) -> None:
         pickled = sorted(path.name for path in directory.glob("pytorch_model*.bin"))
         if pickled and not is_hub:
             hint = (
-                "Convert the file where you trust it: transformers' from_pretrained, then save_pretrained, which writes "
+                "Convert it where you trust it: transformers' from_pretrained, then save_pretrained, which writes "
                 "*.safetensors."
             )
         also = f", only {pickled[0]}, which is never read because a pickle can run code" if pickled else ""
