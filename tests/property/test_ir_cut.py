@@ -331,8 +331,8 @@ def _check_routes(graph: Graph, partition: Partition) -> None:
         assert (route.producer == FEED) == (route.value in graph.inputs)
         if route.producer != FEED:
             assert partition.stages[route.producer].graph.outputs[route.value] == route.value
-        for consumer in route.consumers:
-            assert (route.value in partition.stages[consumer].grad_inputs) == route.needs_grad
+        returns = [route.value in partition.stages[consumer].grad_inputs for consumer in route.consumers]
+        assert any(returns) == route.needs_grad
 
 
 @settings(deadline=None, derandomize=True, max_examples=examples(100))

@@ -85,7 +85,9 @@ class TaskModule(nn.Module):
         given = {name: inputs[name] for name in self.names}
         if AXIS_POSITIONS in inputs:
             given[POSITIONS] = inputs[AXIS_POSITIONS].permute(2, 0, 1)
+        held = _buffers(self.module)
         result = self._call(given)
+        _keep_assigned(held)
         if chosen is not None:
             chosen.mask = None
         if holder is not None:
@@ -96,14 +98,14 @@ class TaskModule(nn.Module):
                 scores, labels = logits.view(-1, logits.shape[-1]), inputs["labels"].view(-1)
                 if self.task == "counted_lm":
                     total = F.cross_entropy(scores, labels, ignore_index=IGNORED_LABEL, reduction="sum")
-                    return {"logits": logits, "loss": total / inputs[LABEL_COUNT]}
-                return {"logits": logits, "loss": F.cross_entropy(scores, labels, ignore_index=IGNORED_LABEL)}
+                    return {"logits": logits, "loss": (total / inputs[LABEL_COUNT]).float()}
+                return {"logits": logits, "loss": F.cross_entropy(scores, labels, ignore_index=IGNORED_LABEL).float()}
             case "classification":
                 logits = _scores(result, "batch, classes", self.task)
-                return {"logits": logits, "loss": F.cross_entropy(logits, inputs["labels"])}
+                return {"logits": logits, "loss": F.cross_entropy(logits, inputs["labels"]).float()}
             case "regression":
                 output = _tensor(result, "logits")
-                return {"output": output, "loss": F.mse_loss(output, inputs["labels"])}
+                return {"output": output, "loss": F.mse_loss(output, inputs["labels"]).float()}
             case "module_loss":
                 loss = _tensor(result, "loss")
                 if loss.ndim:
@@ -111,7 +113,13 @@ class TaskModule(nn.Module):
                         f"the module's loss has shape {list(loss.shape)}, expected a scalar.",
                         hint="Return the mean, or choose a task that computes the loss from outputs.",
                     )
-                return {"loss": loss}
+                if not loss.is_floating_point():
+                    dtype = str(loss.dtype).removeprefix("torch.")
+                    raise ModelError(
+                        f"the module's loss is {dtype}, expected a floating-point number.",
+                        hint="Count or compare in a float dtype: whole numbers have no gradient.",
+                    )
+                return {"loss": loss.float()}
             case "none":
                 return _tensors(result)
 
@@ -138,6 +146,34 @@ class TaskModule(nn.Module):
                 hint="Name the inputs as the module's forward does.",
             )
         return self.module(*inputs.values())
+
+
+def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Return (module that registered it, its name there, the buffer) of all buffers that a checkpoint holds."""
+    return [
+        (child, name, buffer)
+        for child in module.modules()
+        for name, buffer in child._buffers.items()
+        if buffer is not None and name not in child._non_persistent_buffers_set
+    ]
+
+
+def _keep_assigned(held: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
+    """Copy each tensor that a forward assigned in the place of a buffer (`self.mean = 0.9 * self.mean + ...`) into that
+    buffer. A trace sees a copy into a buffer as a change of state, and would lose an assignment."""
+    for module, name, buffer in held:
+        assigned = module._buffers.get(name)
+        if assigned is None or assigned is buffer:
+            continue
+        if assigned.shape != buffer.shape:
+            raise ModelError(
+                f"forward of {type(module).__name__} gives its buffer {name!r} another shape: {list(buffer.shape)} "
+                f"becomes {list(assigned.shape)}.",
+                hint="Keep the shape of a registered buffer: what depends on the batch can't last from step to step.",
+            )
+        with torch.no_grad():
+            buffer.copy_(assigned)
+        module._buffers[name] = buffer
 
 
 def input_specs(

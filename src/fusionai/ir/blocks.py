@@ -85,18 +85,21 @@ def _numbered(graph: Graph, loss: frozenset[int], cheap: frozenset[int], layer_o
     floor = _raised(graph, cheap, layer_of)
     last = max(layer_of.values(), default=0)
     feeding = _feeding_layers(graph, layer_of, cheap)
+    needed = {node.id for node in needed_nodes(graph, graph.outputs.values())}
     blocks: dict[int, int] = {}
     for node in graph.nodes:
         if node.id in loss:
             blocks[node.id] = last + 2
         elif node.id in cheap:
             blocks[node.id] = 0
-        elif node.id in feeding:
+        elif node.id in feeding or node.id not in needed:
             blocks[node.id] = floor[node.id]
         else:
             # Includes what only the end needs of the beginning, such as the scale `1 + weight` of a last norm.
             blocks[node.id] = last + 1
     blocks.update(_beside_their_module(graph, blocks, cheap))
+    blocks.update(_beside_their_readers(graph, blocks, cheap))
+    blocks.update(_beside_their_buffers(graph, blocks, cheap))
     return _dense(blocks, {node.id for node in graph.nodes if node.id not in cheap})
 
 
@@ -162,7 +165,8 @@ def _named(nodes: Iterable[Node], key: Callable[[str], str | None]) -> dict[int,
 
 
 def _numbered_layer(path: str) -> str | None:
-    match = _LAYER.match(path)
+    # What torch puts around a weight (`head.parametrizations.weight.0`) is no layer of the model.
+    match = _LAYER.match(path.partition(".parametrizations.")[0])
     return None if match is None else match[0]
 
 
@@ -210,10 +214,8 @@ def _narrow_layers(graph: Graph, body: Sequence[Node]) -> dict[int, int]:
 
 
 def _raised(graph: Graph, cheap: frozenset[int], layer_of: dict[int, int]) -> dict[int, int]:
-    """Return node id -> its layer, raised to the highest of its inputs' layers. Readers of a written buffer share
-    one."""
-    maker, readers = producers(graph), consumers(graph)
-    written = {value for value, spec in graph.params.items() if spec.key in set(graph.state_writes.values())}
+    """Return node id -> its layer, raised to the highest of its inputs' layers."""
+    maker = producers(graph)
     floor: dict[int, int] = {}
     for node in graph.nodes:
         if node.id in cheap:
@@ -223,8 +225,6 @@ def _raised(graph: Graph, cheap: frozenset[int], layer_of: dict[int, int]) -> di
             made_by = maker.get(value)
             if made_by is not None and made_by.id not in cheap:
                 block = max(block, floor[made_by.id])
-            if value in written and node.id not in layer_of:
-                block = max(block, *(layer_of.get(reader.id, 0) for reader in readers[value]))
         floor[node.id] = block
     return floor
 
@@ -255,6 +255,47 @@ def _beside_their_module(graph: Graph, blocks: dict[int, int], cheap: frozenset[
         if node.id not in cheap and node.id not in counting:
             beside.setdefault(node.path, blocks[node.id])
     return {node.id: beside[node.path] for node in graph.nodes if node.id in counting and node.path in beside}
+
+
+def _beside_their_readers(graph: Graph, blocks: dict[int, int], cheap: frozenset[int]) -> dict[int, int]:
+    """Put nodes that no input of the graph reaches (weights computed from parameters, as spectral normalisation does)
+    into the first block that reads them: a stage of such nodes alone would receive nothing to begin with."""
+    reached = set(graph.inputs)
+    apart: list[Node] = []
+    for node in graph.nodes:
+        if not reached.isdisjoint(reads(node)):
+            reached.update(node.outputs)
+        elif node.id not in cheap:
+            apart.append(node)
+    left = {node.id for node in apart}
+    first = min((block for node_id, block in blocks.items() if node_id not in cheap and node_id not in left), default=0)
+    readers = consumers(graph)
+    found: dict[int, int] = {}
+    for node in reversed(apart):
+        after = {reader.id for value in node.outputs for reader in readers.get(value, ()) if reader.id not in cheap}
+        found[node.id] = max(first, blocks[node.id], min((found.get(one, blocks[one]) for one in after), default=0))
+    return found
+
+
+def _beside_their_buffers(graph: Graph, blocks: dict[int, int], cheap: frozenset[int]) -> dict[int, int]:
+    """Put all nodes that read or write one buffer into the highest of their blocks, and what depends on them there or
+    after it: a cut must not separate them."""
+    written = set(graph.state_writes.values())
+    keys = {value: spec.key for value, spec in graph.params.items() if spec.key in written} | graph.state_writes
+    nodes = [node for node in graph.nodes if node.id not in cheap]
+    found = {value: blocks[node.id] for node in nodes for value in node.outputs}
+    placed = {node.id: blocks[node.id] for node in nodes}
+    at: dict[str, int] = {}
+    before: dict[str, int] | None = None
+    while before != at:
+        before = dict(at)
+        for node in nodes:
+            touched = {keys[value] for value in (*reads(node), *node.outputs) if value in keys}
+            lowest = [*(at.get(key, 0) for key in touched), *(found.get(value, 0) for value in reads(node))]
+            placed[node.id] = max(placed[node.id], *lowest, 0)
+            found.update(dict.fromkeys(node.outputs, placed[node.id]))
+            at.update(dict.fromkeys(touched, placed[node.id]))
+    return placed
 
 
 def _loss_nodes(graph: Graph) -> frozenset[int]:

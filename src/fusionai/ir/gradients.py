@@ -61,8 +61,11 @@ class Rewritten:
 def gradient_uses(
     graph: Graph, held: Sequence[Collection[int]], values: Collection[str]
 ) -> dict[str, list[OperandUse]]:
-    """Return the uses through which gradients of these values flow, in autograd's order. `held`: node ids by stage."""
-    needs_grad = needing_gradient(graph)
+    """Return the uses through which gradients of these values flow, in autograd's order. `held`: node ids by stage.
+
+    A use that reaches the outputs through a detached value only is none: its stage would send a gradient of nothing,
+    and might do so before the receiver has begun the microbatch, because no loss waits for both."""
+    flowing = _flowing(graph)
     found: dict[str, list[OperandUse]] = {}
     stages_of: dict[int, list[int]] = {}
     for stage, ids in enumerate(held):
@@ -70,7 +73,7 @@ def gradient_uses(
             stages_of.setdefault(node_id, []).append(stage)
     for place in reversed(range(len(graph.nodes))):
         node = graph.nodes[place]
-        if not OPERATORS[node.op].differentiable or needs_grad.isdisjoint(node.outputs):
+        if not OPERATORS[node.op].differentiable or flowing.isdisjoint(node.outputs):
             continue
         for operand, value in enumerate(reads(node)):
             if value in values:
@@ -78,6 +81,15 @@ def gradient_uses(
                     OperandUse(stage, place, operand) for stage in stages_of.get(node.id, ())
                 )
     return found
+
+
+def _flowing(graph: Graph) -> frozenset[str]:
+    """Values that need a gradient and get one: differentiable operators lead from them to an output of the graph."""
+    needs_grad, found = needing_gradient(graph), set(graph.outputs.values())
+    for node in reversed(graph.nodes):
+        if OPERATORS[node.op].differentiable and any(value in found and value in needs_grad for value in node.outputs):
+            found.update(reads(node))
+    return needs_grad & found
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ larger gradient is sent once per step."""
 
 class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A boundary value: the stage that produces it (-1: the data feed) and all stages that read it. `needs_grad`:
-    whether a gradient flows back, on the routes in `Partition.gradients`."""
+    whether a gradient flows back from any of them, on the routes in `Partition.gradients`."""
 
     value: str
     producer: int
@@ -180,6 +180,10 @@ class _Cut:
         held = [{node.id for node in graph.nodes} for graph in graphs]
         uses = routing.gradient_uses(self.graph, held, made_at.keys() | {value_of[one.key] for one in shared})
         gradients, changes = routing.route_values(uses, made_at, self.graph.values.keys())
+        returned = {route.value for route in gradients}
+        routes = tuple(
+            msgspec.structs.replace(route, needs_grad=route.needs_grad and route.value in returned) for route in routes
+        )
         dependent: list[CutDependent] = []
         for number, one in enumerate(shared):
             value = value_of[one.key]

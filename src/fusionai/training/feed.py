@@ -137,7 +137,8 @@ class Traffic:
         """Send a microbatch through every stage of every replica, twice. Return the first two losses that should be
         equal and are not, otherwise any two."""
         batch, count = self._job.data.microbatch(min(step, self._job.steps - 1), 0), self._round.cut.replicas
-        losses = [await self._loss(step, index, batch) for index in range(2 * count)]
+        # Both times under the same number: what a model draws in evaluation follows from it.
+        losses = [await self._loss(step, index % count, batch) for index in range(2 * count)]
         # Each replica is compared only with itself if takeover is "any": replicas may then be different machines.
         first = count if self._job.options.takeover == "any" else 1
         pairs = list(zip(losses[:count] if first == count else [losses[0]] * len(losses), losses[first:], strict=False))

@@ -109,6 +109,50 @@ def test_batch_statistics_are_state_writes_in_training_only() -> None:
     assert self_check(evaluated).forward_diff == 0.0
 
 
+def test_a_tensor_assigned_to_a_buffer_is_a_state_write() -> None:
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.fc(x)
+            self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(dim=(0, 1))
+            return h - self.mean
+
+    example = {"x": torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))}
+    made = capture(FactorySource(Kept), task="regression", batch=(1, 8), example_inputs=example)
+    assert set(made.graph.state_writes.values()) == {"mean"}
+    assert_equal_to_module(made)
+
+
+def test_a_buffer_may_not_take_the_shape_of_a_batch() -> None:
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.register_buffer("last", torch.zeros(3, 5, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = self.fc(x)
+            return self.last
+
+    example = {"x": torch.zeros(3, 5, 4)}
+    with pytest.raises(ModelError, match=r"gives its buffer 'last' another shape: \[3, 5, 4\] becomes"):
+        capture(FactorySource(Kept), task="regression", batch=(1, 8), example_inputs=example)
+
+
+def test_forward_may_not_change_a_parameter() -> None:
+    def body(net: Net, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            net.fc.weight.clamp_(-0.1, 0.1)
+        return net.fc(x)
+
+    with pytest.raises(ModelError, match=r"forward changes the parameter fc\.weight, and only the optimizer may"):
+        captured(body)
+
+
 def test_other_names_of_an_operator_are_that_operator() -> None:
     def body(net: Net, x: torch.Tensor) -> torch.Tensor:
         h = torch.multiply(net.fc(x), torch.expm1(x))

@@ -185,6 +185,58 @@ def test_a_step_counter_stays_with_its_module(make: Callable[..., Any]) -> None:
     assert [node.block for node in assign_blocks(g.graph()).nodes] == [0, 0, 1, 2, 3]
 
 
+def test_weights_computed_from_parameters_are_where_they_are_read(make: Callable[..., Any]) -> None:
+    """A stage of such nodes alone would receive nothing to begin with."""
+    g = make()
+    x = g.input("x", ("b", 4), "float32")
+    scaled = g.node("aten.exp.default", g.param("scales", (4, 4)), shape=(4, 4))
+    x = g.node("aten.linear.default", x, g.param("w", (4, 4)), shape=("b", 4), path="layers.0")
+    x = g.node("aten.linear.default", x, scaled, shape=("b", 4), path="layers.1")
+    g.outputs["y"] = g.node("aten.relu.default", x, shape=("b", 4))
+    graph = assign_blocks(g.graph())
+    assert [node.block for node in graph.nodes] == [1, 0, 1, 2]
+    assert all(stage.graph.inputs for stage in cut_blocks(graph, [(0, 1), (1, 2), (2, 3)]).stages)
+
+
+def test_what_torch_puts_around_a_weight_is_no_layer(make: Callable[..., Any]) -> None:
+    g = make()
+    x = g.input("x", ("b", 4), "float32")
+    for name in ("enter", "leave"):
+        weight = g.param(f"{name}.original", (4, 4))
+        weight = g.node("aten.tanh.default", weight, shape=(4, 4), path=f"{name}.parametrizations.weight.0")
+        x = g.node("aten.linear.default", x, weight, shape=("b", 4), path=name)
+    x = g.node("aten.linear.default", x, g.param("w", (4, 4)), shape=("b", 4), path="last")
+    g.outputs["y"] = x
+    assert [node.block for node in assign_blocks(g.graph()).nodes] == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("writer", "expected"),
+    [
+        # A mean of one layer's results that the module itself keeps is beside that layer, wherever it is written.
+        (1, [0, 1, 1, 1, 2, 3]),
+        # Between a reader in the second layer and a writer after the last one there is no place for a cut.
+        (2, [0, 1, 2, 2, 2, 3]),
+    ],
+)
+def test_a_buffer_is_read_and_written_in_one_block(make: Callable[..., Any], writer: int, expected: list[int]) -> None:
+    g = make()
+    mean = g.param("mean", (4,), kind="buffer")
+    x = g.input("x", ("b", 4), "float32")
+    made: list[str] = []
+    for i in range(3):
+        x = g.node("aten.linear.default", x, g.param(f"w{i}", (4, 4)), shape=("b", 4), path=f"layers.{i}")
+        if i == 1:
+            x = g.node("aten.sub.Tensor", x, mean, shape=("b", 4), path="layers.1")
+        made.append(x)
+    g.state_writes[g.node("aten.lerp.Scalar", mean, made[writer], 0.1, shape=("b", 4))] = "mean"
+    g.outputs["y"] = g.node("aten.relu.default", x, shape=("b", 4))
+    graph = assign_blocks(g.graph())
+    numbered = [node.block for node in graph.nodes]
+    assert [*numbered[:3], numbered[4], numbered[3], numbered[5]] == expected
+    assert cut_blocks(graph, [(i, i + 1) for i in range(max(expected) + 1)])
+
+
 def test_labels_inside_the_layers_are_an_input(make: Callable[..., Any]) -> None:
     g = make()
     labels = g.input("labels", ("b",))

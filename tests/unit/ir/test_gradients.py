@@ -114,3 +114,19 @@ def test_shared_uses_are_listed_by_block(make: Callable[..., Any], model: Graph)
     (tied,) = shared_uses(assign_blocks(model))
     assert (tied.key, tied.nbytes, tied.interleaves) == ("embed.weight", 16 * 8 * 4, False)
     assert tied.blocks[0] > tied.blocks[-1] == 0
+
+
+def test_a_use_that_reaches_the_outputs_through_a_detached_value_only_sends_no_gradient(
+    make: Callable[..., Any],
+) -> None:
+    """The stage in the middle would send a gradient of nothing, before the first one has begun the microbatch."""
+    g = make()
+    x = g.input("x", ("b", 4), "float32")
+    shared = g.param("head", (4, 4))
+    online = g.node("aten.linear.default", g.node("aten.tanh.default", x, shape=("b", 4)), shared, shape=("b", 4))
+    teacher = g.node("aten.linear.default", x, shared, shape=("b", 4))
+    fixed = g.node("aten.detach.default", teacher, shape=("b", 4))
+    g.outputs["loss"] = g.node("aten.mse_loss.default", online, fixed)
+    partition = cut(g.graph(), stages({0, 1}, {2}, {3, 4}))
+    assert partition.gradients == (route(online, 2, 0),)
+    assert [one.stages for one in partition.shared] == [(0, 1)]

@@ -211,7 +211,7 @@ def expected_outputs(
     buffers = {name: buffer.clone() for name, buffer in task.module.named_buffers()}
     replay = SameDraws(graph, key, training=training)
     with replay, saving():
-        expected = task(dict(inputs))
+        expected = task(copied(inputs))
     if replay.all_replayed:
         return expected, graph
     mode = "training" if training else "evaluation"
@@ -220,7 +220,12 @@ def expected_outputs(
         for name, buffer in task.module.named_buffers():
             buffer.copy_(buffers[name])
     with SameDraws(graph, None, training=training), saving():
-        return task(dict(inputs)), without_draws(graph)
+        return task(copied(inputs)), without_draws(graph)
+
+
+def copied(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies for one forward, which may change them in place."""
+    return {name: value.clone() for name, value in inputs.items()}
 
 
 def without_draws(graph: Graph) -> Graph:

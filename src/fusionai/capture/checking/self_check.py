@@ -19,8 +19,12 @@ from torch import nn
 from fusionai.backends.interface import Call, StageProgram
 from fusionai.backends.semantics import DropoutKey
 from fusionai.backends.torch.backend import TorchBackend
+from fusionai.backends.torch.host import to_torch
+from fusionai.backends.torch.interpreter import compile_graph
+from fusionai.backends.torch.operators import TorchContext
 from fusionai.capture.capture import Captured
 from fusionai.capture.checking import comparison
+from fusionai.capture.checking.module_state import refuse_hidden_state, refuse_shared_memory, restored_buffers
 from fusionai.capture.checking.shrinking import TooLarge, smaller, with_fewer_layers
 from fusionai.capture.checking.streamed_check import streamed_differences
 from fusionai.capture.models.build import construct_real
@@ -41,6 +45,7 @@ _CHECK_BYTES_PER_PARAMETER: Final = 24
 """Values and gradients of the module and of the graph, and one temporary copy."""
 TOLERANCE: Final = 1e-5
 """Largest accepted difference, relative to the largest magnitude of the tensor; ten times that for gradients."""
+_CPU: Final = torch.device("cpu")
 _SIZES: Final = {"b": 2, "s": 9}
 """Sizes of the random inputs, clipped to the graph's ranges (chosen)."""
 
@@ -142,11 +147,20 @@ def _chosen(captured: Captured, memory_bytes: int | None, most_parameters: int) 
 
 def _in_memory(checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int) -> comparison.WorstDifferences:
     module = reference_module(checked, seed)
+    refuse_shared_memory(module)
     task = TaskModule(module, checked.task, checked.input_names)
     notes: list[str] = []
+
+    def outputs() -> Mapping[str, torch.Tensor]:
+        task.train(checked.train)
+        with torch.no_grad(), comparison.SameDraws(checked.graph, DropoutKey(seed, 0, 0), training=checked.train):
+            return task(comparison.copied(inputs))
+
+    if note := refuse_hidden_state(checked.graph.name, module, outputs):
+        notes.append(note)
     run = partial(_difference, checked, task, inputs, seed, notes)
-    # Evaluation before training, because it does not change running statistics.
-    evaluation_diff = run(training=False)[0] if checked.train and checked.evaluates else None
+    with restored_buffers(module):  # an evaluation of a job changes none
+        evaluation_diff = run(training=False)[0] if checked.train and checked.evaluates else None
     forward_diff, gradient_diff = run(training=checked.train)
     return comparison.WorstDifferences(forward_diff, gradient_diff, evaluation_diff, "", tuple(notes))
 
@@ -179,7 +193,43 @@ def _difference(
     if expected["loss"].requires_grad:
         expected["loss"].backward()
     program.backward(call, {"loss": to_host(torch.ones_like(expected["loss"]))})
+    _require_buffers(checked, graph, task.module, started(checked, graph, seed), inputs, seed)
     return forward_diff, _gradient_difference(checked.source.built.parameters(task.module), program, checked.graph)
+
+
+def _require_buffers(
+    checked: Captured,
+    graph: Graph,
+    module: nn.Module,
+    program: StageProgram,
+    inputs: Mapping[str, torch.Tensor],
+    seed: int,
+) -> None:
+    """Raise `ModelError` unless a training forward of the graph leaves its buffers as the module's has left them."""
+    buffers = checked.source.built.buffers(module)
+    interpreter = compile_graph(graph, (), with_state_writes=True, device=_CPU)
+    specs = {value: spec for value, spec in graph.params.items() if value in interpreter.params or spec.key in buffers}
+    held = program.export_entries([f"model/{spec.key}" for spec in specs.values()])
+    params = {value: to_torch(tensor, _CPU) for value, (_, tensor) in zip(specs, held, strict=True)}
+    values = {
+        name: int(value) if graph.values[name].dtype == "symint" else value
+        for name, value in inputs.items()
+        if name in interpreter.inputs
+    }
+    with torch.no_grad():
+        _, writes = interpreter.run(TorchContext(True, DropoutKey(seed, 0, 0)), values, params)
+    for value, spec in specs.items():
+        left = writes.get(spec.key, params[value])
+        if spec.key in buffers and not _alike(left, comparison.as_real(buffers[spec.key])):
+            raise ModelError(
+                f"the forward of {graph.name} changes the buffer {spec.key} in a way that the captured graph does not "
+                "see.",
+                hint=f"Register {spec.key} without persistent=False, and write into it (copy_) or assign it a tensor.",
+            )
+
+
+def _alike(left: torch.Tensor, expected: torch.Tensor) -> bool:
+    return comparison.relative_difference(left, expected) <= TOLERANCE
 
 
 def _held_whole(captured: Captured, memory_bytes: int | None) -> bool:

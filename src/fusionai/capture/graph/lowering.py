@@ -25,6 +25,7 @@ from fusionai.capture.tracing.complex_parts import REFUSED
 from fusionai.ir.graph import needed_nodes, reads, renamed
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Arg, Graph, ListArg, Node, Ref, ValueSpec
+from fusionai.primitives.errors import ModelError
 
 PREFIX: Final = "module."
 """Prefix of the owner's module inside `TaskModule`."""
@@ -258,6 +259,12 @@ class _Lowering:
     def outputs(self, node: fx.Node) -> None:
         signature = self.program.graph_signature
         by_name = {result.name: result for result in node.all_input_nodes}
+        for target in signature.parameters_to_mutate.values():
+            raise ModelError(
+                f"forward changes the parameter {target.removeprefix(PREFIX)}, and only the optimizer may do that.",
+                hint="Compute the changed weight as another tensor, or keep what forward changes in a buffer. An "
+                "nn.Embedding with max_norm changes its weight too.",
+            )
         for name, target in signature.buffers_to_mutate.items():
             written = self.names.get(by_name[name])
             key = target.removeprefix(PREFIX)
@@ -297,7 +304,7 @@ class _Lowering:
         counts: dict[str, int] = {}
         names: dict[str, str] = {}
         for node in result.nodes:
-            base = node.op.split(".")[1]
+            base = node.op.split(".")[1] if "." in node.op else node.op
             while True:
                 count = counts[base] = counts.get(base, -1) + 1
                 name = f"{base}_{count}" if count else base

@@ -158,14 +158,14 @@ def _config(module: nn.Module, adapter: Adapter, layers: Collection[str] | None 
 def _chosen(module: nn.Module, targets: tuple[str, ...] | Literal["all-linear"]) -> set[str]:
     """Return the names of the layers that `targets` mean. Raises `ModelError` for a target without a layer."""
     layers = linear_layers(module)
+    head = _head(module) if isinstance(targets, str) else None
+    found = {name for name, child in layers.items() if child is not head}
+    if not found:
+        raise ModelError(
+            f"{type(module).__name__} has no linear layer that could take an adapter.",
+            hint="Train the whole model: leave out [adapter].",
+        )
     if isinstance(targets, str):
-        head = _head(module)
-        found = {name for name, child in layers.items() if child is not head}
-        if not found:
-            raise ModelError(
-                f"{type(module).__name__} has no linear layer that could take an adapter.",
-                hint="Train the whole model: leave out [adapter].",
-            )
         return found
     chosen: set[str] = set()
     for target in targets:

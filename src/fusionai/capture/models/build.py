@@ -15,7 +15,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -135,10 +135,12 @@ def rebuild(built: Built, keys: frozenset[str]) -> Iterator[tuple[str, torch.Ten
     wanted = frozenset(built.registered[key] for key in keys)
     parameters = built.parameters()
     shapes = frozenset(tuple(parameters[key].shape) for key in keys)
-    with watching(shapes) as watch, _parameters_on_meta(watch, wanted):
+    made: dict[str, nn.Parameter] = {}
+    # A kernel that gets a wanted and an unwanted parameter raises: they are on different devices.
+    with suppress(ModelError), watching(shapes) as watch, _parameters_on_meta(watch, wanted):
         module, _ = _construct(built.construct, built.name, built.seed, salt=min(keys))
-    made = {key: parameter for key, parameter in built.parameters(module).items() if key in keys}
-    if any(parameter.is_meta for parameter in made.values()):
+        made = {key: parameter for key, parameter in built.parameters(module).items() if key in keys}
+    if not made or any(parameter.is_meta for parameter in made.values()):
         # A wanted parameter was computed from an unwanted one, as weight normalisation computes direction and length:
         # build all in real memory.
         module, _ = _construct(built.construct, built.name, built.seed, salt=min(keys))

@@ -53,6 +53,10 @@ class LongestApart(ModelError):
         self.length = length
 
 
+class OneLength(ModelError):
+    """The model works at one length of the sequence only."""
+
+
 def _at_most(size: int) -> str:
     return f"Ask for at most {size}."
 
@@ -239,7 +243,8 @@ def _composites(_registered: int) -> set[Any]:
 
 @contextmanager
 def _fake_parameters(task: nn.Module) -> Iterator[FakeTensorMode]:
-    """While open, parameters are fake tensors on the buffers' device, so nothing is allocated."""
+    """While open, parameters are fake tensors on the buffers' device, so nothing is allocated. At the end, buffers that
+    forward assigned are the module's own again."""
     mode = FakeTensorMode(
         shape_env=ShapeEnv(tracked_fakes=[], trace_asserts=True, prefer_deferred_runtime_asserts_over_guards=False),
         allow_non_fake_inputs=True,
@@ -249,6 +254,7 @@ def _fake_parameters(task: nn.Module) -> Iterator[FakeTensorMode]:
     mode.cache_enabled = False
     fakes: dict[int, nn.Parameter] = {}
     originals: list[tuple[nn.Module, str, nn.Parameter]] = []
+    buffers = [(module, dict(module._buffers)) for module in task.modules()]
     for module in task.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -265,6 +271,8 @@ def _fake_parameters(task: nn.Module) -> Iterator[FakeTensorMode]:
     finally:
         for module, name, parameter in originals:
             module._parameters[name] = parameter
+        for module, held in buffers:
+            module._buffers.update(held)
 
 
 def _keep_gradient_stops(program: ExportedProgram) -> None:
@@ -314,7 +322,8 @@ def _model_error(error: Exception, inputs: tuple[InputSpec, ...]) -> ModelError:
     if "specialized" in text or "Constraints violated" in text or "Not all values of" in text:
         found: list[str] = re.findall(r"marked (\w+) as dynamic", text) or re.findall(r"violated \((\w+)\)", text)
         fixed = sorted({_SIZES.get(name, name) for name in found})
-        return ModelError(
+        kind = OneLength if fixed == [_SIZES["s"]] else ModelError
+        return kind(
             f"the model works at one size of the {' and '.join(fixed) or 'batch or sequence'} only{where}: its "
             "operations depend on the example's size, as those of a loop over positions do.",
             hint="Take sizes from x.shape without looping or branching over them (a recurrence in Python can't be "

@@ -184,7 +184,14 @@ def _check_weights(directory: Path, text: str, *, is_hub: bool) -> None:
             if is_hub
             else "Save the model with save_pretrained, weights included."
         )
-        raise ModelError(f"{text} holds no weights (*.safetensors).", hint=hint)
+        pickled = sorted(path.name for path in directory.glob("pytorch_model*.bin"))
+        if pickled and not is_hub:
+            hint = (
+                "Convert it where you trust it: transformers' from_pretrained, then save_pretrained, which writes "
+                "*.safetensors."
+            )
+        also = f", only {pickled[0]}, which is never read because a pickle can run code" if pickled else ""
+        raise ModelError(f"{text} holds no weights (*.safetensors){also}.", hint=hint)
     parts = read_json(directory / SAFE_WEIGHTS_INDEX).get("weight_map", {})
     if not isinstance(parts, dict):
         raise ModelError(f"{text}: {SAFE_WEIGHTS_INDEX} has no weight_map.", hint=again)

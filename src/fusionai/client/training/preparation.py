@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +34,7 @@ from fusionai.capture.models.source import (
     architecture_of,
 )
 from fusionai.capture.tasks import examples_of
+from fusionai.capture.tracing.export import OneLength
 from fusionai.client.pool.faults import stages_in_words
 from fusionai.client.pool.session import PoolMember, near_links
 from fusionai.corpus.chat_source import ChatSource
@@ -50,6 +52,7 @@ from fusionai.corpus.tables import (
 )
 from fusionai.ir.blocks import held_in_front, sent_bytes
 from fusionai.ir.cost import block_costs
+from fusionai.ir.graph import needing_gradient
 from fusionai.ir.partition import ends
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.weights import stored_bytes, with_stored
@@ -120,21 +123,29 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
     progress("capturing the model")
     first = source.microbatch(0, 0)
     rows = recipe.train.microbatch_size
-    symbols, task, tokenizer, sizes = {"b": rows}, recipe.model.task, None, dict[str, Any]()
+    symbols, task, tokenizer, examples = {"b": rows}, recipe.model.task, None, None
     if isinstance(source, TokenSource | ChatSource):
         tokenizer, symbols["s"] = source.tokenizer, first["input_ids"].shape[1]
-        sizes["sequence"] = (1, symbols["s"])
         task = "counted_lm" if isinstance(source, ChatSource) else task
     else:
-        sizes["example_inputs"] = examples_of(first)
-    captured = capture(
+        examples = examples_of(first)
+    capture_of = partial(
+        capture,
         model_source(recipe, *((None, None) if tokenizer is None else (tokenizer.vocabulary, tokenizer.end_id))),
         task=task,
         batch=(1, rows),
         seed=recipe.job.seed,
         adapter=adapter_of(recipe),
-        **sizes,
+        example_inputs=examples,
     )
+    length = symbols.get("s")
+    try:
+        captured = capture_of() if length is None else capture_of(sequence=(1, length))
+    except OneLength:  # windows and loops over positions; all rows of a job are equally long
+        if length is None:
+            raise
+        captured = capture_of(sequence=(length, length))
+        progress(f"The model works at one length only: captured for rows of {length} tokens.")
     _check_length(recipe, captured)
     missing = [name for name in captured.graph.inputs if name not in first]
     if missing:
@@ -142,6 +153,7 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
             f"the model needs the inputs {', '.join(missing)}, but the data has {', '.join(first)}.",
             hint="Name the columns in [data] columns, or change the model's inputs.",
         )
+    _require_gradient(captured.graph)
     for note in captured.notes:
         progress(note)
     _compare(captured, progress)
@@ -156,6 +168,15 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
             sent = format_bytes(recipe.train.microbatches * sent_bytes(captured.graph))
             progress(f"the adapter stays on this machine: each step sends {sent} of it to peers and receives as much")
     return PreparedJob(recipe, source, captured, content_hash(captured.graph), symbols, prod(symbols.values()), base)
+
+
+def _require_gradient(graph: Graph) -> None:
+    if graph.outputs["loss"] not in needing_gradient(graph):
+        raise ModelError(
+            f"the loss of {graph.name} depends on no parameter that is trained.",
+            hint="Check requires_grad of its parameters, and that forward neither detaches the loss nor runs it under "
+            "torch.no_grad().",
+        )
 
 
 def _compare(captured: Captured, progress: Callable[[str], None]) -> None:

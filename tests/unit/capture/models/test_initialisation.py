@@ -172,6 +172,15 @@ def test_what_has_no_program_is_made_again() -> None:
     assert not torch.equal(first["layers.0.weight"], other["layers.0.weight"])
 
 
+def test_what_is_computed_from_other_parameters_is_made_again_with_them() -> None:
+    """The kernel of weight normalisation raises if direction and length are on different devices."""
+    built = build(FactorySource(lambda: torch.nn.utils.weight_norm(nn.Linear(6, 5))), seed=3)
+    unknown = frozenset(key for key, program in built.programs.items() if program is None)
+    made = dict(rebuild(built, unknown))
+    assert made.keys() == unknown >= {"weight_g"}
+    assert not any(parameter.is_meta for parameter in made.values())
+
+
 def test_building_leaves_the_random_state_and_torch_alone() -> None:
     register, truncate = nn.Module.register_parameter, nn.init._no_grad_trunc_normal_
     torch.manual_seed(1)

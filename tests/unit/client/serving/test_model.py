@@ -36,6 +36,14 @@ def test_a_job_without_a_checkpoint_says_what_to_do(tmp_path: Path) -> None:
     assert "checkpoint_every" in str(refused.value.hint)
 
 
+def test_pickled_weights_are_never_read(tmp_path: Path) -> None:
+    directory = model(tmp_path / "old", weights=False)
+    (directory / "pytorch_model.bin").write_bytes(b"anything")
+    with pytest.raises(ModelError, match=r"only pytorch_model\.bin, which is never read") as refused:
+        find_model(str(directory))
+    assert "save_pretrained" in str(refused.value.hint)
+
+
 def test_no_weights_no_service(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="holds no weights"):
         find_model(str(model(tmp_path / "empty", weights=False)))

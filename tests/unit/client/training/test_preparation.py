@@ -44,6 +44,60 @@ def raising():
     raise ValueError("boom")
 
 
+class Windows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(300, 8), nn.Linear(8, 300)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        rows, length = input_ids.shape
+        x = nn.functional.pad(x, (0, 0, 0, (5 - length % 5) % 5)).view(rows, -1, 5, 8)
+        return self.head((x + x.cumsum(2)).reshape(rows, -1, 8)[:, :length])
+
+
+def windows():
+    return Windows()
+
+
+class Loss(nn.Module):
+    def __init__(self, of):
+        super().__init__()
+        self.inner, self.of = nn.Linear(4, 4), of
+
+    def forward(self, x, y):
+        return {"loss": self.of((self.inner(x) - y).square().mean())}
+
+
+class NoLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(nn.Linear(4, 4).bias.detach())
+
+    def forward(self, x, y):
+        return {"loss": (self.scale * x - y).square().mean()}
+
+
+def no_layer():
+    return NoLayer()
+
+
+def whole():
+    return Loss(lambda loss: loss.round().long())
+
+
+def detached():
+    return Loss(lambda loss: loss.detach())
+
+
+def frozen():
+    return Loss(lambda loss: loss).requires_grad_(False)
+
+
+def double():
+    return Loss(lambda loss: loss.double())
+
+
 """
 
 
@@ -125,6 +179,10 @@ def test_data(place: Path, changes: dict[str, object], said: tuple[str, ...]):
         (own("raising"), ("ValueError: boom",)),
         (own("branching"), ("branches on the values of tensors at mistaken.py", "torch.where")),
         (own("branching", a="x", y="y"), ("no input 'a'", "x, y")),
+        (own("whole"), ("loss is int64", "floating-point")),
+        (own("detached"), ("depends on no parameter that is trained", "detaches")),
+        (own("no_layer") | {"adapter": {"targets": ["inner"]}}, ("no linear layer that could", "leave out [adapter]")),
+        (own("frozen"), ("depends on no parameter that is trained", "requires_grad")),
         (
             {"model": {"factory": "no_such_module:build", "task": "module_loss"}, "data": own("x")["data"]},
             ("was not found",),
@@ -134,3 +192,20 @@ def test_data(place: Path, changes: dict[str, object], said: tuple[str, ...]):
 def test_models(place: Path, changes: dict[str, object], said: tuple[str, ...], capfd: pytest.CaptureFixture[str]):
     refused(place, {"data__tokenizer": {"train": 300}, **changes} if "data" not in changes else changes, *said)
     assert capfd.readouterr().err == ""
+
+
+def test_a_model_of_one_length_is_captured_for_rows_of_this_length(place: Path):
+    recipe = load_recipe(
+        write_recipe(place / "r.toml", model={"factory": "mistaken:windows"}, data__tokenizer={"train": 300})
+    )
+    said: list[str] = []
+    prepared = prepare(recipe, RunDirectory(Path(recipe.directory)), said.append)
+    assert "The model works at one length only: captured for rows of 32 tokens." in said
+    assert prepared.captured.graph.symbols["s"] == (32, 32)
+    assert prepared.symbols["s"] == 32
+
+
+def test_a_loss_of_another_precision_becomes_float32(place: Path):
+    recipe = load_recipe(write_recipe(place / "r.toml", **own("double")))
+    graph = prepare(recipe, RunDirectory(Path(recipe.directory)), lambda text: None).captured.graph
+    assert graph.values[graph.outputs["loss"]].dtype == "float32"
