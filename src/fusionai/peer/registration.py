@@ -211,7 +211,7 @@ class Registration:
         if self._conversation is None:
             return
         try:
-            await self._conversation.ask(wire.Leave(drain=drain))
+            await self._ask(self._conversation, wire.Leave(drain=drain))
             self._drains = False
         except FusionError as error:
             log.info("could not say goodbye: %s", error)

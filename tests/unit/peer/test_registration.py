@@ -18,7 +18,7 @@ from fusionai.transport.broker_addresses import BrokerAddresses
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 from harness.memory_transport import MemoryNetwork
-from harness.patience import CEILING_S
+from harness.patience import CEILING_S, until
 
 PEER, BROKER = PeerId("a" * 52), PeerId("y" * 52)
 REGISTERED = wire.Registered(heartbeat_s=0.0, pool="home")
@@ -86,11 +86,8 @@ class Script:
         return bool(self.moves) and self.moves.pop(0)
 
 
-@asynccontextmanager
-async def registering(script: Script) -> AsyncIterator[asyncio.Task[None]]:
-    network = MemoryNetwork()
-    listener = await network.transport(BROKER, "broker").listen(script.accept, host="broker", port=1)
-    peer = Registration(
+def registration_for(script: Script, network: MemoryNetwork) -> Registration:
+    return Registration(
         network.transport(PEER, "member"),
         BrokerAddresses(("memory://broker:1",)),
         boot=1,
@@ -106,9 +103,16 @@ async def registering(script: Script) -> AsyncIterator[asyncio.Task[None]]:
         endorsements=script.carried if script.carries else None,
         on_answer=script.heard,
     )
+
+
+@asynccontextmanager
+async def registering(script: Script) -> AsyncIterator[tuple[Registration, asyncio.Task[None]]]:
+    network = MemoryNetwork()
+    listener = await network.transport(BROKER, "broker").listen(script.accept, host="broker", port=1)
+    peer = registration_for(script, network)
     running = asyncio.create_task(peer.run())
     try:
-        yield running
+        yield peer, running
     finally:
         running.cancel()
         with suppress(asyncio.CancelledError, RefusedError):
@@ -123,7 +127,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Script]], li
     def run(make: Callable[[], Script]) -> list[str]:
         async def main() -> list[str]:
             script = make()
-            async with asyncio.timeout(CEILING_S), registering(script) as running:
+            async with asyncio.timeout(CEILING_S), registering(script) as (_, running):
                 over = asyncio.create_task(script.over.wait())
                 await asyncio.wait({over, running}, return_when=asyncio.FIRST_COMPLETED)
                 over.cancel()
@@ -140,6 +144,19 @@ def test_a_broker_that_hangs_is_left(play, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(registration, "ANSWER_S", 0.05)
     seen = play(lambda: Script(REGISTERED, ACK, "hang", ACK, ACK))
     assert seen == ["Register", "on_registered", *["Heartbeat"] * 3, "on_registered", *["Heartbeat"] * 2]
+
+
+def test_a_peer_leaves_also_when_the_broker_hangs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(registration, "ANSWER_S", 0.05)
+
+    async def main() -> list[str]:
+        script = Script(wire.Registered(heartbeat_s=3600.0, pool="home"), "hang")
+        async with asyncio.timeout(CEILING_S), registering(script) as (peer, _):
+            await until(lambda: "on_registered" in script.seen)
+            await peer.leave()
+        return script.seen
+
+    assert asyncio.run(main()) == ["Register", "on_registered", "Leave"]
 
 
 def test_a_broker_that_was_reached_is_tried_again_at_each_heartbeat(play, monkeypatch: pytest.MonkeyPatch):
