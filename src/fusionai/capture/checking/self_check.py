@@ -153,7 +153,8 @@ def _in_memory(checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int)
 
     def outputs() -> Mapping[str, torch.Tensor]:
         task.train(checked.train)
-        with torch.no_grad(), comparison.SameDraws(checked.graph, DropoutKey(seed, 0, 0), training=checked.train):
+        draws = comparison.SameDraws(checked.graph, DropoutKey(seed, 0, 0), training=checked.train)
+        with torch.no_grad(), comparison.without_checkpoints(), draws:
             return task(comparison.copied(inputs))
 
     if note := refuse_hidden_state(checked.graph.name, module, outputs):
