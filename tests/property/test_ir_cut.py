@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.ir.gradients import ALIAS
-from fusionai.ir.graph import cheap_nodes, reads
+from fusionai.ir.graph import cheap_nodes, consumers, needing_gradient, reads
+from fusionai.ir.operators import OPERATORS
 from fusionai.ir.partition import FEED, Partition, StageGraph, cut
 from fusionai.ir.schema import Dim, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec, decode, encode
 from fusionai.ir.validate import parse, validate
@@ -316,6 +318,25 @@ def joins_in_order(stage: StageGraph) -> list[str]:
     return [name for node in stage.graph.nodes for name in node.outputs if name in stage.joins]
 
 
+def _returns_gradient(graph: Graph, partition: Partition, value: str, stage: int) -> bool:
+    """Whether a use of the value in the stage leads over differentiable operators to an output of the graph: behind a
+    detached value none does."""
+    readers = consumers(graph)
+    trained = needing_gradient(graph)
+
+    @cache
+    def flows(name: str) -> bool:
+        return name in trained and (
+            name in graph.outputs.values() or any(leads(reader) for reader in readers.get(name, ()))
+        )
+
+    def leads(node: Node) -> bool:
+        return OPERATORS[node.op].differentiable and any(flows(output) for output in node.outputs)
+
+    held = {node.id for node in partition.stages[stage].graph.nodes}
+    return value in trained and any(leads(reader) for reader in readers.get(value, ()) if reader.id in held)
+
+
 def _check_routes(graph: Graph, partition: Partition) -> None:
     routes = {route.value: route for route in partition.routes}
     assert len(routes) == len(partition.routes)
@@ -331,7 +352,8 @@ def _check_routes(graph: Graph, partition: Partition) -> None:
         assert (route.producer == FEED) == (route.value in graph.inputs)
         if route.producer != FEED:
             assert partition.stages[route.producer].graph.outputs[route.value] == route.value
-        returns = [route.value in partition.stages[consumer].grad_inputs for consumer in route.consumers]
+        returns = [_returns_gradient(graph, partition, route.value, consumer) for consumer in route.consumers]
+        assert [route.value in partition.stages[one].grad_inputs for one in route.consumers] == returns
         assert any(returns) == route.needs_grad
 
 

@@ -12,7 +12,6 @@ against their schemas and size limits. Tensors never pass through. `server` owns
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import logging
 import secrets
 from collections.abc import Callable
@@ -41,7 +40,7 @@ from fusionai.primitives.ids import JobId, PeerId
 from fusionai.scheduling.problem.types import Plan
 from fusionai.transport.enrolment import InvitationContent, format_invitation
 from fusionai.transport.interface import Remote
-from fusionai.transport.routes.addresses import is_near, vouched
+from fusionai.transport.routes.addresses import is_loopback, is_near, vouched
 from fusionai.transport.security.certificates import Authority
 from fusionai.transport.security.identity import peer_of, public_key_of
 from fusionai.transport.security.revocation import RevocationList, sign_revocations
@@ -156,7 +155,7 @@ class BrokerService:
             case wire.JoinRequest():
                 return self._enrol(message)
             case wire.CodeOffer() | wire.CodeProof():
-                if not (is_near(remote.host) or _is_loopback(remote.host)):
+                if not (is_near(remote.host) or is_loopback(remote.host)):
                     # A code has few values, so that its tries are not for all of the internet.
                     raise Refusal("bad_code", "Codes are for machines in the broker's network; use an invitation.")
                 try:
@@ -319,7 +318,7 @@ class BrokerService:
     def _with_neighbours(self, outcome: Replies, peer: PeerId, host: str) -> Replies:
         """Add the peers seen at the same address, which may share a network with this one. Loopback connections come
         from this machine and are left out."""
-        if not isinstance(outcome.answer, wire.Registered) or not host or _is_loopback(host):
+        if not isinstance(outcome.answer, wire.Registered) or not host or is_loopback(host):
             return outcome
         self._seen_at[peer] = host
         members = self.state.pool.members
@@ -478,13 +477,6 @@ def remembered(journal: PoolJournal) -> tuple[int, pool.Pool]:
             hint="Was it written by a newer version? Update this one.",
         ) from error
     return kept.sequence, pool.replay(kept.facts, known)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 def _digest(token: bytes) -> str:
