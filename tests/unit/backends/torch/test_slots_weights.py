@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -26,8 +24,8 @@ FIRST, SECOND = (RecomputedSegment(0, 1, (), frozenset(keys)) for keys in ({"a",
 
 
 @pytest.fixture(params=["file", "host"])
-def away(request: pytest.FixtureRequest, tmp_path: Path) -> OffloadedWeights:
-    made = OffloadedWeights(ENTRIES, tmp_path, CPU)
+def away(request: pytest.FixtureRequest) -> OffloadedWeights:
+    made = OffloadedWeights(ENTRIES, CPU)
     assert isinstance(made.shelf, DiskSlots)
     if request.param == "host":  # as beside an accelerator
         made.shelf = HostSlots(CPU)
@@ -79,9 +77,9 @@ def test_pieces_of_an_update_become_lasting(away: OffloadedWeights):
     assert tensor.detach().view(-1).tolist() == [0, 0, 0, 0, 3, 3, 0, 0, 0, 0, 0, 0]
 
 
-def test_a_device_that_can_not_is_said(tmp_path: Path):
+def test_a_device_that_can_not_is_said():
     with pytest.raises(ExecutionError, match="weights can't be offloaded on mps"):
-        OffloadedWeights(ENTRIES, tmp_path, torch.device("mps"))
+        OffloadedWeights(ENTRIES, torch.device("mps"))
 
 
 def test_what_shares_a_weights_memory_is_read_with_it_and_what_leaves_with_it_stays(kit):

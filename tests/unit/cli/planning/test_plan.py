@@ -166,7 +166,9 @@ memory = "4GB"
     written = json.loads((files / "plan.json").read_text())
     active = {stage["peer"] for stage in written["stages"]}
     spare = {"twin-1", "twin-2", "twin-3"} - active
-    assert written["standbys"] == [{"stage": stage, "peer": spare.copy().pop()} for stage in (0, 1)]
+    assert written["standbys"] == [
+        {"stage": stage, "peer": spare.copy().pop(), "same_machine": False} for stage in (0, 1)
+    ]
     assert written["without_standby"] == []
     assert (written["guards"], written["unguarded"]) == (written["standbys"], []), "the older names"
     assert written["snapshot_every"] >= 1
