@@ -34,7 +34,7 @@ FIRST_RETRY_S: Final = 0.5
 LAST_RETRY_S: Final = 15.0
 ANSWER_S: Final = 8.0
 """Longest wait for an answer of the broker, in seconds (chosen): its journal's engine may take six of them, and a lease
-is longer."""
+is longer unless the broker's owner has shortened it."""
 
 
 @dataclass

@@ -105,11 +105,13 @@ def members_of(view: wire.PoolView) -> tuple[PoolMember, ...]:
 def one_part_each(members: Sequence[PoolMember], working: Sequence[PoolMember] = ()) -> tuple[PoolMember, ...]:
     """Return the members without further parts of the same devices, and without other parts of devices that the
     `working` members are parts of: those parts are for other jobs."""
-    taken, found = [one.profile for one in working], list[PoolMember]()
+    kept = {one.view.peer for one in working}
+    taken, found = {one.profile.divided_device for one in working}, list[PoolMember]()
     for member in members:
-        if member in working or not any(member.profile.divides_device_with(other) for other in taken):
+        device = member.profile.divided_device
+        if member.view.peer in kept or device is None or device not in taken:
             found.append(member)
-            taken.append(member.profile)
+            taken.add(device)
     return tuple(found)
 
 

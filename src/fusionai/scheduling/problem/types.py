@@ -95,10 +95,10 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
         """Return whether both are devices of one machine, which are lost together when it is switched off."""
         return (self.machine or self.peer) == (other.machine or other.peer)
 
-    def divides_device_with(self, other: PeerProfile) -> bool:
-        """Return whether both are parts of one device."""
-        both = self.is_beside(other) and min(self.parts, other.parts) > 1
-        return both and (self.device, self.device_name) == (other.device, other.device_name)
+    @property
+    def divided_device(self) -> tuple[str, str, str] | None:
+        """Return what is equal for the parts of one device; None for a device that is lent whole."""
+        return (self.machine or self.peer, self.device, self.device_name) if self.parts > 1 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -322,7 +322,7 @@ class _Watch:
         if (reason := costs.refusal(stage, spare, exact=exact)) is not None:
             return reason
         runs = costs.profiles.get(stage.peer)
-        if runs is not None and runs.divides_device_with(spare):
+        if runs is not None and runs.divided_device is not None and runs.divided_device == spare.divided_device:
             return "it is another part of the device that runs the stage."
         stages = [*self.stages_of[peer], stage]
         needed = self._needed_bytes(stages)
