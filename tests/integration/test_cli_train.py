@@ -337,6 +337,17 @@ def test_a_job_goes_on_without_its_broker_and_tells_it_afterwards(pool: LivePool
     assert "stopped (fusion stop)" in job.text
 
 
+def test_a_job_that_fails_before_its_first_step_keeps_no_machine(pool: LivePool, tmp_path: Path):
+    write_text(tmp_path / "text.txt")
+    recipe = write_recipe(tmp_path / "r.toml", job__steps=2, placement={"stages": 2})
+    (tmp_path / "run" / "recipe.json").mkdir(parents=True)
+    failed = fusion("train", recipe, "--home", pool.owner, "--threads", 1)
+    assert (failed.code, "recipe.json" in failed.err) == (1, True), failed.err
+    seen = tmp_path / "pool.json"
+    assert fusion("pool", "--home", pool.owner, "--json", seen).code == 0
+    assert {(one["state"], one["job"]) for one in json.loads(seen.read_text())["members"]} == {("idle", None)}
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may mount a small disk")
 @pytest.mark.long
 def test_a_full_disk_loses_nothing_and_the_job_resumes(pool: LivePool, tmp_path: Path):

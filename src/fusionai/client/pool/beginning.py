@@ -38,7 +38,8 @@ from fusionai.wire import messages as wire
 PLAN_ATTEMPTS: Final = 15
 """Attempts to plan and assign peers (chosen). Between listing the pool and the request, a peer may be taken or lost."""
 WAITED_FOR: Final = 8
-"""Attempts during which peers that still clear another job's data are waited for (chosen). Then the others are used."""
+"""Attempts during which peers that may be free in a moment are waited for (chosen): those that still clear another
+job's data, and those without a connection to the broker. Then the others are used."""
 PLANNED_AGAIN: Final = ("busy", "unknown_peer", "untrusted", "leaving")
 """Codes of refusals after which the first plan is made again."""
 WAIT_HINT: Final = "Give --wait: the job takes a place in the queue then; `fusion jobs` lists it."
@@ -140,10 +141,10 @@ async def first_deployment(
     for attempt in range(PLAN_ATTEMPTS):
         members = await replanner.pool.pool()
         usable = replanner.spare(members)
-        clearing = [one.profile.name for one in members if replanner.clears(one)]
-        if clearing and attempt < (WAITED_FOR if usable else PLAN_ATTEMPTS - 1):
+        held = replanner.held_up(members)
+        if held and attempt < (WAITED_FOR if usable else PLAN_ATTEMPTS - 1):
             if attempt == 0:
-                note(f"waiting for {', '.join(clearing)}: still clearing the data of another job")
+                note(f"waiting for {held}")
             await asyncio.sleep(PLAN_PAUSE_S)
             continue
         if not usable:

@@ -22,7 +22,7 @@ from typing import Final
 
 import msgspec
 
-from fusionai.client.pool.session import PoolMember, PoolSession, near_links, one_part_each
+from fusionai.client.pool.session import PoolMember, PoolSession, held_up, near_links, one_part_each
 from fusionai.execution.connections import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import ExecutionError, RefusedError, StorageError, TransportError, TrustError
@@ -282,15 +282,16 @@ class PoolReplanner:
         """Return the members that are free for this job or already have a part in it, with the speeds that this job has
         found."""
         self.machines.see(members)
-        kept_out = self.excluded(members) | self.faulty_peers
         return tuple(
             dataclasses.replace(member, profile=slowed(member.profile, self.machines.slowness(member.view.peer)))
-            for member in members
-            if member.view.peer not in kept_out
-            and (
-                (member.view.state == "idle" and member.view.rests_s == 0 and not self.clears(member))
-                or (member.view.state == "active" and member.view.job == self.job)
+            for member in self._allowed(members)
+            if (
+                member.view.state == "idle"
+                and member.view.rests_s == 0
+                # The broker assigns a member to no job while it holds data of another.
+                and member.view.clears in ("", self.job)
             )
+            or (member.view.state == "active" and member.view.job == self.job)
         )
 
     def spare(self, members: tuple[PoolMember, ...]) -> tuple[PoolMember, ...]:
@@ -300,9 +301,13 @@ class PoolReplanner:
         working = [one for one in free if one.view.job == self.job]
         return one_part_each(free, working) if working else free
 
-    def clears(self, member: PoolMember) -> bool:
-        """Return whether a member still holds data of another job; the broker assigns it to no job until then."""
-        return member.view.clears not in ("", self.job)
+    def held_up(self, members: tuple[PoolMember, ...]) -> str:
+        """Return which members this job may use in a moment, and what holds them up; empty if there are none."""
+        return held_up(self._allowed(members), self.job)
+
+    def _allowed(self, members: tuple[PoolMember, ...]) -> tuple[PoolMember, ...]:
+        kept_out = self.excluded(members) | self.faulty_peers
+        return tuple(one for one in members if one.view.peer not in kept_out)
 
     async def make_real(self, plan: Plan) -> Deployment:
         """Have the broker adopt `plan` (version 0), store it, and return it with its version and tickets. Raises

@@ -91,6 +91,18 @@ class PoolMember:
         return self.view.state in ("idle", "active", "draining")
 
 
+def held_up(members: Sequence[PoolMember], job: str = "") -> str:
+    """Return which members may be free for `job` in a moment, and what holds them up; empty if there are none. A member
+    without a connection usually has it again after a heartbeat, for example when its broker has just been restarted."""
+    clearing = [one.profile.name for one in members if one.view.clears not in ("", job)]
+    silent = [one.profile.name for one in members if one.view.state == "silent"]
+    reasons = (
+        *([f"{', '.join(clearing)}: still clearing the data of another job"] if clearing else ()),
+        *([f"{', '.join(silent)}: not connected to the broker at the moment"] if silent else ()),
+    )
+    return "; ".join(reasons)
+
+
 def members_of(view: wire.PoolView) -> tuple[PoolMember, ...]:
     """Return the members of a view with their profiles decoded. Which devices are of one machine is known from the
     broker alone, whatever their profiles say."""

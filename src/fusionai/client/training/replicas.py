@@ -24,7 +24,7 @@ from fusionai.backends.registry import open_backend
 from fusionai.client.pool.beginning import PLAN_PAUSE_S, WAITED_FOR, nobody
 from fusionai.client.pool.job_process import Noted, owner_profile
 from fusionai.client.pool.job_trust import job_trust
-from fusionai.client.pool.session import PoolMember, PoolSession, owner_membership
+from fusionai.client.pool.session import PoolMember, PoolSession, held_up, owner_membership
 from fusionai.client.training.job_directory import (
     Past,
     ReplicaDirectories,
@@ -278,15 +278,15 @@ class _Replicas:
             self._wait(number, f"the pool has machines for {there} of {self.replicas.count} replicas")
 
     async def _all_free(self) -> tuple[PoolMember, ...]:
-        """Return the free members. Members that still clear another job's data are waited for, because an additional
-        replica may depend on them."""
+        """Return the free members. Members that may be free in a moment are waited for, because an additional replica
+        may depend on them."""
         members = await self.pool.pool()
         for attempt in range(WAITED_FOR):
-            clearing = [one.profile.name for one in members if one.view.clears]
-            if not clearing:
+            held = held_up(members)
+            if not held:
                 break
             if attempt == 0:
-                self._note(f"waiting for {', '.join(clearing)}: still clearing the data of another job")
+                self._note(f"waiting for {held}")
             await asyncio.sleep(PLAN_PAUSE_S)
             members = await self.pool.pool()
         free = tuple(one for one in members if stands_by(one))

@@ -30,7 +30,7 @@ from fusionai.client.pool.job_process import (
     owner_profile,
 )
 from fusionai.client.pool.replanning import Distrusted, MachineHistory, TrainingReplanner, distrusted
-from fusionai.client.pool.reporting import Reporting
+from fusionai.client.pool.reporting import Reporting, report_state
 from fusionai.client.pool.session import PoolMember, known_owner, owner_membership
 from fusionai.client.pool.watch import PoolWatch, watch_trust
 from fusionai.client.pool.work import work_reports
@@ -56,7 +56,7 @@ from fusionai.client.training.replica_crews import ReplicaPart
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.schedule import early_rounds, learning_rate
 from fusionai.execution.connections import Deployment
-from fusionai.primitives.errors import ExecutionError, FusionError, TransportError
+from fusionai.primitives.errors import ExecutionError, FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.primitives.privacy import keeps_ends
 from fusionai.primitives.process import in_background, set_aside_what_stays
@@ -199,6 +199,9 @@ class _Run:
     stop: asyncio.Event
     part: ReplicaPart | None
     driving: asyncio.Event = field(default_factory=asyncio.Event)
+    reports: bool = False
+    """Whether the job's end is reported to the broker by what follows the driver. A job that fails before is reported
+    here: otherwise its machines would wait for its owner."""
 
     def warn(self, text: str) -> None:
         self.process.note(f"warning: {text}")
@@ -210,7 +213,15 @@ class _Run:
             async with own_machine(
                 self.options.device, self.options.threads, self.options.home, self.process.note
             ) as machine:
-                return await self._drive(machine, await self._begin(machine, members))
+                try:
+                    return await self._drive(machine, await self._begin(machine, members))
+                except (TransportError, RefusedError):
+                    raise  # the broker is away or runs no such job
+                except FusionError as error:
+                    if self.driving.is_set() and not self.reports:
+                        job = job_id(self.recipe, self.process.peer, self.directory)
+                        await report_state(self.process.pool, job, "failed", error.message)
+                    raise
 
     async def _look(self) -> tuple[PoolMember, ...] | None:
         """Return the pool's members; None while its broker is away, if the job already has a plan. Raises
@@ -312,7 +323,7 @@ class _Run:
             process.note(f"{name} gets no work from this job: {one.reason}")
         watch = PoolWatch(begun.replanner, driver, process.peer, process.clock)
         receivers += [reporting.see, records.see, faults.see, watch.see, self.on_event]
-        reason, noticed = "interrupted", ()
+        reason, noticed, self.reports = "interrupted", (), True
         try:
             with beside(
                 _stop_when(self.stop, driver, lambda: "Ctrl-C"),

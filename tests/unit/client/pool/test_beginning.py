@@ -158,6 +158,13 @@ def test_who_still_clears_what_another_job_left_is_waited_for(start: Begin, monk
     assert {stage.peer for stage in found.plan.stages} == {"a", "c", "owner"}
 
 
+def test_members_without_a_connection_are_waited_for(start: Begin, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(beginning, "PLAN_PAUSE_S", 0.0)
+    silent = member("c", state="silent")
+    found, _ = start((member("a"), silent), (member("a"), silent), (member("a"), member("c")), had=None)
+    assert {stage.peer for stage in found.plan.stages} == {"a", "c", "owner"}
+
+
 def test_but_not_for_ever_where_others_will_do(start: Begin, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(beginning, "PLAN_PAUSE_S", 0.0)
     found, pool = start((member("a"), member("b"), member("c", clears="another")), had=None)
