@@ -230,8 +230,9 @@ class BrokerServer:
                 task = asyncio.create_task(_notify(channel, notice.message))
                 self._sending.add(task)
                 task.add_done_callback(self._sending.discard)
-        for channel in [one for one in self._channels.values() if one.remote.peer in outcome.evicted]:
-            channel.abort()
+        if outcome.evicted:  # else thousands of channels would be searched at each heartbeat
+            for channel in [one for one in self._channels.values() if one.remote.peer in outcome.evicted]:
+                channel.abort()
         deadline_s = self.service.next_deadline_s
         if deadline_s is not None and (self._waiting_for_s is None or deadline_s < self._waiting_for_s):
             self._earlier.set()

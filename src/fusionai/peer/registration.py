@@ -1,7 +1,9 @@
 """This peer's place in the pool: registers, keeps the lease, and reconnects after the broker was away.
 
 Retries start after 0.5 s and double up to 15 s, or up to the time between two heartbeats once the broker has said it:
-after its absence the broker gives each member one lease, which is several heartbeats. A broker that does not answer in
+after its absence the broker gives each member one lease, which is several heartbeats. Each peer shortens these pauses
+by a factor of its own, from its key, because the members of a pool lose their broker at the same moment and must not
+all come back at the same moment. A broker that does not answer in
 time counts as absent too, because another one may have taken over from one that hangs. If the lease ran out and the job
 went on without this peer, the broker refuses its heartbeat as stale: the peer then drops all state of jobs and
 registers anew at once. The absence of the broker alone does not disturb a running job. `peer.daemon` starts this,
@@ -11,6 +13,7 @@ registers anew at once. The absence of the broker alone does not disturb a runni
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -74,7 +77,7 @@ class Registration:
 
     async def run(self) -> None:
         """Keep the registration until cancelled. Raises errors that retries can't cure: a refusal, a wrong key."""
-        retry_s = FIRST_RETRY_S
+        retry_s, factor = FIRST_RETRY_S, _factor(self.profile.peer)
         while True:
             try:
                 await self._session()
@@ -82,9 +85,9 @@ class Registration:
                 if self._conversation is not None:
                     # The broker had answered, so this is a new absence.
                     retry_s = FIRST_RETRY_S
-                log.warning("the broker can't be reached (%s); next try in %.1f s", error, retry_s)
+                log.warning("the broker can't be reached (%s); next try in %.1f s", error, factor * retry_s)
             self._conversation = None
-            await asyncio.sleep(retry_s)
+            await asyncio.sleep(factor * retry_s)
             longest_s = LAST_RETRY_S if self._known is None else max(FIRST_RETRY_S, self._known.heartbeat_s)
             retry_s = min(2 * retry_s, longest_s)
 
@@ -226,3 +229,9 @@ class Registration:
                 self.on_meet(message, broker)
             case _:
                 log.info("no handler for a notice of the broker: %s", message.__struct_config__.tag)
+
+
+def _factor(peer: str) -> float:
+    """Return the peer's own factor of all its pauses between retries, from 0.5 to 1."""
+    digest = hashlib.blake2b(peer.encode(), digest_size=4, person=b"retry").digest()
+    return 0.5 + int.from_bytes(digest, "little") / 2**33

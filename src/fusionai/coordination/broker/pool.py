@@ -85,9 +85,15 @@ class Pool:
         return tuple(one for one in self.jobs.values() if one.queued)
 
 
+DEPARTED: Final = ("left", "lost")
+"""Phases of a member that is gone, unless a job waits for it."""
+_OF_ONE_MEMBER: Final = (events.MemberRegistered, events.MemberDraining, events.MemberLeft, events.MemberLost)
+"""Facts that move no other member than the one they name."""
+
+
 def is_departed(member: Member) -> bool:
     """Return whether the member left or was lost and no job waits for it."""
-    return member.phase in ("left", "lost") and member.job is None
+    return member.job is None and member.phase in DEPARTED
 
 
 def replay(facts: Iterable[Fact], pool: Pool | None = None) -> Pool:
@@ -120,8 +126,10 @@ def advance(pool: Pool, fact: Fact) -> Pool:
     after = _advance(pool, fact)
     if after.members is pool.members:
         return after
+    alone = isinstance(fact, _OF_ONE_MEMBER)  # else thousands of members would be compared for each that is lost
+    changed = {PeerId(fact.peer): after.members[PeerId(fact.peer)]} if alone else after.members
     lent = ledger.moved(
-        after.ledger, pool.members, after.members, fact.at_s, lambda name: after.machine_of(after.jobs[name].owner)
+        after.ledger, pool.members, changed, fact.at_s, lambda name: after.machine_of(after.jobs[name].owner)
     )
     return after if lent is after.ledger else replace(after, ledger=lent)
 
@@ -266,12 +274,16 @@ def _move_member(pool: Pool, member: Member, fact: Fact) -> Pool:
     moved = MEMBERSHIP.advance(member, fact)
     if not is_departed(moved):
         return replace(pool, members=_with(pool.members, moved.peer, moved))
-    others = {peer: other for peer, other in pool.members.items() if peer != moved.peer}
-    return replace(pool, members=_without_old_departed({**others, moved.peer: moved}))
+    members = dict(pool.members)
+    del members[moved.peer]
+    members[moved.peer] = moved
+    return replace(pool, members=_without_old_departed(members))
 
 
 def _without_old_departed(members: Mapping[PeerId, Member]) -> Mapping[PeerId, Member]:
-    departed = [peer for peer, member in members.items() if is_departed(member)]
+    if len(members) <= DEPARTED_KEPT:
+        return members
+    departed = [peer for peer, one in members.items() if one.job is None and one.phase in DEPARTED]
     dropped = set(departed[: max(0, len(departed) - DEPARTED_KEPT)])
     return {peer: member for peer, member in members.items() if peer not in dropped} if dropped else members
 

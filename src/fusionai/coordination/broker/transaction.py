@@ -159,4 +159,8 @@ def with_entry(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
 
 
 def without_entry(mapping: Mapping[K, V], key: K) -> Mapping[K, V]:
-    return mapping if key not in mapping else {other: value for other, value in mapping.items() if other != key}
+    if key not in mapping:
+        return mapping
+    others = {**mapping.base, **mapping.recent} if isinstance(mapping, _Overlaid) else dict(mapping)
+    del others[key]
+    return others

@@ -820,6 +820,20 @@ def test_after_a_restart_everybody_has_one_lease_of_grace(drive: Drive):
     assert drive.notes()[-2:] == ["member bbbbbbbb lost: not heard for 12 s", "unattended: its driver is out of touch"]
 
 
+@pytest.mark.parametrize(("members", "grace_s"), [(600, 12.0), (2000, 40.0)])
+def test_the_members_of_a_large_pool_have_time_to_come_back_one_after_the_other(
+    drive: Drive, members: int, grace_s: float
+):
+    pool = replay(drive.facts)
+    known = pool.members[A]
+    many = {PeerId(f"{n}"): replace(known, peer=PeerId(f"{n}")) for n in range(members)}
+    desk = recovered(RULES, replace(pool, members=many), 100.0)
+    assert desk.next_deadline_s == 100.0 + grace_s
+    back = handle(desk, requests.Beat(PeerId("7"), 1, 1), now_s=99.0 + grace_s, wall_s=WALL_S)
+    late = handle(back.desk, requests.DeadlinePassed(), now_s=100.0 + grace_s, wall_s=WALL_S)
+    assert [peer for peer, member in late.desk.pool.members.items() if member.phase == "idle"] == [PeerId("7")]
+
+
 def test_nobody_is_blamed_while_the_broker_itself_stood_still(drive: Drive):
     drive.now_s += 60.0
     drive.ask(requests.Stalled())
