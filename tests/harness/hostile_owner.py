@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from fusionai.client.pool.job_trust import JobTrust, job_trust
 from fusionai.client.pool.session import PoolSession
+from fusionai.execution.serving.boundary import ServingBoundary
 from fusionai.execution.training.boundary import FEED, Boundary, Port
 from fusionai.ir import schema
 from fusionai.ir.schema import Graph
@@ -45,6 +46,7 @@ class HostileOwner:
     stage_ticket: bytes
     """Its own one for the stage that the plan leaves at its machine."""
     version: int
+    task: Literal["train", "serve"] = "train"
     control: Channel = field(init=False)
     placement: bytes = b""
     """The signed placement of the present round."""
@@ -61,7 +63,9 @@ class HostileOwner:
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, home: Path, membership: Membership) -> AsyncIterator[HostileOwner]:
+    async def opened(
+        cls, home: Path, membership: Membership, task: Literal["train", "serve"] = "train"
+    ) -> AsyncIterator[HostileOwner]:
         """Have the broker grant the job, and open the control connection."""
         trust = job_trust(home, membership, "encrypted", confidential=False)
         async with PoolSession(membership, trust=trust) as session:
@@ -72,7 +76,7 @@ class HostileOwner:
             again = await session._ask(wire.JobRequest(job=JOB, title="an attack", plan=plan, steps=1), wire.JobGranted)
             stage_ticket = next(one.ticket for one in again.tickets if one.peer == membership.peer)
             places = tuple(one for one in member.view.addresses if one.startswith("tcp://"))
-            owner = cls(membership, victim, places, trust, granted.tickets, stage_ticket, granted.plan.version)
+            owner = cls(membership, victim, places, trust, granted.tickets, stage_ticket, granted.plan.version, task)
             owner.control = await owner.dial("control")
             try:
                 yield owner
@@ -88,7 +92,7 @@ class HostileOwner:
         self.channels.append(channel)
         placement = self.placement if as_stage else self._placement(self.places())
         ticket = self.stage_ticket if as_stage else self.tickets[self.peer]
-        await channel.send(wire.OpenJob(job=JOB, fence=self.fence, ticket=ticket, placement=placement))
+        await channel.send(wire.OpenJob(job=JOB, fence=self.fence, ticket=ticket, placement=placement, task=self.task))
         answer = await received(channel)
         assert isinstance(answer, wire.Done), answer
         return channel
@@ -157,6 +161,28 @@ class HostileOwner:
         )
         await self.control.send(message, tuple(carried.values()))
         return await self.answer()
+
+    async def load(
+        self, graph: Graph, boundary: ServingBoundary, options: wire.ServeOptions, *, stages: int = 2, **changes: Any
+    ) -> wire.Message:
+        """Give the victim a stage of a serving job; its answer."""
+        encoded = schema.encode(graph)
+        carried = {"graph": host_tensor("uint8", (len(encoded),), encoded)}
+        message = wire.Load(
+            fence=self.fence,
+            job=JOB,
+            stage=boundary.stage,
+            stages=stages,
+            graph_hash=schema.content_hash(graph),
+            boundary=msgspec.Raw(msgspec.msgpack.encode(boundary)),
+            options=options,
+            tensors=headers(carried),
+            **changes,
+        )
+        await self.control.send(message, tuple(carried.values()))
+        while isinstance(answer := await self.answer(), wire.Loading | wire.Working):
+            pass
+        return answer
 
     async def resume(self, stage: int = 0) -> wire.Message:
         await self.control.send(wire.Resume(fence=self.fence, stage=stage, committed=0, source="initialise"))

@@ -10,14 +10,12 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import numpy as np
-import psutil
 import pytest
 
 from fusionai.execution.links import dials
@@ -34,9 +32,8 @@ from fusionai.wire import messages as wire
 from fusionai.wire.frame import encode_header, headers
 from harness.hostile_owner import JOB, HostileOwner
 from harness.in_a_loop import in_a_loop
-from harness.live_pool import LivePool, Process, fusion
-from harness.memory_group import MemoryGroup, memory_group
 from harness.patience import CEILING_S
+from harness.victim import LENT_BYTES, MIB, Victim, victim_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,84 +42,11 @@ pytestmark = [
 
 log = logging.getLogger(__name__)
 
-MIB = 2**20
-LENT_BYTES = 128 * MIB
-BESIDE_BYTES = 128 * MIB
-"""What daemon and worker may take beyond what they had after an honest job and what is lent: buffers of connections,
-the allocator's reserve."""
-
-
-@dataclass(frozen=True)
-class Victim:
-    """A daemon that lends `LENT_BYTES`, and its worker, in a memory group of their own."""
-
-    pool: LivePool
-    daemon: psutil.Process
-    worker: psutil.Process
-    group: MemoryGroup | None
-    idle_bytes: int
-
-    def lives(self) -> None:
-        """Neither process was ended, and they never took more than they may."""
-        assert self.daemon.is_running()
-        assert self.daemon.children() == [self.worker], "the same worker"
-        taken = (self.group.peak_bytes if self.group else self.resident_bytes()) - self.idle_bytes
-        log.info(
-            "%d MiB beyond the %d MiB of an idle daemon, with %d MiB lent",
-            *(nbytes // MIB for nbytes in (taken, self.idle_bytes, LENT_BYTES)),
-        )
-        assert taken <= LENT_BYTES + BESIDE_BYTES
-
-    def resident_bytes(self) -> int:
-        return sum(one.memory_info().rss for one in (self.daemon, self.worker))
-
 
 @pytest.fixture(scope="module")
 def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
-    directory = tmp_path_factory.mktemp("attacked")
-    with LivePool(directory) as pool:
-        attacker = fusion("join", pool.invite(), "--owner", "--home", directory / "attacker")
-        assert attacker.code == 0, attacker.err
-        with memory_group("fusionai-attacked") as group:
-            if group is None:
-                log.info("No memory group can be made here: the memory that is resident after each attack is compared.")
-            daemon = Process(
-                *("join", pool.invite(), "--home", directory / "victim", "--host", "127.0.0.1", "--threads", "1"),
-                *("--name", "victim", "--max-memory", f"{LENT_BYTES // MIB}MiB", "--device", "cpu"),
-                program=("-m", "fusionai") if group is None else group.fusion,
-            )
-            daemon.wait_for("In pool")
-            process = psutil.Process(daemon.process.pid)
-            (worker,) = process.children()
-            victim = Victim(pool, process, worker, group, 0)
-            asyncio.run(an_honest_job_works(victim))
-            idle_bytes = victim.resident_bytes() if group is None else group.used_bytes
-            if group is not None:
-                group.hold(idle_bytes + LENT_BYTES + BESIDE_BYTES)
-            yield replace(victim, idle_bytes=idle_bytes)
-            daemon.end()
-            psutil.wait_procs([worker], timeout=CEILING_S)
-
-
-async def an_honest_job_works(victim: Victim) -> None:
-    async with opened(victim) as owner:
-        await an_honest_round_works(owner)
-
-
-def opened(victim: Victim) -> AbstractAsyncContextManager[HostileOwner]:
-    home = victim.pool.directory / "attacker"
-    return HostileOwner.opened(home, load_membership(home / "owner"))
-
-
-@asynccontextmanager
-async def attacking(victim: Victim) -> AsyncIterator[HostileOwner]:
-    """The attack is followed by an honest round on the same machine."""
-    async with opened(victim) as owner:
-        if victim.group is not None:
-            victim.group.begin()
-        yield owner
-        await an_honest_round_works(owner)
-    victim.lives()
+    with victim_of(tmp_path_factory.mktemp("attacked"), "train", an_honest_round_works) as opened:
+        yield opened
 
 
 def tensor(*shape: int, dtype: str = "float32") -> HostTensor:
@@ -215,7 +139,7 @@ DISAGREEING = {
 @pytest.mark.parametrize("name", DISAGREEING)
 @in_a_loop
 async def test_operands_that_disagree_reach_no_kernel(victim: Victim, name: str):
-    async with attacking(victim) as owner:
+    async with victim.attacked() as owner:
         await owner.enlist()
         answer = await outcome(owner, DISAGREEING[name])
         assert isinstance(answer, wire.StageFailed), "nothing came back"
@@ -254,7 +178,7 @@ async def test_operands_that_agree_at_their_largest_only_reach_no_kernel(victim:
     shape = tuple("n" if size == CHANNELS else size for size in graph.values[operand].shape)
     values = {**graph.values, operand: ValueSpec(shape, "float32")}
     graph = msgspec.structs.replace(graph, symbols={"n": (1, CHANNELS)}, values=values)
-    async with attacking(victim) as owner:
+    async with victim.attacked() as owner:
         await owner.enlist()
         assert isinstance(answer := await outcome(owner, graph, CHANNELS), dict), answer
         await owner.enlist()
@@ -287,7 +211,7 @@ HUNGRY = {
 @in_a_loop
 async def test_small_inputs_take_no_more_memory_than_is_lent(victim: Victim, name: str):
     """The first two take 512 MiB inside a kernel if it is allowed to."""
-    async with attacking(victim) as owner:
+    async with victim.attacked() as owner:
         await owner.enlist()
         answer = await outcome(owner, HUNGRY[name])
         if isinstance(answer, wire.StageFailed):
@@ -305,7 +229,7 @@ async def test_tensors_for_later_work_at_many_stages_take_no_more_than_is_lent(v
     """Each stage would hold all that is lent, were the limit its own."""
     shape = (PART // 4 // 1024, 1024)
     waiting = graph_of("aten.add.Tensor", {"x": shape, "z": shape}, {"y": shape})
-    async with attacking(victim) as owner:
+    async with victim.attacked() as owner:
         places = owner.places(STAGES)
         await owner.enlist(places)
         for stage in range(STAGES):
@@ -346,7 +270,7 @@ async def test_snapshots_of_many_stages_take_no_more_than_is_lent_beside_a_stage
     """Half of what is lent is held by a stage, and snapshots of four times what is lent follow."""
     shape = (PART // 4 // 1024, 1024)
     waiting = graph_of("aten.add.Tensor", {"x": shape, "z": shape}, {"y": shape})
-    async with attacking(victim) as owner:
+    async with victim.attacked() as owner:
         watched = range(1, 1 + 2 * LENT_BYTES // PART)
         own = tuple(wire.Neighbour(stage=stage, peer=owner.peer) for stage in watched)
         await owner.enlist((*owner.places()[:1], *own), watched)
@@ -380,7 +304,7 @@ async def test_snapshots_of_many_stages_take_no_more_than_is_lent_beside_a_stage
 @in_a_loop
 async def test_results_that_the_owner_does_not_read_take_no_more_than_is_lent(victim: Victim):
     shape = (PART // 4 // 1024, 1024)
-    async with attacking(victim) as owner:
+    async with victim.attacked() as owner:
         await owner.enlist()
         assert isinstance(await owner.attach(graph_of("aten.relu.default", {"x": shape}, {"y": shape})), wire.Status)
         feed = await owner.dial("tensors")
@@ -402,7 +326,7 @@ async def test_results_that_the_owner_does_not_read_take_no_more_than_is_lent(vi
 @in_a_loop
 async def test_frames_that_arrive_on_many_connections_take_no_more_than_is_lent(victim: Victim):
     """Each announces a gigabyte and brings some of it."""
-    async with attacking(victim) as owner:
+    async with victim.attacked() as owner:
         await owner.enlist()
         feeds = [await owner.dial("state") for _ in range(8)]
         header = wire.TensorHeader("model/x", "uint8", (64 * MIB,))
@@ -441,7 +365,7 @@ async def test_unfinished_probes_of_a_member_without_a_ticket_take_the_memory_of
     """60 of 4 MiB each are more than is lent."""
     transport = TcpTransport(load_membership(victim.pool.owner / "owner").credentials)
     probe = wire.Probe(sequence=1, sent_at_s=0.0, tensors=(wire.TensorHeader("probe", "uint8", (PROBE_BYTES,)),))
-    async with attacking(victim) as owner:
+    async with victim.attacked() as owner:
         channels: list[Channel] = []
         ends: set[asyncio.Future[Envelope]] = set()
         try:
@@ -466,7 +390,7 @@ async def test_no_address_of_the_owners_choice_is_dialled(victim: Victim, signer
     """The ticket for the neighbour names a port of the provider's own machine, or is not the neighbour's."""
     with socket.create_server(("127.0.0.1", 0)) as trap:
         trap.setblocking(False)
-        async with attacking(victim) as owner:
+        async with victim.attacked() as owner:
             stranger = PeerId("z" * PEER_ID_LENGTH)  # the lower of two ids dials
             assert dials(owner.victim, stranger, owner.peer)
             ticket = sign_ticket(

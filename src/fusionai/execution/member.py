@@ -37,6 +37,11 @@ log = logging.getLogger(__name__)
 
 MAX_UNREAD: Final = 1024
 """Messages that may wait for a driver that does not read them (chosen)."""
+MOST_ORDERS_BYTES: Final = 2**26
+"""Bytes that the driver's orders with graphs may take together while they wait or are followed (chosen): one of the
+largest size, or many ordinary ones."""
+_DIGEST_BYTES: Final = 128
+"""Bytes that a hash and what belongs to it take in memory, about."""
 
 
 class RoundMember(ABC):
@@ -58,6 +63,8 @@ class RoundMember(ABC):
         self._failed: dict[int, Fence] = {}
         self._links_reported: set[tuple[Fence, PeerId]] = set()
         self._tasks: set[asyncio.Task[object]] = set()
+        self._orders_bytes = 0
+        """Bytes of the driver's orders that tasks hold."""
         self._driver: Outbox | None = None
         self._closed = False
         self._links = Links(
@@ -155,6 +162,11 @@ class RoundMember(ABC):
             case wire.Enlist() as enlist:
                 self.to_driver(self.enlist(enlist))
             case message:
+                if self._orders_bytes and self._orders_bytes + _order_bytes(envelope) > MOST_ORDERS_BYTES:
+                    raise ExecutionError(
+                        f"the driver sent a {type(message).__name__} while orders of {self._orders_bytes} bytes waited "
+                        f"here; together they may take {MOST_ORDERS_BYTES} bytes."
+                    )
                 if not self._order(envelope):
                     name = type(message).__name__
                     raise ExecutionError(
@@ -341,11 +353,19 @@ class RoundMember(ABC):
         finally:
             self._tasks.discard(task)
 
-    def _start(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+    def _start(self, work: Coroutine[object, object, None], holds: Envelope | None = None) -> asyncio.Task[None]:
+        """Start a task. `holds`: the order that it keeps in memory until it ends."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if holds is not None:
+            nbytes = _order_bytes(holds)
+            self._orders_bytes += nbytes
+            task.add_done_callback(lambda _: self._forget_order(nbytes))
         return task
+
+    def _forget_order(self, nbytes: int) -> None:
+        self._orders_bytes -= nbytes
 
     async def _end_tasks(self) -> None:
         """Cancel and await all tasks except the current one."""
@@ -354,6 +374,16 @@ class RoundMember(ABC):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+
+
+def _order_bytes(order: Envelope) -> int:
+    """Return the bytes that an order takes in memory, about."""
+    nbytes = sum(tensor.nbytes for tensor in order.tensors.values())
+    if isinstance(order.message, wire.Load):
+        digests = sum(2 + len(weight.pieces) for weight in order.message.weights)
+        digests += sum(1 + len(source.digests) for source in order.message.sources)
+        nbytes += _DIGEST_BYTES * digests
+    return nbytes
 
 
 Task = Literal["train", "serve"]

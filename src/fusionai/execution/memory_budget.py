@@ -7,6 +7,8 @@ counts with what it holds now. Programs are loaded one at a time, so that two lo
 The budget only refuses. What is received and not stored yet is limited by `transport.channels.framed`, and a worker
 process can't take more than its own limit (`backends.worker`), whatever this budget counts.
 
+Sketches are small and no plan counts them: the first `BESIDE_BYTES` of all of them are free.
+
 `execution.host` has it; stages, verifiers and snapshot stores of all jobs draw on it.
 """
 
@@ -15,13 +17,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Final, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import psutil
 
 from fusionai.backends.state import ProgramSize
 from fusionai.primitives.errors import ExecutionError
+
+BESIDE_BYTES: Final = 2**24
+"""Bytes that the sketches of all stages may take beside what is lent (chosen): 130,000 positions."""
 
 
 class MeasuredProgram(Protocol):
@@ -47,13 +52,23 @@ class MemoryBudget:
         self._host_limit_bytes = host_limit_bytes
         self._half_bytes = psutil.virtual_memory().total // 2
         self._stores = WeakSet[Holding]()
+        self._sketches = WeakSet[Holding]()
         self._in_use = WeakKeyDictionary[MeasuredProgram, int | None]()
         """Program -> bytes beside it that are in use with it; None for a program that takes no part in its job yet."""
         self._loading = asyncio.Lock()
 
     @property
     def stores_bytes(self) -> int:
-        return sum(store.nbytes for store in self._stores)
+        return sum(store.nbytes for store in self._stores) + max(0, self._sketches_bytes - BESIDE_BYTES)
+
+    @property
+    def _sketches_bytes(self) -> int:
+        return sum(store.nbytes for store in self._sketches)
+
+    @property
+    def room_for_sketches_bytes(self) -> int:
+        """Memory for further sketches."""
+        return max(0, self.room_bytes) + max(0, BESIDE_BYTES - self._sketches_bytes)
 
     @property
     def programs_bytes(self) -> int:
@@ -77,6 +92,14 @@ class MemoryBudget:
     def join(self, store: Holding) -> None:
         """Count a store as long as it lives."""
         self._stores.add(store)
+
+    def join_sketches(self, store: Holding) -> None:
+        """Count sketches as long as `store` lives."""
+        self._sketches.add(store)
+
+    def require_for_sketches(self, nbytes: int, what: str) -> None:
+        """Raise `ExecutionError` if sketches can't take `nbytes` more."""
+        self._check(nbytes, self.room_for_sketches_bytes, what)
 
     @asynccontextmanager
     async def loading(self) -> AsyncIterator[int | None]:

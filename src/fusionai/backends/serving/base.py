@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,9 @@ from fusionai.ir.unpacking import unpacked
 from fusionai.primitives.errors import ExecutionError, GraphError, nearest
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.wire.serving import Segment, ServeOptions
+
+MOST_POSITIONS: Final = 2**40
+"""More than any text has: positions must fit into 64 bits also when they are multiplied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +257,8 @@ class ServingProgram(ABC):
         if not segments and (missing := FROM_SEGMENTS & needed):
             raise ExecutionError(f"the stage computes {min(missing)} from segments, got none.")
         if POSITIONS in needed:
+            if (last := max(segment.start + segment.length for segment in segments)) > MOST_POSITIONS:
+                raise ExecutionError(f"a text has {MOST_POSITIONS} positions at most, a segment ends at {last}.")
             fed[POSITIONS] = _positions_of(segments)
         if ADAPTERS in needed:
             fed[ADAPTERS] = _adapters_of(segments, self._options.adapter_ranks)

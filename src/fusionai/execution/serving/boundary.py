@@ -17,6 +17,7 @@ alone.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Final
@@ -32,8 +33,11 @@ from fusionai.ir.serving import FROM_SEGMENTS
 from fusionai.ir.shapes import bounds
 from fusionai.primitives.errors import ExecutionError, GraphError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor
-from fusionai.wire.messages import Segment
+from fusionai.wire.messages import Segment, ServeOptions
 
+TABLES_BEYOND: Final = 64
+"""Page tables that may be kept beyond two for each session (chosen): those of sessions that have just ended."""
+PAGE_NUMBER_BYTES: Final = array("I").itemsize
 LARGEST_ROW: Final = 2**24
 """Largest number of elements accepted in one row of a received boundary (chosen)."""
 
@@ -144,11 +148,15 @@ class RetainedRows:
     """Retained rows of one stage. `specs`: the values sent on. Rows are kept as bytes, since they are not computed
     with."""
 
-    def __init__(self, specs: Sequence[RowSpec], page_tokens: int) -> None:
+    def __init__(self, specs: Sequence[RowSpec], options: ServeOptions) -> None:
         self._specs = tuple(specs)
-        self._page_tokens = page_tokens
-        self._tables: dict[int, list[int]] = {}
+        self._page_tokens = options.page_tokens
+        self._most_pages = options.pages
+        self._most_tables = 2 * options.sessions + TABLES_BEYOND
+        self._tables: dict[int, array[int]] = {}
         """Session -> its pages, in order of positions."""
+        self._entries = 0
+        """Length of all tables together."""
         self._pages: dict[int, tuple[Bytes, ...]] = {}
         """Page -> one array per value, [page_tokens, bytes of a row]."""
         self._filled: dict[int, int] = {}
@@ -162,20 +170,26 @@ class RetainedRows:
     def forget(self, sessions: Iterable[int]) -> None:
         """Forget these sessions. Their pages stay until they are overwritten, because other sessions may share them."""
         for session in sessions:
-            self._tables.pop(session, None)
+            self._entries -= len(self._tables.pop(session, ()))
 
     def clear(self) -> None:
         for kept in (self._tables, self._pages, self._filled):
             kept.clear()
+        self._entries = 0
 
     def place(self, segment: Segment) -> None:
         """Adopt the pages that a segment brings."""
-        table = self._tables.setdefault(segment.session, [])
+        if segment.session not in self._tables and len(self._tables) >= self._most_tables:
+            raise ExecutionError(f"the rows of {len(self._tables)} sessions are retained here; that is the limit.")
+        table = self._tables.setdefault(segment.session, array("I"))
         if segment.first_page > len(table):
             raise ExecutionError(
                 f"session {segment.session} has {len(table)} pages here, the segment's start at {segment.first_page}."
             )
-        table[segment.first_page :] = segment.pages
+        self._check(segment.session, segment.first_page + len(segment.pages), segment.pages)
+        before = len(table)
+        table[segment.first_page :] = array("I", segment.pages)
+        self._entries += len(table) - before
 
     def keep(self, segments: Sequence[Segment], tensors: Mapping[str, HostTensor]) -> None:
         """Keep the packed rows of all segments, as sent. Raises `ExecutionError` if a segment has too few pages."""
@@ -198,12 +212,23 @@ class RetainedRows:
                 done += count
                 taken += count
 
+    def _check(self, session: int, count: int, pages: Sequence[int]) -> None:
+        """Raise `ExecutionError` for a table of `count` pages, or pages, that the stage can't have. Otherwise a page
+        named many times would be copied many times."""
+        if count > self._most_pages or max(pages, default=0) >= self._most_pages:
+            raise ExecutionError(
+                f"the stage has {self._most_pages} pages; session {session} would have {count}, up to number "
+                f"{max(pages, default=0)}."
+            )
+
     def rows(self, segments: Sequence[Segment], pages: Sequence[int] | None = None) -> dict[str, HostTensor]:
         """Return the segments' positions one after the other, as they were sent. `pages`: the page table to use instead
         of the session's own. Raises `ExecutionError` for positions not kept (any more)."""
         parts: list[list[Bytes]] = [[] for _ in self._specs]
+        if pages is not None:
+            self._check(segments[0].session, len(pages), pages)
         for segment in segments:
-            table = self._tables.get(segment.session, []) if pages is None else pages
+            table = self._tables.get(segment.session, ()) if pages is None else pages
             done = 0
             while done < segment.length:
                 page, offset = self._at(segment.session, table, segment.start + done)
@@ -228,8 +253,17 @@ class RetainedRows:
         return table[index], offset
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of the retained values of one position."""
+        return sum(spec.row_bytes for spec in self._specs)
+
+    @property
+    def tables_bytes(self) -> int:
+        return self._entries * PAGE_NUMBER_BYTES
+
+    @property
     def held_bytes(self) -> int:
-        return len(self._pages) * self._page_tokens * sum(spec.row_bytes for spec in self._specs)
+        return len(self._pages) * self._page_tokens * self.row_bytes
 
 
 def _rows(tensor: HostTensor, spec: RowSpec) -> Bytes:

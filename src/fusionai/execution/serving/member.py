@@ -42,6 +42,8 @@ EvidenceSink = Callable[[PeerId, Evidence, Mapping[str, HostTensor]], None]
 
 LOADING_S: Final = 0.5
 """Seconds between two progress reports while weights load (chosen)."""
+MOST_CHECKS: Final = 64
+"""Texts that one member rechecks at a time (chosen)."""
 WORKING_BEATS: Final = 4
 """Number of ping intervals between two reports of what the stages compute (chosen)."""
 
@@ -91,7 +93,7 @@ class ServingMember(RoundMember):
     def _order(self, envelope: Envelope) -> bool:
         match envelope.message:
             case wire.Load() as load:
-                self._start(self._load(load, envelope.tensors))
+                self._start(self._load(load, envelope.tensors), envelope)
             case wire.Rebuild() as order:
                 self._deliver(order.stage, order, {})
             case wire.RequestSketches() | wire.ShowRows() | wire.ReadAgain() as order:
@@ -396,6 +398,8 @@ class ServingMember(RoundMember):
                         self.send_evidence(PeerId(order.peer), shown, rows)
                 case wire.ReadAgain(fence=fence, number=number):
                     self._verifiers[number] = stage.verifier(order)
+                    if len(self._verifiers) > MOST_CHECKS:  # the driver has given the oldest one up
+                        self._start(self._verifiers.pop(next(iter(self._verifiers))).end())
                     self.to_driver(wire.Reading(fence=fence, stage=order.stage, number=number))
         except TransportError as error:
             # No refusal is sent: the driver learns of the lost link, and its check times out.

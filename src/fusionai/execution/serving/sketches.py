@@ -12,8 +12,10 @@ a fused multiply-add rounds the same as two operations.
 When tokens are computed one at a time, making sketches would cost a good part of a pass. Rows therefore wait until
 there are `TOGETHER` of them, or until sketches are asked for; then all rows of a text are sketched in one call.
 
-Texts are kept in the order of their last addition; the oldest is dropped when there are too many positions. A position
-that is computed again replaces everything known from there on.
+Texts are kept in the order of their last addition; the oldest is dropped when there are too many positions, or no room
+in the machine's memory. What has no room even then is not sketched, and can't be checked. A position that is computed
+again replaces everything known from there on. The signs of a text take 64 bytes for each number of a row, so that those
+of texts without new rows are drawn again when they are needed.
 
 Source: activation fingerprints of DiFR (arXiv 2511.20621). `execution.serving.stage` adds rows,
 `execution.serving.verifier` sketches recomputed rows, `serving.checking` compares. `execution.tensors` makes the
@@ -24,15 +26,16 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from fusionai.execution.serving.boundary import RowSpec
-from fusionai.execution.tensors import SIZE, as_array, signs, step_key
+from fusionai.execution.tensors import SIZE, as_array, step_key
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor
 from fusionai.scheduling.kernels.compiled import available, compiled
 from fusionai.wire.messages import Segment
@@ -43,6 +46,15 @@ Rows = npt.NDArray[np.float32]
 """Shape [rows, numbers of a row]."""
 TOGETHER: Final = 128
 """Largest number of rows that wait; they are held in memory as they are (chosen)."""
+
+SIGNS_BYTES: Final = 2**25
+"""Bytes that the signs of a stage's texts may take (chosen): of 64 texts, for rows of 4,096 numbers."""
+
+
+def drawing_bytes(specs: Sequence[RowSpec]) -> int:
+    """Return the bytes that a `Projection` of these values takes while its signs are drawn."""
+    widths = [int(np.prod(spec.row, dtype=np.int64)) for spec in specs]
+    return SIZE * (4 * sum(widths) + 2 * max(widths, default=0))
 
 
 def text_key(secret: bytes, session: int) -> bytes:
@@ -55,6 +67,10 @@ class Projection:
 
     def __init__(self, specs: Sequence[RowSpec], key: bytes) -> None:
         self._signs = {spec.name: _signs_of(spec, key) for spec in specs}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(drawn.nbytes for drawn in self._signs.values())
 
     def sketches(self, tensors: Mapping[str, HostTensor]) -> Sketches:
         """Return the sketches of tensors [1, rows, ...], one per value."""
@@ -85,7 +101,12 @@ def _signs_of(spec: RowSpec, key: bytes) -> npt.NDArray[np.float32]:
     seed = hashlib.blake2b(spec.name.encode(), key=key, digest_size=16, person=b"marks of rows").digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(seed, "little")))
     width = int(np.prod(spec.row, dtype=np.int64))
-    return signs(generator, width * SIZE).reshape(width, SIZE).astype(np.float32)
+    count = width * SIZE
+    # The values of `execution.tensors.signs`, without its copies: a row may have millions of numbers.
+    drawn = np.unpackbits(np.frombuffer(generator.bytes(-(-count // 8)), np.uint8), count=count).astype(np.float32)
+    drawn *= 2
+    drawn -= 1
+    return drawn.reshape(width, SIZE)
 
 
 def _rows(tensor: HostTensor, *, own: bool = False) -> Rows:
@@ -113,35 +134,52 @@ def _part(sketches: Sketches | None, which: slice) -> Sketches | None:
 
 @dataclass(slots=True)
 class _Text:
-    """Sketches of one text and the projections that make them."""
+    """Sketches of one text."""
 
-    got: Projection | None
-    gave: Projection | None
     runs: list[_Run] = field(default_factory=list[_Run])
     positions: int = 0
 
 
 class SketchBook:
     """Sketches of one stage's texts. `received`, `sent`: the values to sketch; empty if not sketched. `capacity`:
-    positions of all texts together."""
+    positions of all texts together. `room_bytes` returns how much more memory the book may take."""
 
-    def __init__(self, secret: bytes, received: Sequence[RowSpec], sent: Sequence[RowSpec], capacity: int) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        received: Sequence[RowSpec],
+        sent: Sequence[RowSpec],
+        capacity: int,
+        *,
+        room_bytes: Callable[[], int],
+    ) -> None:
         self.secret = secret
         self._received = tuple(received)
         self._sent = tuple(sent)
         self._capacity = capacity
+        self._room_bytes = room_bytes
         self._texts: OrderedDict[int, _Text] = OrderedDict()
+        self._projections: OrderedDict[int, tuple[Projection | None, Projection | None]] = OrderedDict()
+        """Session -> what sketches its received and its sent rows."""
+        self._signs_bytes = 0
         self._positions = 0
         self._waiting: list[_Passed] = []
-        self._waiting_rows = 0
+        self._waiting_rows = self._waiting_bytes = 0
+        self._position_bytes = 4 * SIZE * (bool(received) + bool(sent))
         if received or sent:
             # Compiled now, so that no pass waits for the compiler.
             _signed_sums(np.zeros((1, 1), np.float32), np.ones((1, SIZE), np.float32))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of sketches, signs, and rows that wait."""
+        return self._positions * self._position_bytes + self._signs_bytes + self._waiting_bytes
+
     def clear(self) -> None:
         self._texts.clear()
+        self._projections.clear()
         self._waiting.clear()
-        self._positions = self._waiting_rows = 0
+        self._positions = self._waiting_rows = self._waiting_bytes = self._signs_bytes = 0
 
     def add(
         self,
@@ -154,35 +192,65 @@ class SketchBook:
         received or sent."""
         total = sum(segment.length for segment in segments)
         self._waiting_rows += total
-        waits = self._waiting_rows < TOGETHER
+        rows_bytes = 4 * sum(prod(tensor.shape) for tensor in (*got.values(), *gave.values()))
+        waits = self._waiting_rows < TOGETHER and rows_bytes <= self._room_bytes()
+        self._waiting_bytes += rows_bytes if waits else 0
         came = _Packed.of(self._received, got, total, own=waits)
         went = _Packed.of(self._sent, gave, total, own=waits)
         self._waiting.append(_Passed(tuple(segments), tuple(wanted), came, went))
         if not waits:
             self._settle()
 
-    def _of(self, session: int) -> _Text:
-        text = self._texts.get(session)
-        if text is None:
+    def _projected(self, session: int) -> tuple[Projection | None, Projection | None]:
+        """Return what sketches a text's rows; its signs are drawn if they are not here."""
+        found = self._projections.pop(session, None)
+        if found is None:
             key = text_key(self.secret, session)
-            text = self._texts[session] = _Text(
+            found = (
                 Projection(self._received, key) if self._received else None,
                 Projection(self._sent, key) if self._sent else None,
             )
-        self._texts.move_to_end(session)
-        return text
+            self._signs_bytes += _bytes_of(found)
+        self._projections[session] = found
+        while self._signs_bytes > SIGNS_BYTES and len(self._projections) > 1:
+            self._drop_signs()
+        return found
+
+    def _drop_signs(self) -> None:
+        _, gone = self._projections.popitem(last=False)
+        self._signs_bytes -= _bytes_of(gone)
+
+    def _has_room(self, session: int, positions: int) -> bool:
+        """Return whether this many positions of a text can be sketched, after dropping signs and older texts if they
+        can't be beside those."""
+        needed_bytes = positions * self._position_bytes
+        if session not in self._projections:
+            needed_bytes += drawing_bytes(self._received) + drawing_bytes(self._sent)
+        while self._room_bytes() < needed_bytes:
+            if session in self._projections:
+                self._projections.move_to_end(session)
+            if self._projections and next(iter(self._projections)) != session:
+                self._drop_signs()
+            elif oldest := next((one for one in self._texts if one != session), None):
+                self._positions -= self._texts.pop(oldest).positions
+            else:
+                return False
+        return True
 
     def _settle(self) -> None:
         """Sketch the rows that wait."""
         waiting, self._waiting, self._waiting_rows = self._waiting, [], 0
+        self._waiting_bytes = 0
         came, went = _joined([passed.came for passed in waiting]), _joined([passed.went for passed in waiting])
         with np.errstate(invalid="ignore", over="ignore"):
             for session, part in _by_text(waiting).items():
-                text = self._of(session)
-                got, gave = (
-                    _sketched(text.got, came, part.came, part.length),
-                    _sketched(text.gave, went, part.went, part.length),
-                )
+                if not self._has_room(session, part.length):
+                    continue
+                text = self._texts.setdefault(session, _Text())
+                self._texts.move_to_end(session)
+                receives, sends = self._projected(session)
+                got = _sketched(receives, came, part.came, part.length)
+                gave = _sketched(sends, went, part.went, part.length)
                 for (start, first), end in zip(
                     part.runs, [*(one for _, one in part.runs[1:]), part.length], strict=True
                 ):
@@ -220,6 +288,10 @@ class SketchBook:
                 if part is not None:
                     whole[begin - start : end - start] = part[begin - run.start : end - run.start]
         return got, gave
+
+
+def _bytes_of(projections: tuple[Projection | None, Projection | None]) -> int:
+    return sum(one.nbytes for one in projections if one is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ import numpy as np
 from fusionai.backends.serving.base import ServingProgram
 from fusionai.execution.host import ComputeThread, Outcome, Timed
 from fusionai.execution.memory_budget import MemoryBudget
-from fusionai.execution.serving.boundary import RetainedRows, RowSpec, ServingBoundary, packed
-from fusionai.execution.serving.sketches import SketchBook
+from fusionai.execution.serving.boundary import PAGE_NUMBER_BYTES, RetainedRows, RowSpec, ServingBoundary, packed
+from fusionai.execution.serving.sketches import SketchBook, drawing_bytes
 from fusionai.execution.serving.verifier import TextVerifier
 from fusionai.ir.graph import needed_nodes
 from fusionai.ir.schema import Graph
@@ -109,7 +109,7 @@ class ServingStage:
         self._least = _filling(graph)
         """Output whose computation fills every cache, the hidden states if they do."""
         keeps = identity.options.retain and not identity.select and not identity.last
-        self._retained = RetainedRows(boundary.sends, identity.options.page_tokens) if keeps else None
+        self._retained = RetainedRows(boundary.sends, identity.options) if keeps else None
         self._book: SketchBook | None = None
         self._orders: deque[_Order] = deque()
         """Passes that wait or are being computed, in order."""
@@ -121,8 +121,9 @@ class ServingStage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors of passes that wait or are being computed."""
-        return sum(order.nbytes for order in self._orders)
+        """Bytes of the tensors of passes that wait or are being computed, and of the page tables."""
+        tables_bytes = 0 if self._retained is None else self._retained.tables_bytes
+        return sum(order.nbytes for order in self._orders) + tables_bytes
 
     @property
     def resident_bytes(self) -> int:
@@ -180,7 +181,13 @@ class ServingStage:
         # All live texts, all that wait to be checked, and as many newer ones.
         capacity = 3 * self._options.pages * self._options.page_tokens
         sends = self._boundary.sends if gives else ()
-        self._book = SketchBook(secret, self._boundary.receives, sends, capacity) if secret else None
+        self._book = None
+        if secret:
+            receives, memory = self._boundary.receives, self._memory
+            self._book = SketchBook(
+                secret, receives, sends, capacity, room_bytes=lambda: memory.room_for_sketches_bytes
+            )
+            memory.join_sketches(self._book)
 
     # ---------------------------------------------------------------------------------------------------- passes
 
@@ -367,8 +374,10 @@ class ServingStage:
         if self._retained is None:
             raise ExecutionError(f"stage {self.stage} retains nothing.")
         for segment in order.segments:
+            self._memory.require(PAGE_NUMBER_BYTES * len(segment.pages), f"stage {self.stage}'s page tables")
             self._retained.place(segment)
         for segments in packed(order.segments, self._options.pass_tokens):
+            self._require_rows(self._retained, segments)
             tensors = self._retained.rows(segments)
             again = wire.Pass(
                 fence=order.fence,
@@ -380,6 +389,11 @@ class ServingStage:
                 tensors=headers(tensors),
             )
             self._member.to_stage(self.stage + 1, again, tuple(tensors.values()))
+
+    def _require_rows(self, retained: RetainedRows, segments: Sequence[Segment]) -> None:
+        """Raise `ExecutionError` if a copy of these rows does not fit into the memory that is lent."""
+        rows = sum(segment.length for segment in segments)
+        self._memory.require(rows * retained.row_bytes, f"{rows} rows that stage {self.stage} sends again")
 
     # ------------------------------------------------------------------------------------------------- spot checks
 
@@ -401,6 +415,7 @@ class ServingStage:
         if self._retained is None:
             raise ExecutionError(f"stage {self.stage} retains nothing.")
         for segments in packed([order.segment], self._options.pass_tokens):
+            self._require_rows(self._retained, segments)
             # A pass of the text may still be in progress, so the session's own page table stays unchanged.
             yield segments[0].start, self._retained.rows(segments, order.segment.pages)
 
@@ -410,14 +425,18 @@ class ServingStage:
         if self.allocated:
             raise ExecutionError(f"stage {self.stage} runs here, so its caches are in use; only a standby can recheck.")
         self._memory.use(self._program)
-        return TextVerifier(
+        boundary, what = self._boundary, f"a check of a text at stage {self.stage}"
+        self._memory.require_for_sketches(drawing_bytes(boundary.receives) + 2 * drawing_bytes(boundary.sends), what)
+        verifier = TextVerifier(
             order,
-            boundary=self._boundary,
+            boundary=boundary,
             graph=self._graph,
             program=self._program,
             options=self._options,
             compute=self._compute,
         )
+        self._memory.join_sketches(verifier)
+        return verifier
 
 
 def _filling(graph: Graph) -> tuple[str, ...]:

@@ -78,6 +78,12 @@ class TextVerifier:
         self._squares = [0.0, 0.0]
         """Sums of squares: of what the stage adds to rows, and of what it sends."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its projections and of the sketches made so far."""
+        made_bytes = sum(part.nbytes for parts in self._parts for part in parts)
+        return self._got.nbytes + self._gave.nbytes + self._seen.nbytes + made_bytes
+
     async def compute(self, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]) -> RecheckResult | None:
         """Compute the next rows and return the result after the last ones, None before. Raises `ExecutionError` for
         rows that don't belong to this text, and what the program raises."""

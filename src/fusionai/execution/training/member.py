@@ -85,13 +85,13 @@ class JobMember(RoundMember):
     def _order(self, envelope: Envelope) -> bool:
         match envelope.message:
             case wire.Attach() as attach:
-                self._start(self._attach(attach, envelope.tensors))
+                self._start(self._attach(attach, envelope.tensors), envelope)
             case wire.Prepare() as request:
-                self._start(self._prepare(request, envelope.tensors))
+                self._start(self._prepare(request, envelope.tensors), envelope)
             case wire.PassSnapshot() as order:
                 self._start(self._hand_on(order))
             case wire.Recheck() as asked:
-                self._checks.add(self._start(self._recheck(asked, envelope.tensors)))
+                self._checks.add(self._start(self._recheck(asked, envelope.tensors), envelope))
             case wire.SendEvidence() as asked:
                 self._start(self._answer_evidence(asked))
             case wire.ExchangeRound() as message:

@@ -8,10 +8,14 @@ import pytest
 from fusionai.execution.serving.boundary import RetainedRows, RowSpec
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
-from fusionai.wire.messages import Segment
+from fusionai.wire.messages import Segment, ServeOptions
 from harness.pool import array, tensor
 
 SPEC = RowSpec("h", "float32", (2,))
+
+
+def retaining(page_tokens: int) -> RetainedRows:
+    return RetainedRows([SPEC], ServeOptions(pages=16, sessions=4, pass_tokens=64, page_tokens=page_tokens))
 
 
 def rows(*values: float) -> dict[str, HostTensor]:
@@ -23,7 +27,7 @@ def got(retained: RetainedRows, session: int, start: int, length: int) -> list[f
 
 
 def test_rows_of_packed_sessions_come_back_across_pages():
-    retained = RetainedRows([SPEC], page_tokens=2)
+    retained = retaining(2)
     retained.keep([Segment(1, 0, 3, 0, (5, 7)), Segment(2, 0, 1, 0, (6,))], rows(1, 2, 3, 9))
     retained.keep([Segment(1, 3, 2, 2, (8,)), Segment(2, 1, 1, 1)], rows(4, 5, 10))
     assert got(retained, 1, 0, 5) == [1, 2, 3, 4, 5]
@@ -33,7 +37,7 @@ def test_rows_of_packed_sessions_come_back_across_pages():
 
 
 def test_a_session_that_begins_on_shared_pages_has_what_the_other_sent():
-    retained = RetainedRows([SPEC], page_tokens=2)
+    retained = retaining(2)
     retained.keep([Segment(1, 0, 2, 0, (5,))], rows(1, 2))
     retained.keep([Segment(2, 2, 1, 0, (5, 6))], rows(3))
     retained.forget([1])
@@ -41,7 +45,7 @@ def test_a_session_that_begins_on_shared_pages_has_what_the_other_sent():
 
 
 def test_what_was_overwritten_or_cut_off_is_not_given_out():
-    retained = RetainedRows([SPEC], page_tokens=4)
+    retained = retaining(4)
     retained.keep([Segment(1, 0, 4, 0, (5,))], rows(1, 2, 3, 4))
     retained.keep([Segment(1, 1, 1, 1)], rows(8))
     assert got(retained, 1, 0, 2) == [1, 8]
@@ -54,7 +58,7 @@ def test_what_was_overwritten_or_cut_off_is_not_given_out():
 
 
 def test_positions_without_a_page_are_refused():
-    retained = RetainedRows([SPEC], page_tokens=2)
+    retained = retaining(2)
     with pytest.raises(ExecutionError, match="has no page for position 2"):
         retained.keep([Segment(1, 0, 3, 0, (5,))], rows(1, 2, 3))
     with pytest.raises(ExecutionError, match="has 0 pages here"):
@@ -69,7 +73,7 @@ def test_the_most_that_is_kept_is_known_beforehand():
 
 
 def test_a_text_that_is_over_is_given_back_by_its_pages_while_a_pass_of_it_is_under_way():
-    retained = RetainedRows([SPEC], page_tokens=2)
+    retained = retaining(2)
     retained.keep([Segment(1, 0, 3, 0, (5, 7))], rows(1, 2, 3))
     assert array(retained.rows([Segment(1, 0, 3, 0)], (5, 7))["h"])[0, :, 0].tolist() == [1, 2, 3]
     retained.keep([Segment(1, 3, 2, 2, (8,))], rows(4, 5))
@@ -77,3 +81,33 @@ def test_a_text_that_is_over_is_given_back_by_its_pages_while_a_pass_of_it_is_un
     assert array(retained.rows([Segment(1, 1, 4, 0)], (5, 7, 8))["h"])[0, :, 0].tolist() == [2, 3, 4, 5]
     with pytest.raises(ExecutionError, match="not retained"):
         retained.rows([Segment(1, 0, 2, 0)], (6,))
+
+
+@pytest.mark.parametrize(
+    ("segment", "said"),
+    [
+        (Segment(1, 0, 1, 0, (0,) * 17), "session 1 would have 17, up to number 0"),
+        (Segment(1, 0, 1, 0, (16,)), "session 1 would have 1, up to number 16"),
+    ],
+)
+def test_pages_that_the_stage_does_not_have_are_refused(segment: Segment, said: str):
+    retained = retaining(2)
+    with pytest.raises(ExecutionError, match=said):
+        retained.place(segment)
+    with pytest.raises(ExecutionError, match=said):
+        retained.rows([segment], segment.pages)
+
+
+def test_page_tables_are_limited_and_counted():
+    retained = retaining(2)
+    for session in range(2 * 4 + 64):
+        retained.place(Segment(session, 0, 1, 0, (0, 1)))
+    assert retained.tables_bytes == 72 * 2 * 4
+    with pytest.raises(ExecutionError, match="the rows of 72 sessions are retained here"):
+        retained.place(Segment(99, 0, 1, 0, (0,)))
+    retained.place(Segment(3, 0, 1, 1, ()))
+    retained.forget([5, 1000])
+    assert retained.tables_bytes == (71 * 2 - 1) * 4
+    retained.place(Segment(99, 0, 1, 0, (0,)))
+    retained.clear()
+    assert retained.tables_bytes == 0

@@ -9,7 +9,7 @@ import pytest
 
 from fusionai.execution.serving import sketches as serving_marks
 from fusionai.execution.serving.boundary import RowSpec
-from fusionai.execution.serving.sketches import TOGETHER, Projection, SketchBook, text_key
+from fusionai.execution.serving.sketches import TOGETHER, Projection, SketchBook, drawing_bytes, text_key
 from fusionai.execution.tensors import SIZE
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import Segment
@@ -42,7 +42,7 @@ def sketches(tensors: dict[str, HostTensor], session: int = 1) -> np.ndarray:
 
 
 def book(capacity: int = 1000) -> SketchBook:
-    return SketchBook(SECRET, SPECS, SPECS[:1], capacity)
+    return SketchBook(SECRET, SPECS, SPECS[:1], capacity, room_bytes=lambda: 2**30)
 
 
 @pytest.mark.slow
@@ -166,3 +166,36 @@ def test_a_row_s_marks_are_the_same_among_any_number(width: int, way: str, monke
             assert np.array_equal(of.of({"h": rows[start : start + count]}), expected[start : start + count]), count
     digest = hashlib.blake2b(expected.tobytes(), digest_size=6).hexdigest()
     assert digest == DIGESTS[width]
+
+
+def test_what_has_no_room_is_not_sketched_and_older_texts_make_room():
+    room = 2**20
+    kept = SketchBook(SECRET, SPECS, SPECS[:1], 1000, room_bytes=lambda: room - kept.nbytes)
+
+    def add(session: int) -> None:
+        rows = values(1, seed=session)
+        kept.add([Segment(session, 0, 1)], [], rows, {"h": rows["h"]})
+
+    for session in (1, 2):
+        add(session)
+        known, _ = kept.of_positions(session, 0, 1)
+        assert np.array_equal(known, sketches(values(1, seed=session), session))
+    assert kept.nbytes > 2 * 2 * 64, "the signs count too"
+    room = drawing_bytes(SPECS) + drawing_bytes(SPECS[:1]) + 128
+    add(3)
+    found = [np.isfinite(kept.of_positions(session, 0, 1)[0]).all() for session in (1, 2, 3)]
+    assert found == [False, False, True]
+    room = 0
+    add(4)
+    assert np.isnan(kept.of_positions(4, 0, 1)[0]).all()
+
+
+def test_signs_that_were_dropped_are_drawn_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving_marks, "SIGNS_BYTES", 0)
+    kept = book()
+    for session in (1, 2, 1):
+        rows = values(1, seed=session)
+        kept.add([Segment(session, 0, 1)], [], rows, {"h": rows["h"]})
+        found, _ = kept.of_positions(session, 0, 1)
+        assert np.array_equal(found, sketches(rows, session))
+        assert list(kept._projections) == [session]
