@@ -28,10 +28,9 @@ from fusionai.capture.models.build import Adapters, Built, build
 from fusionai.capture.models.conversion import left_out
 from fusionai.capture.models.images import AXES, has_axes, holder_of, take_images
 from fusionai.capture.models.seq2seq import attention_layers, has_places, is_decoding, take_source
-from fusionai.capture.models.source import ModelSource
+from fusionai.capture.models.source import SEEN_WHOLE, ModelSource
 from fusionai.capture.models.state import CapturedState, Checkpoint, group, index_checkpoint
 from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs, model_inputs
-from fusionai.capture.tracing.attention import SEEN_WHOLE
 from fusionai.capture.tracing.by_mode import mode_reads
 from fusionai.capture.tracing.export import export, output_dims
 from fusionai.capture.tracing.layers import by_products, semantic_layers
