@@ -89,7 +89,12 @@ class Captured:
     def layout(self) -> dict[str, Assembly]:
         """Return name in `save_pretrained`'s files -> the parts of keys it consists of, unless it is one key."""
         keys = (spec.key for spec in self.graph.params.values())
-        return self.source.layout(key for key in keys if key not in self.private_keys)
+        return self.source.layout([*(key for key in keys if key not in self.private_keys), *self.unread()])
+
+    def unread(self) -> tuple[str, ...]:
+        """Return the names in the module's state dict that the graph does not read (`CapturedState.unread`)."""
+        params = self.graph.params.values()
+        return self.source.unread({name for spec in params for name in (spec.key, *spec.aliases)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -23,11 +24,12 @@ from fusionai.backends.torch import host
 from fusionai.backends.torch.packed_linear import rounded
 from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.build import Built, rebuild
-from fusionai.capture.models.conversion import Computed, loading, made_anew, saving
+from fusionai.capture.models.conversion import Computed, left_out, loading, made_anew, saving
 from fusionai.capture.models.gguf import METHOD, gguf_matrices
 from fusionai.ir.serving_cost import WeightFormat
+from fusionai.ir.weights import initialise
 from fusionai.primitives.errors import GraphError, ModelError, StorageError
-from fusionai.primitives.tensors import HostTensor
+from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.assembly import Assembly, Extent, Shape, whole
 from fusionai.storage.quantised_files import PackedMatrix, QuantisedFiles, method_of, quantised_files
 
@@ -128,6 +130,29 @@ class CapturedState:
             for key, tensor in rebuild(self.built, made):
                 if key in rest:
                     yield key, to_host(tensor)
+
+    def unread(self, held: Container[str]) -> tuple[str, ...]:
+        """Return the names of the tensors in the module's state dict that are not in `held`, once for tied ones. No
+        output depends on them, so training does not change them. Empty if the module has an adapter, because then the
+        base is not saved."""
+        if self.built.adapter is not None:
+            return ()
+        skipped, names = left_out(self.built.module), dict[int, str]()
+        for name, tensor in self.built.module.state_dict(keep_vars=True).items():
+            if name not in held and name not in skipped and isinstance(tensor, torch.Tensor):
+                names.setdefault(id(tensor), name)
+        return tuple(names.values())
+
+    def initial(self, keys: Sequence[str], seed: int) -> Iterator[tuple[str, HostTensor]]:
+        """Yield (key, bytes) of each key as a job of this seed begins with it, one at a time. Raises `ModelError`."""
+        parameters, programs = self.built.parameters(), self.built.programs
+        stored = frozenset[str]() if self.checkpoint is None else self.checkpoint.keys
+        made_here = {key: program for key in keys if key not in stored and (program := programs.get(key)) is not None}
+        for key, program in made_here.items():
+            shape, dtype = tuple(parameters[key].shape), host.DTYPE_NAMES[parameters[key].dtype]
+            made = np.ascontiguousarray(initialise(key, shape, dtype, program, seed))
+            yield key, host_tensor(dtype, shape, made.tobytes())
+        yield from self.tensors(key for key in keys if key not in made_here)
 
     def layout(self, keys: Iterable[str]) -> dict[str, Assembly]:
         """Return `Captured.layout` for these keys."""

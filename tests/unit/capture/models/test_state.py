@@ -107,6 +107,45 @@ def test_parameters_without_a_program_do_not_depend_on_what_is_asked() -> None:
     assert self_check(captured).forward_diff == 0.0
 
 
+class WithSpares(nn.Module):
+    """Most of its tensors affect no output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare, self.tied = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+        self.tied.weight = self.spare.weight
+        self.drawn = nn.Parameter(torch.randn(3).sin())
+        self.register_buffer("table", torch.arange(5))
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def test_tensors_that_affect_no_output_have_their_initial_values() -> None:
+    captured = capture(FactorySource(WithSpares), task="none", example_inputs={"x": torch.randn(2, 4)}, seed=9)
+    assert captured.unread() == ("drawn", "table", "spare.weight", "spare.bias", "tied.bias")
+    made = dict(captured.source.initial(captured.unread(), seed=9))
+    again = dict(captured.source.initial(captured.unread()[::-1], seed=9))
+    assert {key: bytes(tensor.data) for key, tensor in made.items()} == {
+        key: bytes(tensor.data) for key, tensor in again.items()
+    }
+    assert from_host(made["table"], torch.int64).tolist() == [0, 1, 2, 3, 4]
+    bound = from_host(made["spare.weight"], torch.float32).abs().max()
+    assert 0 < bound <= 0.5, "the values of nn.Linear's own rule"
+    other = dict(captured.source.initial(["spare.weight"], seed=8))
+    assert other["spare.weight"].data != made["spare.weight"].data
+    # Beside what the graph reads, these are all that a plain module expects.
+    read = {spec.key for spec in captured.graph.params.values()}
+    assert {*read, *made, "tied.weight"} == set(WithSpares().state_dict())
+
+
+def test_initial_values_of_a_pretrained_model_are_those_of_its_files(saved: Path, pretrained: Captured) -> None:
+    (value,) = dict(pretrained.source.initial(["model.norm.weight"], seed=0)).values()
+    stored = load_file(saved / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(from_host(value, torch.float32), stored)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 2)])
 def test_bytes_are_the_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
