@@ -79,3 +79,13 @@ def test_a_size_that_values_decide_is_named_as_the_reason() -> None:
     examples = {"x": torch.zeros(4, 5, 8)}
     with pytest.raises(ModelError, match=r"aten\.nonzero.*the size of its result depends on values"):
         capture(FactorySource(lambda: _Net(chosen)), task="module_loss", batch=(1, 8), example_inputs=examples)
+
+
+def test_a_root_of_a_size_is_refused_with_what_to_write_instead() -> None:
+    def captured(body: Body) -> None:
+        examples = {"x": torch.zeros(4, 5, 8)}
+        capture(FactorySource(lambda: _Net(body)), task="module_loss", batch=(1, 8), example_inputs=examples)
+
+    with pytest.raises(ModelError, match=r"fraction of a size that varies.* x\.new_full\(\(\), n\) \*\* 0\.5"):
+        captured(lambda _, x: x / x.shape[0] ** 0.5)
+    captured(lambda _, x: x / x.new_full((), x.shape[0]) ** 0.5)
