@@ -4,7 +4,8 @@ Dropout and other draws with `inplace=True` become the function and a copy of it
 draws and products would hide that they are dropout, which evaluation leaves out. `fill_diagonal_` becomes a selection
 by row and column instead of a strided view. `F.gaussian_nll_loss` does not check that variances are positive, a branch
 on data. `take_along_dim` does not compare sizes, `einsum` orders its products by the example's sizes, and `kron` is
-written as a product of reshaped operands: PyTorch's own would fix a size that varies. Indices of a triangle are constants.
+written as a product of reshaped operands: PyTorch's own would fix a size that varies. Indices of a triangle are
+constants.
 
 Other functions with values that a graph can't hold:
 
