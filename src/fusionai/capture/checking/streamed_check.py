@@ -31,14 +31,7 @@ from fusionai.backends.torch.interpreter import compile_graph
 from fusionai.backends.torch.operators import TorchContext
 from fusionai.backends.torch.slots import DiskSlots
 from fusionai.capture.capture import Captured
-from fusionai.capture.checking import comparison
-from fusionai.capture.checking.module_state import (
-    attributes,
-    attributes_note,
-    changed_attributes,
-    restored_buffers,
-    written_note,
-)
+from fusionai.capture.checking import comparison, module_state
 from fusionai.capture.checking.shrinking import TooLarge
 from fusionai.capture.models.build import construct_empty
 from fusionai.capture.tasks import TaskModule
@@ -71,22 +64,20 @@ def streamed_differences(
     notes: list[str] = []
     task = TaskModule(weights.module, checked.task, checked.input_names)
     run = partial(_differences, checked, weights, task, DropoutKey(seed, 0, 0), notes)
-    before = attributes(weights.module)
+    before = module_state.attributes(weights.module)
     with weights.put_into(weights.module):
         evaluation, written = None, list[str]()
-        with restored_buffers(weights.module, written):  # an evaluation of a job changes none
+        with module_state.restored_buffers(weights.module, written):  # an evaluation of a job changes none
             if checked.train and checked.evaluates:
                 evaluation = run(earlier, training=False)[0]
-            else:
-                task.train(checked.train)
-                weights.begin("an earlier run of the module")
+            elif checked.train:
                 with _as_too_large(checked.graph.name), torch.no_grad(), comparison.without_checkpoints():
-                    task(comparison.copied(earlier))
+                    task.train()(comparison.copied(earlier))
         forward, gradient, worst = run(inputs, training=checked.train)
     if written and evaluation is not None:
-        notes.append(written_note(written))
-    if named := changed_attributes(before, weights.module):
-        notes.append(attributes_note(named))
+        notes.append(module_state.written_note(written))
+    if named := module_state.changed_attributes(before, weights.module):
+        notes.append(module_state.attributes_note(named))
     return comparison.WorstDifferences(forward, gradient, evaluation, worst, tuple(notes))
 
 
