@@ -221,7 +221,7 @@ def captured_of(name: str) -> Captured:
 
 
 VARIANTS = (
-    *("affine_grid of volumes", "GRUCell", "LSTMCell", "BatchNorm2d twice", "RReLU in place", "InstanceNorm2d"),
+    *("affine_grid of volumes", "GRUCell", "LSTMCell", "BatchNorm2d twice", "RReLU in place"),
     *("BatchNorm2d, cumulative average", "einsum", "spectral_norm of a convolution"),
 )
 """Cases that differ little from another one."""
