@@ -339,7 +339,7 @@ class _Run:
             notes=tuple(self.notes),
             inputs=self.specs,
             input_names=self.names,
-            source=CapturedState(built, constants, group(without_program, parameters), self.checkpoint),
+            source=CapturedState(built, constants, group(without_program, parameters, built.families), self.checkpoint),
             task=self.task,
             train=self.train,
             evaluates=evaluates,

@@ -34,7 +34,7 @@ from fusionai.storage.assembly import Assembly, Extent, Shape, whole
 from fusionai.storage.quantised_files import PackedMatrix, QuantisedFiles, method_of, quantised_files
 
 GROUP_BYTES: Final = 64 * 2**20
-"""Size of the parameters made in one construction of the module, unless a single one is larger (64 MiB, chosen)."""
+"""Size of the parameters made in one construction of the module (64 MiB, chosen), unless one or a family is larger."""
 
 
 _SHOWN: Final = 4
@@ -124,7 +124,7 @@ class CapturedState:
         # Callers that can't run programs also ask for parameters that have one. Groups are the same whichever of them
         # are wanted, since what a module draws for one parameter depends on those built with it.
         programmed = [key for key in parameters if not any(key in group for group in self.groups)]
-        for made in (*self.groups, *group(programmed, parameters)):
+        for made in (*self.groups, *group(programmed, parameters, self.built.families)):
             if rest.isdisjoint(made):
                 continue
             for key, tensor in rebuild(self.built, made):
@@ -180,17 +180,23 @@ def to_host(tensor: torch.Tensor) -> HostTensor:
     return host.to_host(plain, own=True)
 
 
-def group(keys: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> tuple[frozenset[str], ...]:
-    """Split the parameters into groups of at most `GROUP_BYTES`, in the order of the model."""
+def group(
+    keys: Sequence[str], parameters: Mapping[str, nn.Parameter], families: Mapping[str, str]
+) -> tuple[frozenset[str], ...]:
+    """Split the parameters into groups of at most `GROUP_BYTES`, in the order of the model. Those of a family stay
+    together, however large they are."""
     groups: list[frozenset[str]] = []
     current: list[str] = []
     held_bytes = 0
+    units: dict[str, list[str]] = {}
     for key in keys:
-        size_bytes = parameters[key].numel() * parameters[key].element_size()
+        units.setdefault(families.get(key, key), []).append(key)
+    for unit in units.values():
+        size_bytes = sum(parameters[key].numel() * parameters[key].element_size() for key in unit)
         if current and held_bytes + size_bytes > GROUP_BYTES:
             groups.append(frozenset(current))
             current, held_bytes = [], 0
-        current.append(key)
+        current += unit
         held_bytes += size_bytes
     if current:
         groups.append(frozenset(current))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.checking.comparison import from_host
 from fusionai.capture.checking.self_check import self_check
+from fusionai.capture.models import state
 from fusionai.capture.models.source import ConfigSource, DirectorySource, FactorySource
 from fusionai.capture.models.state import to_host
 from fusionai.primitives.errors import ModelError
@@ -52,8 +55,6 @@ def test_pretrained_weights_come_from_the_file(saved: Path, pretrained: Captured
 
 
 def test_weights_are_read_one_at_a_time(pretrained: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fusionai.capture.models.state as state
-
     read: list[str] = []
     original = state.read_tensor
     monkeypatch.setattr(
@@ -104,6 +105,35 @@ def test_parameters_without_a_program_do_not_depend_on_what_is_asked() -> None:
     alone = {key: bytes(tensor.data) for name in captured.owed for key, tensor in captured.state([name])}
     assert together == alone
     assert together["a.weight"] != together["b.weight"]
+    assert self_check(captured).forward_diff == 0.0
+
+
+@pytest.mark.parametrize(
+    ("norm", "copied"),
+    [
+        (nn.utils.weight_norm, False),
+        (nn.utils.parametrizations.weight_norm, False),
+        (nn.utils.parametrizations.weight_norm, True),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_lengths_and_directions_come_from_one_draw_whatever_their_size(
+    norm: Callable[[nn.Module], nn.Module], copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def net() -> nn.Module:
+        first = norm(nn.Linear(6, 6))
+        second = copy.deepcopy(first) if copied else norm(nn.Linear(6, 6))
+        return nn.Sequential(first, second, nn.Linear(6, 6))
+
+    monkeypatch.setattr(state, "GROUP_BYTES", 100)  # less than a direction
+    captured = capture(FactorySource(net), task="none", example_inputs={"input": torch.randn(2, 6)}, seed=9)
+    assert not [key for key in captured.owed if key.startswith("2.")]
+    made = {key: from_host(tensor, torch.float32) for key, tensor in captured.state(captured.owed)}
+    lengths, directions = ([value for value in made.values() if value.shape[1] == width] for width in (1, 6))
+    assert (len(lengths), len(directions)) == (2, 2)
+    for length, direction in zip(lengths, directions, strict=True):
+        assert torch.equal(length, torch.norm_except_dim(direction, 2, 0))
+    assert torch.equal(*directions) is copied
     assert self_check(captured).forward_diff == 0.0
 
 
