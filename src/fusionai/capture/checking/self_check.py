@@ -206,8 +206,12 @@ def _difference(
     )
     if not with_gradients:
         return forward_diff, None
-    if expected["loss"].requires_grad:
-        expected["loss"].backward()
+    if not expected["loss"].requires_grad:
+        raise ModelError(
+            f"the loss of {graph.name} has no gradient: it reaches no parameter that is trained.",
+            hint="Leave out detach() and torch.no_grad() between parameters and loss, and train some parameter.",
+        )
+    expected["loss"].backward()
     program.backward(call, {"loss": to_host(torch.ones_like(expected["loss"]))})
     _require_buffers(checked, graph, task.module, started(checked, graph, seed), inputs, seed)
     return forward_diff, _gradient_difference(checked.source.built.parameters(task.module), program, checked.graph)
