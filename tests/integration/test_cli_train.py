@@ -269,12 +269,17 @@ def test_the_shipped_recipe_of_own_code_on_arrays(pool: LivePool, tmp_path: Path
     recipe = tmp_path / "cnn_classifier.toml"
     shorter = recipe.read_text().replace("steps = 200", "steps = 4").replace("every = 50", "every = 4")
     recipe.write_text(shorter.replace('"cosine"', '"constant"'))
+    # A layer that affects no output is in the checkpoint all the same: plain PyTorch expects it.
+    model = tmp_path / "cnn_model.py"
+    spare = "        self.spare = nn.Linear(3, 2)\n        self.head ="
+    model.write_text(model.read_text().replace("        self.head =", spare, 1))
     figures = trained(pool, recipe)
+    shape = load_file(Path(figures["checkpoint"]) / "model.safetensors")["spare.weight"].shape
+    assert shape == (2, 3)
     assert figures["steps"] == 4
     assert [entry["step"] for entry in figures["evaluations"]] == [4]
 
     # The recipe allows more steps, but the code it names has changed: that would be another training.
-    model = tmp_path / "cnn_model.py"
     model.write_text(model.read_text().replace("functional.relu(self.first", "functional.gelu(self.first"))
     recipe.write_text(recipe.read_text().replace("steps = 4", "steps = 8"))
     monkeypatch.delitem(sys.modules, "cnn_model")

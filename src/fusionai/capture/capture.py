@@ -28,10 +28,9 @@ from fusionai.capture.models.build import Adapters, Built, build
 from fusionai.capture.models.conversion import left_out
 from fusionai.capture.models.images import AXES, has_axes, holder_of, take_images
 from fusionai.capture.models.seq2seq import attention_layers, has_places, is_decoding, take_source
-from fusionai.capture.models.source import ModelSource
+from fusionai.capture.models.source import SEEN_WHOLE, ModelSource
 from fusionai.capture.models.state import CapturedState, Checkpoint, group, index_checkpoint
 from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs, model_inputs
-from fusionai.capture.tracing.attention import SEEN_WHOLE
 from fusionai.capture.tracing.by_mode import mode_reads
 from fusionai.capture.tracing.export import export, output_dims
 from fusionai.capture.tracing.layers import by_products, semantic_layers
@@ -90,7 +89,12 @@ class Captured:
     def layout(self) -> dict[str, Assembly]:
         """Return name in `save_pretrained`'s files -> the parts of keys it consists of, unless it is one key."""
         keys = (spec.key for spec in self.graph.params.values())
-        return self.source.layout(key for key in keys if key not in self.private_keys)
+        return self.source.layout([*(key for key in keys if key not in self.private_keys), *self.unread()])
+
+    def unread(self) -> tuple[str, ...]:
+        """Return the names in the module's state dict that the graph does not read (`CapturedState.unread`)."""
+        params = self.graph.params.values()
+        return self.source.unread({name for spec in params for name in (spec.key, *spec.aliases)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +339,7 @@ class _Run:
             notes=tuple(self.notes),
             inputs=self.specs,
             input_names=self.names,
-            source=CapturedState(built, constants, group(without_program, parameters), self.checkpoint),
+            source=CapturedState(built, constants, group(without_program, parameters, built.families), self.checkpoint),
             task=self.task,
             train=self.train,
             evaluates=evaluates,

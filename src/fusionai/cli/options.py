@@ -373,7 +373,13 @@ class ServingOptions:
 
     def needs(self, model_tokens: int | None, packed: bool = False) -> ServingNeeds:
         """Return the planner's serving needs. `model_tokens`: the model's largest context, None if unlimited or
-        unknown. `packed`: the model's files are quantised, and all machines can keep their matrices as they are."""
+        unknown. `packed`: the model's files are quantised, and all machines can keep their matrices as they are. Raises
+        `UsageError` if a context was given that the model does not have."""
+        if self.context_tokens is not None and model_tokens is not None and self.context_tokens > model_tokens:
+            raise UsageError(
+                f"--context: expected at most {model_tokens}, the model's positions, got {self.context_tokens}.",
+                hint="Give fewer tokens, or leave --context out.",
+            )
         asked = self.context_tokens or CONTEXT_TOKENS
         context = min(asked, model_tokens or asked)
         longest = min(LONGEST_TOKENS, model_tokens or LONGEST_TOKENS) if self.context_tokens is None else 0

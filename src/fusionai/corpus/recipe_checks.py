@@ -212,9 +212,10 @@ class RecipeChecks:
                 raise self.fail(table, f"betas: expected two numbers in [0, 1), got {list(optimizer.betas)}.")
         if optimizer.eps <= 0:
             raise self.fail(table, f"eps: expected a number above 0, got {optimizer.eps:g}.")
-        for key, value in (("weight_decay", optimizer.weight_decay), ("momentum", optimizer.momentum)):
-            if value < 0:
-                raise self.fail(table, f"{key}: expected a number of at least 0, got {value:g}.")
+        if optimizer.weight_decay < 0:
+            raise self.fail(table, f"weight_decay: expected a number of at least 0, got {optimizer.weight_decay:g}.")
+        if not 0 <= optimizer.momentum < 1:  # from 1 on, old gradients never fade
+            raise self.fail(table, f"momentum: expected a number in [0, 1), got {optimizer.momentum:g}.")
         if optimizer.nesterov and optimizer.momentum == 0:
             raise self.fail(table, "nesterov = true needs a momentum above 0.")
 

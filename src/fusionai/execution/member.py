@@ -24,7 +24,15 @@ from fusionai.coordination.round.liveness import PING_S
 from fusionai.execution.host import Host
 from fusionai.execution.links import Links, Outbox, dials
 from fusionai.ir.partition import FEED
-from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, TransportError, TrustError
+from fusionai.primitives.errors import (
+    ChannelClosed,
+    ExecutionError,
+    FusionError,
+    GraphError,
+    OutOfMemoryError,
+    TransportError,
+    TrustError,
+)
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope
@@ -42,6 +50,21 @@ MOST_ORDERS_BYTES: Final = 2**26
 largest size, or many ordinary ones."""
 _DIGEST_BYTES: Final = 128
 """Bytes that a hash and what belongs to it take in memory, about."""
+
+
+def refusal_of(error: Exception) -> tuple[wire.RefusalCode, str]:
+    """Return how a stage's failure is reported to the driver: the code and the reason."""
+    match error:
+        case GraphError():
+            return "bad_graph", str(error)
+        case OutOfMemoryError():
+            return "out_of_memory", str(error)
+        case FusionError():
+            return "failed", str(error)
+        case MemoryError():
+            return "out_of_memory", f"MemoryError: {error}"
+        case _:
+            return "failed", f"{type(error).__name__}: {error}"
 
 
 class RoundMember(ABC):

@@ -25,6 +25,7 @@ from fusionai.gateway.streaming import while_connected
 from fusionai.gateway.structured import enforced_form
 from fusionai.serving.interface import PromptRead, TokenLogprob
 from fusionai.serving.model_text import ModelText
+from fusionai.serving.text import Tokenizer
 
 _DEFAULT_TOKENS: Final = 16
 """OpenAI's default."""
@@ -145,16 +146,36 @@ class _CompletionForm:
         return list(zip(echo.tokens, known, echo.offsets, strict=True))
 
     def _lists(self, rows: Sequence[_Row]) -> answers.TextLogprobs:
-        named = self.text.tokenizer.token_text
+        tokenizer = self.text.tokenizer
         return answers.TextLogprobs(
-            tokens=[named(token) for token, _, _ in rows],
+            tokens=[_name(tokenizer, token) for token, _, _ in rows],
             token_logprobs=[None if known is None else known.logprob for _, known, _ in rows],
-            top_logprobs=[
-                None if known is None else {named(token): value for token, value in reversed(known.top)}
-                for _, known, _ in rows
-            ],
+            top_logprobs=[None if known is None else _best(tokenizer, known) for _, known, _ in rows],
             text_offset=[offset for _, _, offset in rows],
         )
+
+
+def _best(tokenizer: Tokenizer, known: TokenLogprob) -> dict[str, float]:
+    """Return one entry for each of the best tokens, the worst first. Tokens can have the same text. The text names the
+    row's own token, otherwise the best of them; the others are named by their ids, as in vLLM, so that none is lost."""
+    first = {_name(tokenizer, token): token for token in (*(token for token, _ in reversed(known.top)), known.token)}
+    named = ((token, value, _name(tokenizer, token)) for token, value in reversed(known.top))
+    return {name if first[name] == token else _by_id(token): value for token, value, name in named}
+
+
+def _name(tokenizer: Tokenizer, token: int) -> str:
+    """Return the token's text. One that ends within a character is written as its bytes, as by OpenAI's API."""
+    spelled = tokenizer.token_bytes(token)
+    if not spelled:
+        return _by_id(token)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _by_id(token: int) -> str:
+    return f"token_id:{token}"
 
 
 _Row = tuple[int, TokenLogprob | None, int]

@@ -13,6 +13,7 @@ FusionError                  exit 1, something failed
 ├── TrustError               an identity, invitation, ticket or signature that is not valid
 ├── RefusedError             the other side answered with a refusal
 ├── ExecutionError           a backend could not run what it was given
+│   └── OutOfMemoryError     its memory does not suffice
 └── StorageError             disk full, torn file, wrong hash
 
 Neighbours: everything raises these; `cli` turns them into one sentence and an exit code. `nearest` words what they say
@@ -106,6 +107,10 @@ class RefusedError(FusionError):
 
 class ExecutionError(FusionError):
     """A backend could not run what it was given."""
+
+
+class OutOfMemoryError(ExecutionError):
+    """A backend's memory does not suffice."""
 
 
 class StorageError(FusionError):

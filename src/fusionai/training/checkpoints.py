@@ -43,13 +43,23 @@ Chunk = tuple[dict[str, HostTensor], bool]
 
 class Checkpoints:
     """The checkpoints of one job. `files`: files saved beside the weights (config.json, tokenizer). `keep`: number of
-    complete checkpoints to keep."""
+    complete checkpoints to keep. `unread`: yields the model's tensors that no stage holds, because no output
+    depends on them (key -> initial value), so that the weights have the names that plain PyTorch expects."""
 
-    def __init__(self, root: Path, header: CheckpointHeader, *, files: Mapping[str, bytes], keep: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        header: CheckpointHeader,
+        *,
+        files: Mapping[str, bytes],
+        keep: int,
+        unread: Callable[[], Iterable[tuple[str, HostTensor]]] = tuple,
+    ) -> None:
         self.root = root
         self._header = header
         self._files = files
         self.keep = keep
+        self._unread = unread
 
     def state_for(self, job: TrainingJob, graph: Graph, *, base: int, source: Source) -> Iterator[Chunk]:
         """Yield the state a stage starts from in chunks, the last one marked; nothing if the stage needs none."""
@@ -96,9 +106,16 @@ class Checkpoints:
         )
 
     def writer(self, step: int, takeovers: tuple[TolerantTakeover, ...]) -> CheckpointWriter:
-        """Begin to write a checkpoint. Blocking. Raises `StorageError`."""
+        """Begin to write a checkpoint, with what no stage holds. Blocking. Raises `StorageError`, `ModelError`."""
         header = msgspec.structs.replace(self._header, tolerant_takeovers=takeovers)
-        return CheckpointWriter(self.root, step, header, files=self._files)
+        writer = CheckpointWriter(self.root, step, header, files=self._files)
+        try:
+            for key, tensor in self._unread():
+                writer.add(f"model/{key}", tensor)
+        except BaseException:
+            writer.abandon()
+            raise
+        return writer
 
 
 class Collection:

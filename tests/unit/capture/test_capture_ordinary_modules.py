@@ -196,6 +196,7 @@ MODULES: dict[str, Ordinary] = {
     "distributions": does(_variational),
     "einsum": does(lambda _, x: torch.einsum("bsd,btd->bst", x, x.tanh()), ROWS),
     "einsum of three": does(lambda _, x: torch.einsum("bi,bj,bk->bijk", x, x.tanh(), x[:, :3])),
+    "kron, square of a size": does(lambda _, x: torch.kron(x, x.new_ones(2, 3).tril()).kron(x[0]) / x.shape[0] ** 2),
     "assignments": does(_put),
     "scatter and gather": does(_gathered),
     "statistics": does(_statistics, ROWS),
@@ -220,7 +221,7 @@ def captured_of(name: str) -> Captured:
 
 
 VARIANTS = (
-    *("affine_grid of volumes", "GRUCell", "LSTMCell", "BatchNorm2d twice", "RReLU in place", "InstanceNorm2d"),
+    *("affine_grid of volumes", "GRUCell", "LSTMCell", "BatchNorm2d twice", "RReLU in place"),
     *("BatchNorm2d, cumulative average", "einsum", "spectral_norm of a convolution"),
 )
 """Cases that differ little from another one."""

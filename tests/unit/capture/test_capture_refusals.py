@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from fusionai.capture.capture import capture
+from fusionai.capture.checking.self_check import self_check
 from fusionai.capture.models.source import FactorySource
 from fusionai.primitives.errors import ModelError
 
@@ -79,3 +80,31 @@ def test_a_size_that_values_decide_is_named_as_the_reason() -> None:
     examples = {"x": torch.zeros(4, 5, 8)}
     with pytest.raises(ModelError, match=r"aten\.nonzero.*the size of its result depends on values"):
         capture(FactorySource(lambda: _Net(chosen)), task="module_loss", batch=(1, 8), example_inputs=examples)
+
+
+def test_a_root_of_a_size_is_refused_with_what_to_write_instead() -> None:
+    def captured(body: Body) -> None:
+        examples = {"x": torch.zeros(4, 5, 8)}
+        capture(FactorySource(lambda: _Net(body)), task="module_loss", batch=(1, 8), example_inputs=examples)
+
+    with pytest.raises(ModelError, match=r"fraction of a size that varies.* x\.new_full\(\(\), n\) \*\* 0\.5"):
+        captured(lambda _, x: x / x.shape[0] ** 0.5)
+    captured(lambda _, x: x / x.new_full((), x.shape[0]) ** 0.5)
+
+
+def test_a_number_made_of_a_tensor_is_refused_as_such() -> None:
+    examples = {"x": torch.zeros(4, 5, 8)}
+    source = FactorySource(lambda: _Net(lambda _, x: x / x.abs().max().item()))
+    with pytest.raises(
+        ModelError, match=r"uses aten\._local_scalar_dense.*a Python number of a tensor's value"
+    ) as raised:
+        capture(source, task="module_loss", batch=(1, 8), example_inputs=examples)
+    assert "other operation" not in raised.value.message
+
+
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    examples = {"x": torch.zeros(4, 5, 8)}
+    source = FactorySource(lambda: _Net(lambda _, x: x.detach()))
+    captured = capture(source, task="module_loss", batch=(1, 8), example_inputs=examples)
+    with pytest.raises(ModelError, match="has no gradient: it reaches no parameter that is trained"):
+        self_check(captured)

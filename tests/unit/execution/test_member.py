@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.execution.member import Roster
-from fusionai.primitives.errors import TrustError
+from fusionai.execution.member import Roster, refusal_of
+from fusionai.primitives.errors import ExecutionError, GraphError, OutOfMemoryError, TrustError
 from fusionai.primitives.ids import PeerId
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
@@ -93,3 +93,19 @@ def test_a_standby_must_be_told_all_that_it_standbys():
 
 def _fields(message: wire.Enlist) -> dict[str, object]:
     return {name: getattr(message, name) for name in message.__struct_fields__}
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (MemoryError("no room"), "out_of_memory", "MemoryError: no room"),
+        (OutOfMemoryError("the worker's memory does not suffice."), "out_of_memory", "the worker's memory"),
+        (GraphError("a false shape."), "bad_graph", "a false shape."),
+        (ExecutionError("a false size."), "failed", "a false size."),
+        (ZeroDivisionError("a bug"), "failed", "ZeroDivisionError: a bug"),
+    ],
+)
+def test_a_stage_reports_what_it_lacks_in_training_and_in_serving(error: Exception, code: str, reason: str):
+    found, words = refusal_of(error)
+    assert found == code
+    assert words.startswith(reason)

@@ -731,6 +731,7 @@ def test_a_backend_that_can_not_load_reaches_the_driver_as_a_report(monkeypatch:
     async def body(stand: Stand) -> None:
         _, answer = await stand.attached()
         assert isinstance(answer, wire.StageFailed)
+        assert answer.code == "out_of_memory"
         assert "MemoryError" in answer.reason
 
     with_stand(body)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from fusionai.backends.state import StateEntry
-from fusionai.primitives.errors import ExecutionError, StorageError
+from fusionai.primitives.errors import ExecutionError, ModelError, StorageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.checkpoint import CheckpointHeader
@@ -54,6 +56,30 @@ def test_the_first_stage_that_has_it_is_believed_whoever_sends_first(order: tupl
     assert not np.array_equal(held[0], held[3])
     kept = collected(tmp_path, {stage: held[stage] for stage in order}, tolerant=True)
     np.testing.assert_array_equal(kept, VALUE)
+
+
+def test_tensors_that_no_stage_holds_are_in_every_checkpoint(tmp_path: Path):
+    spare = tensor(np.array([3.0, 4.0]))
+    unread = lambda: iter([("spare", spare)])  # noqa: E731
+    for step in (1, 2):
+        checkpoints = Checkpoints(tmp_path, CheckpointHeader(graph_hash="g"), files={}, keep=2, unread=unread)
+        writer = checkpoints.writer(step, ())
+        writer.add(ENTRY, tensor(VALUE))
+        place = writer.finish()
+        assert set(load_file(place / "model.safetensors")) == {"embed.weight", "spare"}
+        np.testing.assert_array_equal(
+            np.frombuffer(CheckpointReader(place).read("model/spare").data, np.float32), [3, 4]
+        )
+
+
+def test_a_tensor_that_cannot_be_made_leaves_no_checkpoint(tmp_path: Path):
+    def unread() -> Iterator[tuple[str, HostTensor]]:
+        raise ModelError("gone")
+        yield "spare", tensor(VALUE)
+
+    with pytest.raises(ModelError, match=r"gone"):
+        Checkpoints(tmp_path, CheckpointHeader(graph_hash="g"), files={}, keep=2, unread=unread).writer(1, ())
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("order", [(0, 3), (3, 0)])

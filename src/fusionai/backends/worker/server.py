@@ -107,7 +107,7 @@ class Server:
         except FusionError as error:
             return self._failed(Failure(type(error).__name__, error.message, error.hint))
         except MemoryError as error:
-            return self._failed(Failure("ExecutionError", f"the worker's memory does not suffice: {error}.", None))
+            return self._failed(Failure("OutOfMemoryError", f"the worker's memory does not suffice: {error}.", None))
         except Exception as error:  # noqa: BLE001 - a process boundary: the daemon gets every error as a message
             first = (str(error).strip().splitlines() or [""])[0]
             return self._failed(Failure("ExecutionError", f"the backend failed: {type(error).__name__}: {first}", None))

@@ -24,7 +24,7 @@ from fusionai.backends.torch.interpreter import compile_graph
 from fusionai.backends.torch.operators import TorchContext
 from fusionai.capture.capture import Captured
 from fusionai.capture.checking import comparison
-from fusionai.capture.checking.module_state import refuse_hidden_state, refuse_shared_memory, restored_buffers
+from fusionai.capture.checking.module_state import hidden_state_notes, refuse_shared_memory, restored_buffers
 from fusionai.capture.checking.shrinking import TooLarge, smaller, with_fewer_layers
 from fusionai.capture.checking.streamed_check import streamed_differences
 from fusionai.capture.models.build import construct_real
@@ -109,7 +109,16 @@ def self_check(
     ranges = checked.graph.symbols
     sizes = {name: min(max(size, ranges[name][0]), ranges[name][1]) for name, size in _SIZES.items() if name in ranges}
     inputs = draw_inputs(checked.inputs, seed, sizes)
-    found = streamed_differences(checked, inputs, seed, progress) if streamed else _in_memory(checked, inputs, seed)
+    # Rows of examples change places, because only the example's own rows are known to be valid.
+    rolled = {
+        spec.name: inputs[spec.name].roll(1, 0) for spec in checked.inputs if spec.example is not None and spec.dims
+    }
+    earlier = draw_inputs(checked.inputs, seed + 1, sizes) | rolled
+    found = (
+        streamed_differences(checked, inputs, earlier, seed, progress)
+        if streamed
+        else _in_memory(checked, inputs, earlier, seed)
+    )
     result = SelfCheck(
         found.forward,
         found.gradient,
@@ -126,7 +135,8 @@ def self_check(
             f"the captured graph of {captured.graph.name} differs from the module: outputs by "
             f"{result.forward_diff:.1e}, gradients by {result.gradient_diff or 0.0:.1e}{parameter}{evaluation} "
             f"(relative); outputs may differ by {TOLERANCE:.0e}, gradients by ten times that.",
-            hint="The model does something at run time that tracing could not see; please report it.",
+            hint="The model does something at run time that tracing could not see. If it keeps a counter or earlier "
+            "results in attributes, keep them in buffers (register_buffer); otherwise please report it.",
         )
     return result
 
@@ -145,23 +155,28 @@ def _chosen(captured: Captured, memory_bytes: int | None, most_parameters: int) 
     return checked, not _held_whole(checked, memory_bytes)
 
 
-def _in_memory(checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int) -> comparison.WorstDifferences:
+def _in_memory(
+    checked: Captured, inputs: Mapping[str, torch.Tensor], earlier: Mapping[str, torch.Tensor], seed: int
+) -> comparison.WorstDifferences:
     module = reference_module(checked, seed)
     refuse_shared_memory(module)
     task = TaskModule(module, checked.task, checked.input_names)
-    notes: list[str] = []
+    evaluates = checked.train and checked.evaluates
+    found: dict[str, None] = {}
+    for training in (checked.train, False) if evaluates else (checked.train,):
 
-    def outputs() -> Mapping[str, torch.Tensor]:
-        task.train(checked.train)
-        draws = comparison.SameDraws(checked.graph, DropoutKey(seed, 0, 0), training=checked.train)
-        with torch.no_grad(), comparison.without_checkpoints(), draws:
-            return task(comparison.copied(inputs))
+        def outputs(given: Mapping[str, torch.Tensor], training: bool = training) -> Mapping[str, torch.Tensor]:
+            task.train(training)
+            draws = comparison.SameDraws(checked.graph, DropoutKey(seed, 0, 0), training=training)
+            with torch.no_grad(), comparison.without_checkpoints(), draws:
+                return task(comparison.copied(given))
 
-    if note := refuse_hidden_state(checked.graph.name, module, outputs):
-        notes.append(note)
+        name = checked.graph.name
+        found |= dict.fromkeys(hidden_state_notes(name, module, outputs, inputs, earlier, training=training))
+    notes = list(found)
     run = partial(_difference, checked, task, inputs, seed, notes)
     with restored_buffers(module):  # an evaluation of a job changes none
-        evaluation_diff = run(training=False)[0] if checked.train and checked.evaluates else None
+        evaluation_diff = run(training=False)[0] if evaluates else None
     forward_diff, gradient_diff = run(training=checked.train)
     return comparison.WorstDifferences(forward_diff, gradient_diff, evaluation_diff, "", tuple(notes))
 
@@ -191,8 +206,12 @@ def _difference(
     )
     if not with_gradients:
         return forward_diff, None
-    if expected["loss"].requires_grad:
-        expected["loss"].backward()
+    if not expected["loss"].requires_grad:
+        raise ModelError(
+            f"the loss of {graph.name} has no gradient: it reaches no parameter that is trained.",
+            hint="Leave out detach() and torch.no_grad() between parameters and loss, and train some parameter.",
+        )
+    expected["loss"].backward()
     program.backward(call, {"loss": to_host(torch.ones_like(expected["loss"]))})
     _require_buffers(checked, graph, task.module, started(checked, graph, seed), inputs, seed)
     return forward_diff, _gradient_difference(checked.source.built.parameters(task.module), program, checked.graph)

@@ -31,7 +31,7 @@ from fusionai.backends.torch.interpreter import compile_graph
 from fusionai.backends.torch.operators import TorchContext
 from fusionai.backends.torch.slots import DiskSlots
 from fusionai.capture.capture import Captured
-from fusionai.capture.checking import comparison
+from fusionai.capture.checking import comparison, module_state
 from fusionai.capture.checking.shrinking import TooLarge
 from fusionai.capture.models.build import construct_empty
 from fusionai.capture.tasks import TaskModule
@@ -50,19 +50,34 @@ Progress = Callable[[str], None]
 
 
 def streamed_differences(
-    checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int, progress: Progress
+    checked: Captured,
+    inputs: Mapping[str, torch.Tensor],
+    earlier: Mapping[str, torch.Tensor],
+    seed: int,
+    progress: Progress,
 ) -> comparison.WorstDifferences:
-    """Run module and graph on `inputs`, in evaluation and in training with gradients, as far as the graph does either.
-    Raises `TooLarge` with place and reason if the module can't be run this way."""
+    """Run module and graph in training with gradients on `inputs`, before it in evaluation on `earlier` ones, as far as
+    the graph does either. What the module keeps of the earlier run outside its buffers shows as a difference. Raises
+    `TooLarge` with place and reason if the module can't be run this way."""
     with _as_too_large(checked.graph.name):
         weights = _Weights(checked, seed, progress)
     notes: list[str] = []
     task = TaskModule(weights.module, checked.task, checked.input_names)
-    run = partial(_differences, checked, weights, task, inputs, DropoutKey(seed, 0, 0), notes)
+    run = partial(_differences, checked, weights, task, DropoutKey(seed, 0, 0), notes)
+    before = module_state.attributes(weights.module)
     with weights.put_into(weights.module):
-        # Evaluation before training, because it does not change running statistics.
-        evaluation = run(training=False)[0] if checked.train and checked.evaluates else None
-        forward, gradient, worst = run(training=checked.train)
+        evaluation, written = None, list[str]()
+        with module_state.restored_buffers(weights.module, written):  # an evaluation of a job changes none
+            if checked.train and checked.evaluates:
+                evaluation = run(earlier, training=False)[0]
+            elif checked.train:
+                with _as_too_large(checked.graph.name), torch.no_grad(), comparison.without_checkpoints():
+                    task.train()(comparison.copied(earlier))
+        forward, gradient, worst = run(inputs, training=checked.train)
+    if written and evaluation is not None:
+        notes.append(module_state.written_note(written))
+    if named := module_state.changed_attributes(before, weights.module):
+        notes.append(module_state.attributes_note(named))
     return comparison.WorstDifferences(forward, gradient, evaluation, worst, tuple(notes))
 
 
@@ -70,9 +85,9 @@ def _differences(
     checked: Captured,
     weights: _Weights,
     task: TaskModule,
-    inputs: Mapping[str, torch.Tensor],
     key: DropoutKey,
     notes: list[str],
+    inputs: Mapping[str, torch.Tensor],
     *,
     training: bool,
 ) -> tuple[float, float | None, str]:

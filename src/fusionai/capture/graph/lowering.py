@@ -187,6 +187,18 @@ class _Lowering:
         if name in _REPETITION:
             self.names[node] = self.copies.take(name, [self.argument(arg) for arg in node.args])
             return
+        if name == "aten._local_scalar_dense.default":
+            raise Inexpressible("it makes a Python number of a tensor's value, as item() does: keep it a tensor")
+        if isinstance(node.meta.get("val"), torch.SymFloat):
+            if any(source not in self.names for source in node.all_input_nodes):
+                raise _Consequence
+            raise Inexpressible(
+                "it makes a fraction of a size that varies, and sizes are whole numbers. Make the size n a tensor "
+                "first, as in x.new_full((), n) ** 0.5"
+            )
+        if node.target is operator.pow and node.args[1] == 2:
+            self.emit(node, "sym.mul", (node.args[0], node.args[0]), {})
+            return
         if node.target in _SIZE_OPS:
             self.emit(node, _SIZE_OPS[node.target], node.args, {})
             return

@@ -25,7 +25,7 @@ from torch import nn
 
 from fusionai.capture.models.adapter import AdapterSlots, Lora, StartedLora, adapted, is_adapter, plain_name, slotted
 from fusionai.capture.models.huggingface import HuggingFaceModel, resolve
-from fusionai.capture.models.initialisation import InitialisationWatch, Program, shared_draws, watching
+from fusionai.capture.models.initialisation import InitialisationWatch, Program, families, shared_draws, watching
 from fusionai.capture.models.source import CodeSource, FactorySource, ModelSource, describe
 from fusionai.capture.tracing import code_lines
 from fusionai.capture.tracing.patching import patched
@@ -56,6 +56,8 @@ class Built:
     huggingface: HuggingFaceModel | None = None
     notes: tuple[str, ...] = ()
     adapter: Adapters | None = None
+    families: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Parameters that were computed from the same draws, and are made together -> the first of them."""
 
     def key(self, name: str) -> str:
         """Return the graph's key for a parameter or buffer of the module: its name without an adapter around it."""
@@ -97,14 +99,14 @@ def build(source: ModelSource, seed: int, adapter: Adapters | None = None, *, ow
         construct = _with_adapter(construct, adapter)
     notes = () if huggingface is None else huggingface.notes
     try:
-        module, inputs, programs, registered = _build_on_meta(construct, name, seed)
+        module, inputs, programs, registered, together = _build_on_meta(construct, name, seed)
         real = False
     except ModelError:
         raise
     except Exception as error:  # noqa: BLE001  the owner's constructor may raise anything
         module, inputs = _construct(construct, name, seed)
         programs = {name: None for name, _ in module.named_parameters()}
-        registered, real = {}, True
+        registered, together, real = {}, {}, True
         notes = (
             *notes,
             f"Built in real memory, because the constructor fails without it ({code_lines.reason(error)}).",
@@ -122,6 +124,7 @@ def build(source: ModelSource, seed: int, adapter: Adapters | None = None, *, ow
         huggingface=huggingface,
         notes=notes,
         adapter=adapter,
+        families={key(name): key(first) for name, first in together.items()},
     )
 
 
@@ -162,7 +165,7 @@ def construct_real(built: Built) -> nn.Module:
 
 def construct_empty(built: Built) -> nn.Module:
     """Construct the module that `construct_real` returns, with parameters on the meta device. Fails if `built.real`."""
-    module, _, _, _ = _build_on_meta(_plain(built), built.name, built.seed)
+    module, *_ = _build_on_meta(_plain(built), built.name, built.seed)
     return module
 
 
@@ -272,11 +275,12 @@ def _parameters_on_meta(watch: InitialisationWatch, wanted: frozenset[int] = fro
 
 def _build_on_meta(
     construct: Construct, name: str, seed: int
-) -> tuple[nn.Module, Mapping[str, Any] | None, dict[str, Program | None], dict[str, int]]:
+) -> tuple[nn.Module, Mapping[str, Any] | None, dict[str, Program | None], dict[str, int], dict[str, str]]:
     with watching() as watch, _parameters_on_meta(watch) as registration:
         result = _seeded(construct, seed, salt="")
     module, inputs = _checked(result, name)
     programs: dict[str, tuple[Program | None, tuple[int, ...]]] = {}
+    drawn: dict[str, frozenset[int]] = {}
     registered: dict[str, int] = {}
     for key, parameter in module.named_parameters():
         if not parameter.is_meta:
@@ -284,11 +288,14 @@ def _build_on_meta(
         if id(parameter) not in registration.indices:
             raise RuntimeError(f"the parameter {key} was assigned without register_parameter")
         programs[key] = (watch.program(parameter), tuple(parameter.shape))
+        drawn[key] = watch.draws(parameter)
         registered[key] = registration.indices[id(parameter)]
     for key, buffer in module.named_buffers():
         if buffer.is_meta:
             raise RuntimeError(f"the buffer {key} was made from a large empty tensor, which gets no memory")
-    return module, inputs, shared_draws(programs), registered
+    together = families(drawn, [key for key, (program, _) in programs.items() if program is None])
+    programs |= {key: (None, programs[key][1]) for key in together}
+    return module, inputs, shared_draws(programs), registered, together
 
 
 def _construct(

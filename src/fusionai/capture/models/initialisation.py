@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FunctionType
@@ -44,6 +44,8 @@ class _Record:
     program: Program | None
     anchor: StorageWeakRef
     """Keeps the storage's address from being reused without keeping its memory."""
+    draws: frozenset[int] = frozenset()
+    """Numbers of the draws that a value without a program was computed from."""
     parameter: nn.Parameter | None = None
     """The meta parameter that stands for a real one registered with this storage."""
 
@@ -70,6 +72,13 @@ class InitialisationWatch(TorchDispatchMode):
         """Return the program that made the whole of `tensor`, None if it is unknown."""
         record = self._lookup(tensor)
         return None if record is None or not _is_whole(tensor) else record.program
+
+    def draws(self, tensor: torch.Tensor) -> frozenset[int]:
+        """Return the numbers of the draws that `tensor` holds or was computed from, as far as the watch saw it."""
+        record = self._lookup(tensor)
+        if record is None:
+            return frozenset()
+        return record.draws if record.program is None else _draws_of(record.program)
 
     def replacement(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return the meta parameter that stands for this one, if it has been registered before (ties)."""
@@ -98,13 +107,14 @@ class InitialisationWatch(TorchDispatchMode):
             return program
         return self.drawn(program) if program[0].op == _SHARED else program
 
-    def write(self, tensor: torch.Tensor, program: Program | None) -> None:
-        """Record that `tensor` now holds the result of `program`."""
+    def write(self, tensor: torch.Tensor, program: Program | None, sources: frozenset[int] = frozenset()) -> None:
+        """Record that `tensor` now holds the result of `program`, or a value computed from the draws `sources`."""
         record = self._lookup(tensor)
         if record is None:
             record = _Record(None, StorageWeakRef(tensor.untyped_storage()))
             self._records[_address(tensor)] = record
         record.program = program if _is_whole(tensor) else self._row(record, tensor, program)
+        record.draws = sources if record.program is None else frozenset()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -112,6 +122,7 @@ class InitialisationWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         target = args[0] if args and isinstance(args[0], torch.Tensor) else None
         before = None if target is None else self.program(target)
+        sources = frozenset[int]().union(*map(self.draws, _tensors((*args, *kwargs.values()))))
         if func is torch.ops.aten.empty.memory_format and self._is_large(args[0], kwargs):
             # The experts of one layer may take tens of gigabytes, which a parameter on the meta device does not need.
             kwargs = {**kwargs, "device": torch.device("meta"), "pin_memory": False}
@@ -119,14 +130,19 @@ class InitialisationWatch(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name.endswith("_") and not name.endswith("__"):
             if target is not None:
-                self.write(target, self._after(name[:-1], before, args, kwargs))
+                self.write(target, self._after(name[:-1], before, args, kwargs), sources)
         elif func._schema.is_mutable:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, torch.Tensor) and self._lookup(value) is not None:
-                    self.write(value, None)
+                    self.write(value, None, sources)
         elif isinstance(result, torch.Tensor) and _address(result) not in self._records:
             same = target is not None and result.shape == target.shape
-            self.write(result, before if name in _PADDINGS and same else self._created(name, before, args, kwargs))
+            made = before if name in _PADDINGS and same else self._created(name, before, args, kwargs)
+            self.write(result, made, sources)
+        elif sources and isinstance(result, list | tuple):
+            for value in _tensors(result):
+                if _address(value) not in self._records:
+                    self.write(value, None, sources)
         return result
 
     def _is_large(self, shape: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -227,6 +243,39 @@ def _transform(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prog
             return None if bounds[0] is None or bounds[1] is None else (InitOp("clamp", (bounds[0], bounds[1])),)
         case _:
             return None
+
+
+def _draws_of(program: Program) -> frozenset[int]:
+    return frozenset(int(number) for step in program if step.op == _SHARED for number in step.args)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among arguments or results, also those in lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def families(draws: Mapping[str, frozenset[int]], computed: Collection[str]) -> dict[str, str]:
+    """Return the parameters that must be made together -> the first one of theirs: those `computed` from draws, such as
+    the lengths in weight normalisation, and all others of the same draws. `draws`: by parameter."""
+    first, order = {key: key for key in draws}, {key: place for place, key in enumerate(draws)}
+
+    def root(key: str) -> str:
+        while first[key] != key:
+            key = first[key]
+        return key
+
+    holder: dict[int, str] = {}
+    for key, numbers in draws.items():
+        for number in numbers:
+            earlier, later = sorted((root(key), root(holder.setdefault(number, key))), key=order.__getitem__)
+            first[later] = earlier
+    made = {root(key) for key in computed if draws[key]}
+    sizes = Counter(root(key) for key in draws)
+    return {key: root(key) for key in draws if root(key) in made and sizes[root(key)] > 1}
 
 
 def shared_draws(programs: Mapping[str, tuple[Program | None, tuple[int, ...]]]) -> dict[str, Program | None]:

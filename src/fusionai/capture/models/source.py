@@ -23,6 +23,9 @@ encoder of a model that also has a decoder, `image_text` a causal language model
 
 SPLIT: Final = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """Name of one of several files of a GGUF model."""
+SEEN_WHOLE: Final = ("attention_chunk_size", "index_topk")
+"""Fields of configurations that limit how many positions attention sees. A text that is not longer is seen whole, which
+is what a graph can hold."""
 _CODE_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_GGUF = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+):(?P<file>[\w.-]+)")
@@ -89,6 +92,19 @@ def architecture_of(task: str) -> Architecture:
             return task
         case _:
             return "plain"
+
+
+def stated_positions(config: Mapping[str, Any]) -> int | None:
+    """Return the longest text: the positions that the configuration names, at most those that attention sees. None if
+    it names none."""
+    texts = config.get("text_config")
+    for fields in (config, texts if isinstance(texts, Mapping) else {}):
+        seen = [size for size in map(fields.get, SEEN_WHOLE) if isinstance(size, int) and size > 0]
+        for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+            size = fields.get(name)
+            if isinstance(size, int) and size > 0:
+                return min(size, *seen) if seen else size
+    return None
 
 
 def parse_source(text: str, architecture: Architecture = "causal_lm") -> ModelSource:

@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -23,16 +24,17 @@ from fusionai.backends.torch import host
 from fusionai.backends.torch.packed_linear import rounded
 from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.build import Built, rebuild
-from fusionai.capture.models.conversion import Computed, loading, made_anew, saving
+from fusionai.capture.models.conversion import Computed, left_out, loading, made_anew, saving
 from fusionai.capture.models.gguf import METHOD, gguf_matrices
 from fusionai.ir.serving_cost import WeightFormat
+from fusionai.ir.weights import initialise
 from fusionai.primitives.errors import GraphError, ModelError, StorageError
-from fusionai.primitives.tensors import HostTensor
+from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.assembly import Assembly, Extent, Shape, whole
 from fusionai.storage.quantised_files import PackedMatrix, QuantisedFiles, method_of, quantised_files
 
 GROUP_BYTES: Final = 64 * 2**20
-"""Size of the parameters made in one construction of the module, unless a single one is larger (64 MiB, chosen)."""
+"""Size of the parameters made in one construction of the module (64 MiB, chosen), unless one or a family is larger."""
 
 
 _SHOWN: Final = 4
@@ -122,12 +124,35 @@ class CapturedState:
         # Callers that can't run programs also ask for parameters that have one. Groups are the same whichever of them
         # are wanted, since what a module draws for one parameter depends on those built with it.
         programmed = [key for key in parameters if not any(key in group for group in self.groups)]
-        for made in (*self.groups, *group(programmed, parameters)):
+        for made in (*self.groups, *group(programmed, parameters, self.built.families)):
             if rest.isdisjoint(made):
                 continue
             for key, tensor in rebuild(self.built, made):
                 if key in rest:
                     yield key, to_host(tensor)
+
+    def unread(self, held: Container[str]) -> tuple[str, ...]:
+        """Return the names of the tensors in the module's state dict that are not in `held`, once for tied ones. No
+        output depends on them, so training does not change them. Empty if the module has an adapter, because then the
+        base is not saved."""
+        if self.built.adapter is not None:
+            return ()
+        skipped, names = left_out(self.built.module), dict[int, str]()
+        for name, tensor in self.built.module.state_dict(keep_vars=True).items():
+            if name not in held and name not in skipped and isinstance(tensor, torch.Tensor):
+                names.setdefault(id(tensor), name)
+        return tuple(names.values())
+
+    def initial(self, keys: Sequence[str], seed: int) -> Iterator[tuple[str, HostTensor]]:
+        """Yield (key, bytes) of each key as a job of this seed begins with it, one at a time. Raises `ModelError`."""
+        parameters, programs = self.built.parameters(), self.built.programs
+        stored = frozenset[str]() if self.checkpoint is None else self.checkpoint.keys
+        made_here = {key: program for key in keys if key not in stored and (program := programs.get(key)) is not None}
+        for key, program in made_here.items():
+            shape, dtype = tuple(parameters[key].shape), host.DTYPE_NAMES[parameters[key].dtype]
+            made = np.ascontiguousarray(initialise(key, shape, dtype, program, seed))
+            yield key, host_tensor(dtype, shape, made.tobytes())
+        yield from self.tensors(key for key in keys if key not in made_here)
 
     def layout(self, keys: Iterable[str]) -> dict[str, Assembly]:
         """Return `Captured.layout` for these keys."""
@@ -155,17 +180,23 @@ def to_host(tensor: torch.Tensor) -> HostTensor:
     return host.to_host(plain, own=True)
 
 
-def group(keys: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> tuple[frozenset[str], ...]:
-    """Split the parameters into groups of at most `GROUP_BYTES`, in the order of the model."""
+def group(
+    keys: Sequence[str], parameters: Mapping[str, nn.Parameter], families: Mapping[str, str]
+) -> tuple[frozenset[str], ...]:
+    """Split the parameters into groups of at most `GROUP_BYTES`, in the order of the model. Those of a family stay
+    together, however large they are."""
     groups: list[frozenset[str]] = []
     current: list[str] = []
     held_bytes = 0
+    units: dict[str, list[str]] = {}
     for key in keys:
-        size_bytes = parameters[key].numel() * parameters[key].element_size()
+        units.setdefault(families.get(key, key), []).append(key)
+    for unit in units.values():
+        size_bytes = sum(parameters[key].numel() * parameters[key].element_size() for key in unit)
         if current and held_bytes + size_bytes > GROUP_BYTES:
             groups.append(frozenset(current))
             current, held_bytes = [], 0
-        current.append(key)
+        current += unit
         held_bytes += size_bytes
     if current:
         groups.append(frozenset(current))

@@ -29,11 +29,6 @@ _HARMLESS: Final = frozenset(
 """Keyword arguments of an attention function that have no effect here, because the mask is known as a rule."""
 
 
-SEEN_WHOLE: Final = ("attention_chunk_size", "index_topk")
-"""Fields of configurations that limit how many positions attention sees. A text that is not longer is seen whole, which
-is what a graph can hold."""
-
-
 @dataclass(frozen=True, slots=True)
 class MaskRule:
     """Which keys a query sees. `window`: if causal, only keys fewer than this many positions back; otherwise keys at

@@ -113,6 +113,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     aten = torch.ops.aten
     table: dict[Any, Callable[..., Any]] = {
         aten._weight_norm.default: _weight_norm,
+        aten.native_batch_norm.default: _without_running_statistics,
         aten.scaled_dot_product_attention.default: scaled_dot_product,
         **rearranging(),
         **resizing(),
@@ -121,6 +122,22 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         **functions.recurrent_layers(),
     }
     return {**composed(), **table}
+
+
+def _without_running_statistics(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """Trace the batch normalisation inside instance normalisation as an operator that changes nothing."""
+    if mean is not None or variance is not None:
+        return NotImplemented
+    return torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)
 
 
 def _weight_norm(direction: torch.Tensor, length: torch.Tensor, dim: int = 0) -> torch.Tensor:

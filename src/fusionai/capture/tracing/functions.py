@@ -3,8 +3,9 @@
 Dropout and other draws with `inplace=True` become the function and a copy of its result: PyTorch's decomposition into
 draws and products would hide that they are dropout, which evaluation leaves out. `fill_diagonal_` becomes a selection
 by row and column instead of a strided view. `F.gaussian_nll_loss` does not check that variances are positive, a branch
-on data. `take_along_dim` does not compare sizes, and `einsum` orders its products by the example's sizes: both would
-fix a size that varies. Indices of a triangle are constants.
+on data. `take_along_dim` does not compare sizes, `einsum` orders its products by the example's sizes, and `kron` is
+written as a product of reshaped operands: PyTorch's own would fix a size that varies. Indices of a triangle are
+constants.
 
 Other functions with values that a graph can't hold:
 
@@ -89,6 +90,14 @@ def _take_along(
     return torch.take_along_dim(input, indices, dim)
 
 
+def _kron(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:  # noqa: A002 - PyTorch's names
+    rank = max(input.ndim, other.ndim)
+    one, two = (x.reshape((1,) * (rank - x.ndim) + tuple(x.shape)) for x in (input, other))
+    spread = one.reshape([size for own in one.shape for size in (own, 1)])
+    repeated = two.reshape([size for own in two.shape for size in (1, own)])
+    return (spread * repeated).reshape([a * b for a, b in zip(one.shape, two.shape, strict=True)])
+
+
 def _triangle(kept: Callable[[int, int], bool]) -> Callable[..., torch.Tensor]:
     """Return a function for the rows and columns of the places with `kept` (column, row + offset)."""
 
@@ -153,6 +162,8 @@ _OTHER: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
     torch.Tensor.fill_diagonal_: _fill_diagonal,
     torch.take_along_dim: _take_along,
     torch.Tensor.take_along_dim: _take_along,
+    torch.kron: _kron,
+    torch.Tensor.kron: _kron,
     torch.tril_indices: _triangle(operator.le),
     torch.triu_indices: _triangle(operator.ge),
     torch.einsum: _einsum,

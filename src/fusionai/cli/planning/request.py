@@ -14,7 +14,14 @@ from typing import Final, Literal
 import msgspec
 
 from fusionai.capture.kept import kept
-from fusionai.capture.models.source import parse_source
+from fusionai.capture.models.source import (
+    ConfigSource,
+    DirectorySource,
+    ModelSource,
+    parse_source,
+    read_config,
+    stated_positions,
+)
 from fusionai.cli import console
 from fusionai.cli.options import ServingOptions
 from fusionai.cli.planning.pool_file import FIRST, LAST, ConstraintsTable, PoolOnPaper
@@ -94,6 +101,7 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
             msgspec.structs.replace(role, place=_wished(wishes, role.role) or role.place) for role in problem.roles
         )
     else:
+        _check_sequence(asked, graph.symbols["s"][1] if "s" in graph.symbols else None)
         sizes = {"b": asked.rows, "s": asked.sequence}
         symbols = {name: sizes[name] for name in graph.symbols}
         roles = tuple(RolePlacement(role=role, place=_wished(wishes, role) or default) for role in ("feed", "loss"))
@@ -152,8 +160,14 @@ def _kept(graph: Graph, pool: PoolOnPaper, asked: Asked) -> tuple[int, int]:
 
 def captured(model: str, asked: Asked, home: Path) -> Graph:
     """Return the graph of `model` (named as for `fusion plan`) for the task. If no captured graph is cached
-    (`capture.kept`), this imports PyTorch and captures the model."""
+    (`capture.kept`), this imports PyTorch and captures the model. Raises `UsageError` for a context or
+    rows that are longer than the model's positions."""
     source = parse_source(model)
+    positions = _positions(source)
+    if asked.task == "serve":
+        asked.served.needs(positions)
+    else:
+        _check_sequence(asked, positions)
     batch, sequence = (1, max(asked.rows, 2)), (1, max(asked.sequence, 2))
     options = {"batch": batch, "sequence": sequence, "task": asked.task, "lora": asked.lora}
 
@@ -175,6 +189,28 @@ def captured(model: str, asked: Asked, home: Path) -> Graph:
         ).graph
 
     return kept(home / "graphs", source, options, anew)
+
+
+def _check_sequence(asked: Asked, positions: int | None) -> None:
+    """Raise `UsageError` if rows are longer than the model's positions, None: not limited. Training refuses them."""
+    if positions is not None and asked.sequence > positions:
+        raise UsageError(
+            f"--sequence: expected at most {positions}, the model's positions, got {asked.sequence}.",
+            hint="Plan with shorter rows, or raise max_position_embeddings of a new model.",
+        )
+
+
+def _positions(source: ModelSource) -> int | None:
+    """Return the longest text of a model whose configuration is on this machine; None: not limited, or not known
+    before the model is built."""
+    match source:
+        case ConfigSource(config=config):
+            pass
+        case DirectorySource(path=path):
+            config = read_config(path / "config.json")
+        case _:
+            return None
+    return None if config.get("is_encoder_decoder") else stated_positions(config)
 
 
 def _wished(wishes: ConstraintsTable, role: str) -> _Place | None:

@@ -112,12 +112,18 @@ def _show_result(recipe: Recipe, result: TrainingResult, report: RunReport) -> N
     if result.best is not None and result.best_checkpoint is not None:
         console.line(f"best: step {result.best.step}, evaluation loss {result.best.loss:.4f}: {result.best_checkpoint}")
     if result.checkpoint is not None:
-        console.line(f"checkpoint (loads with transformers): {result.checkpoint}")
+        console.line(f"checkpoint ({_loader(recipe)}): {result.checkpoint}")
         _show_serving(recipe, result.best_checkpoint or result.checkpoint)
     data = report.data(recipe, result)
     if data is not None and recipe.output.report:
         write_report(data, result.directory / "report.html")
         console.line(f"report: {result.directory / 'report.html'}")
+
+
+def _loader(recipe: Recipe) -> str:
+    """Return what loads the job's checkpoints, in words."""
+    own = isinstance(recipe.model.source, FactoryModel)
+    return "loads with safetensors.torch.load_model" if own else "loads with transformers"
 
 
 def _show_serving(recipe: Recipe, checkpoint: Path) -> None:
@@ -268,7 +274,7 @@ def _run_replicas(
     if result.rounds:
         console.line(str(exchange["sentence"]))
     if result.checkpoint is not None:
-        console.line(f"checkpoint (loads with transformers): {result.checkpoint}")
+        console.line(f"checkpoint ({_loader(recipe)}): {result.checkpoint}")
         _show_serving(recipe, result.checkpoint)
     if recipe.output.report:
         _write_reports(recipe, result, watch.reports)

@@ -14,11 +14,11 @@ runs the encoder, `serving.sources` says how requests use it; `client.serving.se
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from fusionai.capture.capture import Captured
 from fusionai.capture.checking.check import require_causal
@@ -29,11 +29,10 @@ from fusionai.capture.models.eagle import EagleFiles
 from fusionai.capture.models.huggingface import has_image_input, model_directory
 from fusionai.capture.models.images import ImageEncoder, NoImages
 from fusionai.capture.models.seq2seq import is_decoding
-from fusionai.capture.models.source import DirectorySource, HubSource
+from fusionai.capture.models.source import DirectorySource, HubSource, stated_positions
 from fusionai.capture.models.sources import SourceEncoder
 from fusionai.capture.models.state import rounding
 from fusionai.capture.served import LONGEST_PASS, capture_served
-from fusionai.capture.tracing.attention import SEEN_WHOLE
 from fusionai.client.serving.names import CHECKPOINTS, model_name, source_of
 from fusionai.ir.packed import packed_bytes
 from fusionai.ir.schema import Graph, Ref
@@ -230,7 +229,7 @@ def open_model(
             f"{files.name} classifies texts by {labels} labels, and only models with one (rerankers) are served.",
             hint="Serve a cross-encoder whose config.json has one label.",
         )
-    positions = _positions(captured.config or {}) if texts.source is None else _both_positions(texts.source)
+    positions = stated_positions(captured.config or {}) if texts.source is None else _both_positions(texts.source)
     if whole or purpose != "generate":
         longest = graph.symbols.get(SEQUENCE, (1, LONGEST_PASS))[1]
         positions = min(positions or longest, texts.sentences.longest_tokens or longest, longest)
@@ -347,18 +346,6 @@ def _both_positions(source: Source) -> int | None:
     """Return the longest sequence of an encoder's rows and of the tokens behind them."""
     sizes = (source.longest, source.rules.positions)
     return None if None in sizes else sum(size for size in sizes if size is not None)
-
-
-def _positions(config: Mapping[str, Any]) -> int | None:
-    """Return the longest text: the positions that the configuration names, at most those that attention sees."""
-    texts = config.get("text_config")
-    for fields in (config, texts if isinstance(texts, Mapping) else {}):
-        seen = [size for size in map(fields.get, SEEN_WHOLE) if isinstance(size, int) and size > 0]
-        for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-            size = fields.get(name)
-            if isinstance(size, int) and size > 0:
-                return min(size, *seen) if seen else size
-    return None
 
 
 def with_source(directory: Path, captured: Captured, texts: ModelText) -> ModelText:

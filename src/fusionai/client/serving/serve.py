@@ -21,6 +21,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from fusionai.capture.models.eagle import EagleFiles
+from fusionai.capture.models.source import stated_positions
 from fusionai.client.pool.beginning import Waiting, first_deployment, nobody
 from fusionai.client.pool.job_process import Met, Noted, OwnerProcess, own_machine, owner_profile
 from fusionai.client.pool.local_pool import REMEMBERED, LocalPool, local_threads, own_memory_bytes, serving_pool
@@ -71,6 +72,7 @@ from fusionai.scheduling.problem.types import Plan, Problem, ServingNeeds
 from fusionai.scheduling.serving.parallel import throughput_plan
 from fusionai.serving import job as progress
 from fusionai.serving.pipelines import PipelinedEngine
+from fusionai.serving.text import read_json
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.storage.weight_store import WeightStore
 
@@ -146,8 +148,11 @@ class _Start:
 
     async def run(self) -> Served:
         request = self._request
-        # Names are checked before anything starts.
+        # Names and the context are checked before anything starts.
         files = await in_background(lambda: find_model(request.model))
+        config = await in_background(lambda: read_json(files.directory / "config.json"))
+        if not config.get("is_encoder_decoder"):  # the rows of an encoder count as well, which only capturing shows
+            request.needs(stated_positions(config), False)
         adapters = await in_background(lambda: find_adapters(request.adapters))
         if any(adapter.name == files.name for adapter in adapters):
             raise UsageError(
@@ -219,6 +224,7 @@ class _Start:
         # Capturing patches the framework and modules like `math` for all threads. Imports and computations in this
         # process must therefore come after it.
         model = await opening
+        form = request.needs(model.positions, False).weights
         for text in (*(adapter.words for adapter in model.adapters), *model.captured.notes):
             self._on_event(Noted(text))
         stack.callback(close_encoders, model.texts)
@@ -236,7 +242,6 @@ class _Start:
         )
         weights = await hashing
         stack.callback(weights.close)
-        form = request.needs(model.positions, False).weights
         if (words := await in_background(lambda: rounding_words(model, form))) is not None:
             self._on_event(Noted(words))
         guesser = None if request.speculate == "off" else await self._guesser(model, weights, draft)

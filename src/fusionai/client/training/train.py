@@ -348,11 +348,13 @@ class _Run:
 
     def _driver(self, machine: OwnMachine, begun: _Begun, on_progress: Callable[[progress.Progress], None]) -> Driver:
         prepared, part = begun.prepared, self.part
+        captured = prepared.captured
         checkpoints = Checkpoints(
             self.directory.checkpoints,
             checkpoint_header(self.recipe, prepared),
             files=prepared.files,
             keep=self.recipe.job.keep_checkpoints,
+            unread=lambda: captured.source.initial(captured.unread(), self.recipe.job.seed),
         )
         driver = Driver(
             _training_job(self.recipe, prepared, begun.replanner.job, self.process.peer, self.options, part),

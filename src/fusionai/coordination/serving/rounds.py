@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Final
 
 from fusionai.coordination.machine import FollowUp
@@ -198,7 +199,11 @@ class Rounds:
         self.job.batcher.dropped(event.number, self.probes.pop(event.number))
         self._digests.append(event.digest)
         if not event.distance <= event.tolerance:
-            reason = f"a probe is {event.distance:.3g} off, at most {event.tolerance:.3g} is right"
+            reason = (
+                f"a probe is {event.distance:.3g} off, at most {event.tolerance:.3g} is right"
+                if isfinite(event.distance)
+                else "the logits of a probe are not finite: a weight is not, or numbers exceed their format's range"
+            )
             self.job.follow_ups.append(ProbeRefused(reason))
             return []
         if len(set(self._digests)) > 1:

@@ -21,11 +21,11 @@ import msgspec
 from fusionai.backends.memory import return_code_pages, return_freed_memory
 from fusionai.backends.serving.base import ServingProgram
 from fusionai.execution.host import Host
-from fusionai.execution.member import RoundMember
+from fusionai.execution.member import RoundMember, refusal_of
 from fusionai.execution.serving.loading import StageWeights, identity_of, prepare_stage
 from fusionai.execution.serving.stage import ServingStage
 from fusionai.execution.serving.verifier import TextVerifier
-from fusionai.primitives.errors import ExecutionError, FusionError, GraphError, TransportError
+from fusionai.primitives.errors import ExecutionError, FusionError, TransportError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.weight_part import spec_bytes
@@ -244,15 +244,10 @@ class ServingMember(RoundMember):
                         self._keep_only(self._own | self._placement.standbys)
                 if self._is_of_here(load):
                     await self._answer(load, stage, fetched_bytes)
-        except GraphError as error:
-            self.failed(load.stage, load.fence, "bad_graph", str(error))
-        except FusionError as error:
-            self.failed(load.stage, load.fence, "failed", str(error))
-        except MemoryError as error:
-            self.failed(load.stage, load.fence, "out_of_memory", str(error))
         except Exception as error:  # whatever was received, the driver must not wait for this stage
-            log.exception("stage %d of %s could not be loaded", load.stage, self.job)
-            self.failed(load.stage, load.fence, "failed", f"{type(error).__name__}: {error}")
+            if not isinstance(error, FusionError):
+                log.exception("stage %d of %s could not be loaded", load.stage, self.job)
+            self.failed(load.stage, load.fence, *refusal_of(error))
 
     def _at_hand(self, load: wire.Load) -> ServingStage | None:
         stage = self._stages.get(load.stage)

@@ -23,6 +23,7 @@ import numpy as np
 
 from fusionai.backends.serving.base import ServingProgram
 from fusionai.execution.host import ComputeThread, Outcome, Timed
+from fusionai.execution.member import refusal_of
 from fusionai.execution.memory_budget import MemoryBudget
 from fusionai.execution.serving.boundary import PAGE_NUMBER_BYTES, RetainedRows, RowSpec, ServingBoundary, packed
 from fusionai.execution.serving.sketches import SketchBook, drawing_bytes
@@ -234,8 +235,7 @@ class ServingStage:
                 )
             case Exception():
                 log.error("stage %d failed", self.stage, exc_info=outcome)
-                code: wire.RefusalCode = "out_of_memory" if isinstance(outcome, MemoryError) else "failed"
-                self._member.failed(self.stage, message.fence, code, f"{type(outcome).__name__}: {outcome}")
+                self._member.failed(self.stage, message.fence, *refusal_of(outcome))
             case made, timed:
                 if made is not None and message.fence == self._member.present:
                     self._send_on(order, made, timed)

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from fusionai.execution.host import Host
-from fusionai.execution.member import RoundMember
+from fusionai.execution.member import RoundMember, refusal_of
 from fusionai.execution.training.boundary import Sent, ends
 from fusionai.execution.training.runtime import StageRuntime
 from fusionai.execution.training.snapshots import MemberSnapshots
 from fusionai.execution.training.stages import Stages
 from fusionai.execution.training.verifier import StepVerifier
-from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, GraphError, TransportError
+from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope
@@ -211,13 +211,10 @@ class JobMember(RoundMember):
         async with self._attaching:
             try:
                 runtime = await self._made(attach, tensors)
-            except GraphError as error:
-                self._refuse(attach, "bad_graph", str(error))
-            except FusionError as error:
-                self._refuse(attach, "failed", str(error))
             except Exception as error:  # whatever was received, the driver must not wait for this stage
-                log.exception("stage %d of %s could not be loaded", attach.stage, self.job)
-                self._refuse(attach, "failed", f"{type(error).__name__}: {error}")
+                if not isinstance(error, FusionError):
+                    log.exception("stage %d of %s could not be loaded", attach.stage, self.job)
+                self._refuse(attach, *refusal_of(error))
             else:
                 if runtime is not None:
                     runtime.attach(attach)

@@ -22,6 +22,7 @@ from fusionai.coordination.training.exchanges import NO_EXCHANGES, exchanges_of
 from fusionai.coordination.training.stage import StageMachine
 from fusionai.coordination.training.stage_interface import StageCommand, StageEvent, StageWork
 from fusionai.execution.host import Host
+from fusionai.execution.member import refusal_of
 from fusionai.execution.tensors import chunks
 from fusionai.execution.training.arrivals import Arrivals, WaitingTensors
 from fusionai.execution.training.boundary import Boundary, RetainedMessages, Sent
@@ -288,11 +289,10 @@ class StageRuntime:
         """Run `work` and report every exception to the driver: nothing above this would do so."""
         try:
             await work()
-        except FusionError as error:
-            self._failed("failed", str(error))
         except Exception as error:
-            log.exception("stage %d of %s failed", self.stage, self.job)
-            self._failed("failed", f"{type(error).__name__}: {error}")
+            if not isinstance(error, FusionError):
+                log.exception("stage %d of %s failed", self.stage, self.job)
+            self._failed(*refusal_of(error))
         else:
             return True
         return False

@@ -7,10 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from fusionai.backends.state import ProgramSize
-from fusionai.backends.worker.channel import Arena
+from fusionai.backends.worker.channel import ENCODER, Arena, WorkerCall
 from fusionai.backends.worker.server import Server
 from harness.null_backend import NullStageProgram
 
@@ -52,3 +53,16 @@ def test_the_daemon_knows_whether_a_stage_repeats_its_bits(server: Server, repea
     assert server._kept(program).repeats == repeats
     served: Any = SimpleNamespace(size=ProgramSize(1, 2))
     assert server._kept(served).repeats
+
+
+def test_a_lack_of_memory_is_told_apart_from_other_failures(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failure(error: Exception) -> str:
+        def call(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(server, "_call", call)
+        made = server.answer(ENCODER.encode(WorkerCall(0, "drop", msgspec.Raw(ENCODER.encode((1,))), (), 2**20)))
+        assert made.failure is not None
+        return made.failure.kind
+
+    assert (failure(MemoryError()), failure(ValueError())) == ("OutOfMemoryError", "ExecutionError")

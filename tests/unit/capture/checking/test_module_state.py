@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fusionai.capture.capture import capture
 from fusionai.capture.checking.self_check import SelfCheck, self_check
@@ -53,6 +54,25 @@ def counted(module: Keeping, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def counting_evaluations(module: Keeping, x: torch.Tensor) -> torch.Tensor:
+    module.calls += not module.training
+    return x * (1 + module.calls)
+
+
+def keeping_the_first(module: Keeping, x: torch.Tensor) -> torch.Tensor:
+    """Runs alike on the inputs that it saw first; a trace sees no earlier ones."""
+    first = module.seen[0] if module.seen else x[0].detach()
+    if not isinstance(x, FakeTensor):
+        module.seen.append(first)
+    return x - first
+
+
+def counting_in_a_buffer(module: Keeping, x: torch.Tensor) -> torch.Tensor:
+    if not module.training:
+        module.mean += 1
+    return x * module.mean
+
+
 def averaging(module: Keeping, x: torch.Tensor) -> torch.Tensor:
     """In evaluation too."""
     module.mean.lerp_(x.detach().mean(dim=0), 0.1)
@@ -64,9 +84,10 @@ def assigning(module: Keeping, x: torch.Tensor) -> torch.Tensor:
     return x - module.mean
 
 
-def checked(make: Callable[[], nn.Module]) -> SelfCheck:
+def checked(make: Callable[[], nn.Module], *, memory_bytes: int | None = None) -> SelfCheck:
     example = {"x": torch.randn(3, 4, generator=torch.Generator().manual_seed(0))}
-    return self_check(capture(FactorySource(make, "mine"), task="regression", batch=(1, 8), example_inputs=example))
+    captured = capture(FactorySource(make, "mine"), task="regression", batch=(1, 8), example_inputs=example)
+    return self_check(captured, memory_bytes=memory_bytes)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +95,10 @@ def checked(make: Callable[[], nn.Module]) -> SelfCheck:
     [
         (counting, r", which changes its attributes calls \(\d+ becomes \d+\): a graph keeps no state"),
         (remembering, "mine gives other results on the same inputs when it runs again: a graph keeps no state"),
+        (
+            counting_evaluations,
+            r"other results in evaluation on the same inputs .* attributes calls \(\d+ becomes \d+\)",
+        ),
         (by_chance, "mine gives other results on the same inputs when it runs again: a graph keeps no state"),
     ],
 )
@@ -108,6 +133,30 @@ def test_a_buffer_that_evaluation_changes_too_is_compared_from_its_first_value(
     body: Callable[[Keeping, torch.Tensor], torch.Tensor],
 ) -> None:
     assert checked(lambda: Keeping(body)).ok
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 0])
+def test_what_is_kept_of_earlier_inputs_is_refused(memory_bytes: int | None) -> None:
+    with pytest.raises(ModelError, match="differs from the module") as raised:
+        checked(lambda: Keeping(keeping_the_first), memory_bytes=memory_bytes)
+    assert "register_buffer" in (raised.value.hint or "")
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 0])
+def test_buffers_that_evaluation_writes_are_noted(memory_bytes: int | None) -> None:
+    for body in (counting_in_a_buffer, averaging):
+        result = checked(lambda body=body: Keeping(body), memory_bytes=memory_bytes)
+        assert result.ok
+        assert result.notes == (
+            "The module writes its buffers mean in evaluation too. The evaluations of a job change no buffers.",
+        )
+
+
+def test_a_module_beyond_the_memory_is_asked_for_what_it_keeps() -> None:
+    with pytest.raises(ModelError, match="differs from the module"):
+        checked(lambda: Keeping(remembering), memory_bytes=0)
+    (note,) = checked(lambda: Keeping(counted), memory_bytes=0).notes
+    assert note.startswith("The module changes its attributes calls (0 becomes 2)")
 
 
 def test_a_buffer_that_the_graph_leaves_as_it_was_is_refused() -> None:

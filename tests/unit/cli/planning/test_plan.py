@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fusionai.cli.main import main
@@ -18,6 +19,7 @@ from fusionai.cli.planning import request as asked_module
 from fusionai.cli.planning.pool_file import ConstraintsTable, read_pool
 from fusionai.cli.planning.request import Asked, problem_of
 from fusionai.ir.schema import Graph
+from fusionai.primitives.errors import UsageError
 from fusionai.scheduling.problem.types import SharedWeight
 from harness.stand import layers
 
@@ -565,3 +567,22 @@ def test_the_models_ends_stay_with_the_owner_and_their_price_is_said(
     assert "This level costs this machine" in capsys.readouterr().out
     assert planned(files, "--privacy", "split", pool="ownerless.toml") == 2
     assert "the pool file does not describe that machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--task", "serve", "--context", "99999999"), ("--sequence", "99999999")])
+def test_texts_beyond_the_model_are_refused_before_it_is_captured(
+    flags: tuple[str, ...], files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(files)
+    (files / "model.json").write_text(json.dumps(MODEL))
+    assert planned(files, *flags, "--home", str(files / "home")) == 2
+    said = capsys.readouterr().err
+    assert f"{flags[-2]}: expected at most 64, the model's positions, got 99999999." in said
+    assert "Capturing" not in said
+
+
+def test_rows_beyond_a_captured_models_positions_are_refused(captured: Graph, files: Path):
+    low, _ = captured.symbols["s"]
+    learned = msgspec.structs.replace(captured, symbols={**captured.symbols, "s": (low, 16)})
+    with pytest.raises(UsageError, match=r"--sequence: expected at most 16, the model's positions, got 32\."):
+        problem_of(learned, read_pool(files / "pool.toml"), ASKED)

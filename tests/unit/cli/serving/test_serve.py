@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from fusionai.cli.main import main
 from fusionai.cli.options import ServingOptions, serving_options
+from fusionai.primitives.errors import UsageError
 from fusionai.privacy.findings import sentence
 
 
@@ -86,9 +87,27 @@ def test_a_context_is_the_models_unless_it_is_asked_for() -> None:
     assert flags.needs(512).cache_tokens == 2 * 512
     assert [flags.needs(most).longest_tokens for most in (None, 512, 100_000)] == [32_768, 512, 32_768]
     asked = ServingOptions(weights="fp32", cache="fp32", context_tokens=8192, sessions=64, ends="owner")
-    assert (asked.needs(100_000).context_tokens, asked.needs(2048).context_tokens) == (8192, 2048)
+    assert [asked.needs(most).context_tokens for most in (None, 100_000, 8192)] == [8192] * 3
     assert asked.needs(100_000).cache_tokens == 4 * 8192
     assert asked.needs(100_000).longest_tokens == 0
+
+
+def test_a_context_beyond_the_model_is_refused_at_once(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ServingOptions(weights="fp32", cache="fp32", context_tokens=8192, sessions=64, ends="owner")
+    with pytest.raises(UsageError, match=r"--context: expected at most 2048, the model's positions, got 8192\."):
+        asked.needs(2048)
+    config = {"model_type": "llama", "max_position_embeddings": 4096}
+    (Path(model) / "config.json").write_text(json.dumps(config))
+    (Path(model) / "model.safetensors").write_bytes(b"never read")
+    home = tmp_path / "home"
+    flags = ("--local", "2", "--port", "0", "--home", str(home))
+    assert main(["serve", model, *flags, "--context", "99999999"]) == 2
+    said = capsys.readouterr().err
+    assert "expected at most 4096, the model's positions, got 99999999" in said
+    assert "leave --context out" in said
+    assert not (home / "local").exists()
 
 
 def test_quantised_files_stay_packed_unless_another_format_is_asked_for() -> None:

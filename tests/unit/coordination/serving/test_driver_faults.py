@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf, nan
 
 import pytest
 
@@ -111,6 +112,18 @@ def test_before_the_job_was_ready_a_probe_that_is_wrong_ends_it(how: str) -> Non
     far = how == "too far off"
     job.tell(interface.ProbeReturned(second, "x" if far else "y", 0.2 if far else 0.0, 0.1, fence=job.fence))
     assert job.phase is ServingPhase.ENDED
+
+
+@pytest.mark.parametrize(
+    ("distance", "said"),
+    [(inf, "the logits of a probe are not finite"), (nan, "the logits of a probe are not finite"), (0.2, "0.2 off")],
+)
+def test_a_probe_that_ends_the_job_says_what_is_wrong_with_it(distance: float, said: str) -> None:
+    job = Job(roles())
+    job.enlist()
+    job.load()
+    job.tell(interface.ProbeReturned(min(job.machine.rounds.probes), "x", distance, 0.1, fence=job.fence))
+    assert said in (job.of(EndJob)[0].failed or "")
 
 
 def test_a_probe_as_far_off_as_is_tolerated_is_right() -> None:

@@ -30,9 +30,12 @@ from harness.patience import CEILING_S
 
 MIB = 2**20
 OWNER, FIRST, SECOND, THIRD = (PeerId(letter * 52) for letter in "oabc")
-QUICK = FetchLimits(silence_s=0.2, slow_s=0.1, retry_s=0.05, redial_s=0.01, give_up_s=0.5)
-PATIENT = replace(QUICK, silence_s=20.0, slow_s=60.0, grace_s=60.0, give_up_s=60.0)
+QUICK = FetchLimits(silence_s=0.2, slow_s=0.1, retry_s=0.05, redials=1000, redial_s=0.01, give_up_s=60.0)
+"""Where a silent source is given up. A source that a busy machine holds up is dialled again, as often as it takes."""
+PATIENT = replace(QUICK, silence_s=20.0, slow_s=60.0, redials=3, grace_s=60.0, give_up_s=60.0)
 """Where it matters who gives what, however busy this machine is."""
+HOPELESS = replace(PATIENT, grace_s=0.5, give_up_s=3.0)
+"""Where nothing more can come."""
 Serve = Callable[[Channel], Awaitable[None]]
 
 
@@ -400,8 +403,9 @@ def test_what_can_not_be_had_is_named_with_everybody_asked(tmp_path: Path) -> No
         members.listening[FIRST] = ("memory://nowhere:1",)
         faulty_peer = await members.serve(SECOND, answering(lambda ask: pieces(ask, bytes(len(right(ask))))))
         store = WeightStore(tmp_path / "c")
+        await members.fetch(THIRD, store, partly, specs=SPECS[:2])
         with pytest.raises(ExecutionError) as told:
-            await members.fetch(THIRD, store, gone, faulty_peer, partly, limits=QUICK)
+            await members.fetch(THIRD, store, gone, faulty_peer, partly, limits=HOPELESS)
         said = str(told.value)
         assert "1 of 4 tensors could not be fetched, the first is mlp: 3.15 MB are missing" in said
         assert "peer aaaaaaaa (no answer from memory://nowhere:1)" in said
@@ -505,7 +509,7 @@ def test_whoever_breaks_the_protocol_is_shown_out(tmp_path: Path) -> None:
 
 def test_who_does_not_read_holds_up_nobody_else(tmp_path: Path) -> None:
     async def body(members: Members) -> None:
-        desk = WeightServer(filled(tmp_path / "owner"), [spec.digest for spec in SPECS], patience_s=0.2)
+        desk = WeightServer(filled(tmp_path / "owner"), [spec.digest for spec in SPECS], patience_s=1.0)
         ended = asyncio.Event()
 
         async def serve(channel: Channel) -> None:
